@@ -1,0 +1,95 @@
+"""A second backward on a retained graph finds freed weights under ZeRO-3.
+
+id: 7352
+engine: deepspeed
+symptom: size mismatch in the second of two engine.backward calls on one forward
+reported: https://github.com/deepspeedai/DeepSpeed/issues/7352
+affects: >=0.16.4
+fixed: not yet
+ranks: 1
+law: double_backward.retained_then_zero_grad
+signature: The size of tensor a (0) must match the size of tensor b
+ok: repro: two losses on one forward, two backwards, at ZeRO stage 3 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_7352_retained_graph_zero3.py
+
+The gathered weights that autograd saved in the forward are freed after the first backward, although retain_graph=True
+says that they are needed again. Open pull requests: #8045, #8135.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed  # noqa: E402
+from deepspeed.utils import safe_get_full_grad  # noqa: E402
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "The size of tensor a (0) must match the size of tensor b"
+OK = "repro: two losses on one forward, two backwards, at ZeRO stage 3 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def two_losses(output):
+    return output.sum(), output.square().sum()
+
+
+def wanted_gradients(model, inputs):
+    """What PyTorch makes of the second loss on the plain model, averaged over the ranks' inputs."""
+    grads = [torch.autograd.grad(two_losses(model(each))[1], list(model.parameters())) for each in inputs]
+    return [torch.stack(same).mean(0) for same in zip(*grads, strict=True)]
+
+
+def main():
+    deepspeed.init_distributed()
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+    inputs = [torch.randn(4, 8).to(device) for _ in range(world)]
+    wanted = wanted_gradients(model, inputs)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    first, second = two_losses(engine(inputs[rank]))
+    engine.backward(first, retain_graph=True)
+    engine.optimizer.zero_grad()
+    try:
+        engine.backward(second)
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close([safe_get_full_grad(param) for param in model.parameters()], wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,71 @@
+"""torch.func cannot pass through the linear layer that ZeRO-3 puts in the place of torch's.
+
+id: 7913
+engine: deepspeed
+symptom: the functorch error from torch.func.grad_and_value over zero3_linear_wrap
+reported: https://github.com/deepspeedai/DeepSpeed/issues/7913
+affects: <=0.19.0
+fixed: 0.19.1
+broken: 0.18.8
+ranks: 1
+law: torch_func.inside_forward
+signature: must override the setup_context staticmethod
+ok: repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_7913_torch_func_linear.py
+
+Under ZeRO-3, torch.nn.functional.linear becomes zero3_linear_wrap. A loss that uses torch.func itself, as fused linear
+losses and distillation losses do, then takes the gradient through LinearFunctionForZeroStage3. Fixed by #7916.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402
+
+SIGNATURE = "must override the setup_context staticmethod"
+OK = "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."
+
+
+def fused_loss(linear):
+    """A loss with the output layer inside, differentiated by torch.func: gradients of hidden, weight and bias."""
+
+    def loss(hidden, weight, bias, target):
+        return F.cross_entropy(linear(hidden, weight, bias), target)
+
+    return torch.func.grad_and_value(loss, argnums=(0, 1, 2))
+
+
+def main():
+    device = get_accelerator().current_device_name()
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(8, 4), torch.randn(5, 4), torch.randn(5)
+    batch = [tensor.to(device) for tensor in (hidden, weight, bias, torch.randint(0, 5, (8,)))]
+    wanted_grads, wanted_loss = fused_loss(F.linear)(*batch)
+    try:
+        grads, loss = fused_loss(zero3_linear_wrap)(*batch)
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close((grads, loss), (wanted_grads, wanted_loss))
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

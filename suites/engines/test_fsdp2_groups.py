@@ -1,0 +1,58 @@
+"""How the FSDP2 adapter cuts a model into groups and a parameter into pieces; no ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zharness.engines import fsdp2
+from zharness.engines.protocol import Piece
+from zharness.errors import ConfigError
+
+
+def test_pieces_are_those_of_chunk_and_late_ranks_may_own_nothing() -> None:
+    assert fsdp2.pieces((5, 2), 4) == (Piece(0, 0, 4), Piece(1, 4, 8), Piece(2, 8, 10))
+    assert fsdp2.pieces((1,), 2) == (Piece(0, 0, 1),)
+    assert fsdp2.pieces((0, 3), 2) == ()
+
+
+def named_groups(model: nn.Module, grouping: str = "leaf") -> list[str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)] for module in fsdp2.groups(model, grouping)]
+
+
+class Holder(nn.Module):
+    """A root that owns a parameter, a list of parameters, and a module whose forward reads its child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.rows = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def test_a_group_is_a_module_that_owns_parameters_with_all_below_it() -> None:
+    with torch.device("meta"):
+        assert named_groups(Holder()) == ["attention", "blocks.0", "blocks.2"]
+        assert named_groups(Holder(), "root") == []
+        assert named_groups(nn.Linear(4, 4)) == []
+
+
+def test_owners_of_a_tied_parameter_belong_to_the_root() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    assert named_groups(model) == ["1"]
+
+
+def test_a_module_used_under_two_names_is_one_group() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+        assert named_groups(nn.Sequential(layer, nn.Sequential(layer, nn.Linear(4, 4)))) == ["0", "1.1"]
+
+
+def test_an_unknown_grouping_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaf, root"):
+        fsdp2.groups(nn.Identity(), "block")

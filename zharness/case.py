@@ -1,0 +1,70 @@
+"""A frozen cell of the matrix, its id and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from zharness.errors import UsageError
+
+_ID = re.compile(
+    r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]]+?)-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
+    r"-(?P<model>\w+)(?:-(?P<variant>\w+))?\]"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One check on one engine at one stage, world size, dtype and model.
+
+    ``engine`` is a registered name or ``package.module:factory``, with ``==RELEASE`` behind it where one was asked for.
+    """
+
+    check: str
+    engine: str
+    stage: int
+    world_size: int
+    dtype: str
+    model: str
+    variant: str = ""
+
+    @property
+    def id(self) -> str:
+        """``group.check[engine-zero3-w2-fp32-model]``, with ``-variant`` where there is one; also the pytest id."""
+        tail = f"-{self.variant}" if self.variant else ""
+        return f"{self.check}[{self.engine}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
+
+    def seed(self, salt: int = 0) -> int:
+        """A 31-bit seed that follows from the id, so that a case alone says what it will compute.
+
+        Engine, stage and check are left out of the digest: cells that differ in those alone train the same model on the
+        same data, so their numbers can be laid side by side.
+        """
+        key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case whose id is ``text``. Raises UsageError when ``text`` is not a case id."""
+        match = _ID.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"not a case id: {text!r}; expected group.check[engine-zeroS-wN-dtype-model], "
+                "for example training.grads[reference-zero3-w2-fp32-mlp]"
+            )
+        found = match.groupdict()
+        return cls(
+            check=found["check"],
+            engine=found["engine"],
+            stage=int(found["stage"]),
+            world_size=int(found["world_size"]),
+            dtype=found["dtype"],
+            model=found["model"],
+            variant=found["variant"] or "",
+        )
+
+
+def looks_like_id(text: str) -> bool:
+    """Whether ``text`` has the form of a case id."""
+    return _ID.fullmatch(text) is not None

@@ -1,0 +1,8 @@
+"""The laws as library functions: what a rank observes, and how a judge that never saw the engine decides."""
+
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.registry import CHECKS, check_named, find_checks
+from zharness.checks.trial import DTYPES, Trial
+
+__all__ = ["CHECKS", "DTYPES", "Bench", "Check", "Trial", "check_named", "find_checks"]

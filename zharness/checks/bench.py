@@ -1,0 +1,111 @@
+"""The rank's side of a check: engines to build, batches to feed, snapshots to record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, EngineConfig, EngineFactory, Feature
+from zharness.errors import EngineContractError
+from zharness.parity import Evidence, Snapshot
+from zharness.parity.snapshot import Placement
+from zharness.workload import Batch, ModelSpec
+from zharness.workload.models import SAMPLES
+
+
+class Bench:
+    """One rank of a cell.
+
+    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seed: int,
+        rank: int,
+        world_size: int,
+        config: EngineConfig,
+        factory: EngineFactory,
+        capabilities: Capabilities,
+        variant: str,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.config = replace(config, micro_batch_size=SAMPLES)
+        self.capabilities = capabilities
+        self.variant = variant
+        self.device = device
+        self._factory = factory
+        self._snapshots: list[Snapshot] = []
+        self._layout: Mapping[str, tuple[Placement, ...]] = {}
+
+    def engine(self, **overrides: Any) -> Engine:
+        """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
+
+        Raises EngineContractError when the factory returns something that is not an Engine.
+        """
+        model = self.spec.model(self.seed).to(self.device)
+        names = dict(model.named_parameters()).keys()
+        engine = self._factory(model, replace(self.config, **overrides))
+        if not isinstance(engine, Engine):
+            raise EngineContractError(not_an_engine(engine))
+        self._layout = {
+            name: tuple(Placement(piece.rank, piece.start, piece.stop) for piece in pieces)
+            for name, pieces in engine.layout().items()
+            if name in names
+        }
+        return engine
+
+    def batch(self, step: int) -> Batch:
+        """This rank's micro-batch at micro-step ``step``, on its device."""
+        batch = self.spec.micro_batch(self.seed, self.rank, step)
+        return Batch(batch.inputs.to(self.device), batch.target.to(self.device))
+
+    def loss(self, call: Callable[[Tensor], Tensor] | Engine | nn.Module, step: int) -> Tensor:
+        """Forward of this rank's micro-batch and its loss, a scalar; recorded as ``loss`` of that step."""
+        batch = self.batch(step)
+        loss = self.spec.loss(call(batch.inputs), batch.target)
+        self.record("loss", {"loss": loss}, step)
+        return loss
+
+    def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
+        """Keep copies of ``tensors`` on CPU under ``label`` and ``step``."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self._snapshots.append(Snapshot(label, step, copies))
+
+    def record_state(self, label: str, engine: Engine, step: int) -> None:
+        """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
+        state = engine.full_optimizer_state()
+        flat = {f"{name}/{key}": value for name, entries in state.items() for key, value in entries.items()}
+        self.record(label, flat, step)
+
+    def owners(self) -> tuple[AccumulationOwner, ...]:
+        """Who may own the accumulation, by the engine's claims."""
+        features = {
+            AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
+            AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,
+        }
+        return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
+
+    def evidence(self) -> Evidence:
+        """Everything recorded so far."""
+        return Evidence(tuple(self._snapshots), self._layout)
+
+
+def not_an_engine(thing: object) -> str:
+    """What an object lacks to be an Engine."""
+    wanted = [name for name in dir(Engine) if not name.startswith("_")] + ["module", "capabilities"]
+    missing = sorted({name for name in wanted if not hasattr(thing, name)})
+    return (
+        f"the engine factory returned a {type(thing).__name__}, which is not an Engine: missing {', '.join(missing)}; "
+        "zharness.engines.Engine documents every method"
+    )
+

@@ -1,0 +1,40 @@
+"""A law as data: what to observe on every rank, and how to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zharness.checks.bench import Bench
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import Feature
+from zharness.errors import UsageError
+from zharness.parity import Comparison, Tier
+
+
+@dataclass(frozen=True)
+class Check:
+    """One law.
+
+    ``observe`` runs on every rank with an engine; ``judge`` runs once, in a process that never saw the engine, and
+    yields comparisons in the order in which an error would have entered. ``tier`` is the one that applies to random
+    weights; the exact model is judged by X where its certificate holds. ``needs`` are features that an engine has to
+    claim; ``integral`` that weights stay the integers of the exact model throughout; ``variants`` the spellings or settings that make a cell of their own, each with what it needs on top.
+    """
+
+    name: str
+    law: str
+    tier: Tier
+    models: tuple[str, ...]
+    observe: Callable[[Bench], None]
+    judge: Callable[[Trial], Iterator[Comparison]]
+    needs: tuple[Feature, ...] = ()
+    integral: bool = True
+    variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),)
+
+    def features(self, variant: str) -> tuple[Feature, ...]:
+        """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""
+        for name, extra in self.variants:
+            if name == variant:
+                return self.needs + extra
+        raise UsageError.unknown(f"variant of {self.name}", variant, [name or "(none)" for name, _ in self.variants])

@@ -1,0 +1,33 @@
+"""The checks by name."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from zharness.checks import double_backward, torch_func, training
+from zharness.checks.law import Check
+from zharness.errors import UsageError
+
+CHECKS: dict[str, Check] = {
+    check.name: check for check in (*training.CHECKS, *torch_func.CHECKS, *double_backward.CHECKS)
+}
+
+
+def check_named(name: str) -> Check:
+    """The check of that name. Raises UsageError when there is none."""
+    if name not in CHECKS:
+        raise UsageError.unknown("check", name, CHECKS, "`zharness list checks` prints every law")
+    return CHECKS[name]
+
+
+def find_checks(patterns: tuple[str, ...]) -> list[Check]:
+    """The checks that match any of the glob ``patterns`` (all without one). Raises UsageError for an idle pattern."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in CHECKS):
+            raise UsageError.unknown("check", pattern, CHECKS, "a pattern may use * and may name a group")
+    return [check for name, check in CHECKS.items() if not patterns or any(matches(name, p) for p in patterns)]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a check's name matches a glob, or lies in the group of that name."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

@@ -1,0 +1,104 @@
+"""The judge's side of a check: every rank's evidence beside the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
+from zharness.parity.attribution import attribute
+from zharness.parity.baseline import Baseline, Local, Objective
+from zharness.parity.bounds import mean_and_bound
+from zharness.parity.certificate import certified
+from zharness.parity.compare import Place, check_names
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is judged: ``evidence[rank]``, and the baseline it has to match."""
+
+    baseline: Baseline
+    evidence: tuple[Evidence, ...]
+    dtype: torch.dtype
+    variant: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.baseline.world_size
+
+    def copies(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
+        """What each rank recorded under ``label`` at ``step``."""
+        return [evidence.get(label, step) for evidence in self.evidence]
+
+    def place(self, name: str, part: Part, step: int = 0, seen_on: int = 0) -> Place:
+        """Where a tensor of that name is, with the owners that the engine declared."""
+        return Place(name, part, step, seen_on, tuple(self.evidence[seen_on].layout.get(name, ())))
+
+    def same_loss(self, step: int, expected: Sequence[Local], part: Part = Part.FORWARD) -> Iterator[Comparison]:
+        """Every rank's loss equals the baseline's of its own micro-batch, bitwise."""
+        for rank, copy in enumerate(self.copies("loss", step)):
+            yield identical(self.place("loss", part, step, rank), expected[rank].loss, copy["loss"])
+
+    def same_value(self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0) -> Iterator[Comparison]:
+        """Every rank's tensors equal the baseline's for that rank, bitwise; they are rank-local."""
+        for rank, copy in enumerate(self.copies(label, step)):
+            check_names(label, expected[rank], copy)
+            for name, tensor in expected[rank].items():
+                yield identical(self.place(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
+
+    def reduced(
+        self, label: str, micros: Sequence[Sequence[Local]], step: int = 0, exact: bool = False, scale: float = 1.0
+    ) -> Iterator[Comparison]:
+        """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
+
+        ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound.
+        """
+        copies = self.copies(label, step)
+        expected = {name for row in micros for local in row for name in local.grads}
+        for copy in copies:
+            check_names(label, dict.fromkeys(expected), copy)
+        for name in dict(self.baseline.module().named_parameters()):
+            if name in expected:
+                yield from self._reduced(name, copies, micros, step, exact, scale)
+
+    def _reduced(
+        self,
+        name: str,
+        copies: Sequence[Mapping[str, Tensor]],
+        micros: Sequence[Sequence[Local]],
+        step: int,
+        exact: bool,
+        scale: float,
+    ) -> Iterator[Comparison]:
+        """``reduced`` for one parameter; a rank on which it was not used counts as zero."""
+        terms = [[scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)]
+        mean, bound = mean_and_bound([term for row in terms for term in row], self.dtype)
+        tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
+        everyone = [copy[name] for copy in copies]
+        for rank, actual in enumerate(everyone):
+            place = self.place(name, Part.REDUCTION, step, rank)
+            yield attribute(within(place, mean, actual, bound, tier), actual, terms, everyone)
+        yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
+
+    def exact(self, steps: range, objective: Objective | None = None) -> bool:
+        """Whether tier X applies to the mean over these micro-steps."""
+        return certified(self.baseline, steps, self.dtype, objective)
+
+    def locals(
+        self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
+    ) -> list[Local]:
+        """The baseline's local results at micro-step ``step``, by rank."""
+        return self.baseline.locals(step, params, objective)
+
+
+def grad_of(local: Local, name: str, micros: Sequence[Sequence[Local]]) -> Tensor:
+    """One rank's gradient of ``name``; zeros where this rank did not use it and another did."""
+    if name in local.grads:
+        return local.grads[name]
+    other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
+    return torch.zeros_like(other)

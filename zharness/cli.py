@@ -1,0 +1,109 @@
+"""The command line: each command a few lines that delegate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+import zharness
+from zharness.errors import UsageError, ZHarnessError
+
+
+def numbers(_context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """``0,1,2`` as integers. Raises click.BadParameter for anything else."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"got {value!r}; expected whole numbers with commas between, as in 0,1,2") from None
+
+
+def words(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """``fp32,bf16`` as names."""
+    return tuple(dict.fromkeys(part.strip() for part in value.split(","))) if value else ()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zharness.__version__, prog_name="zharness")
+def cli() -> None:
+    """Does a sharded training engine compute what plain PyTorch computes?
+
+    \b
+    zharness check                                the reference engine, every law, stages 0-3
+    zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
+    zharness check 'torch_func.*' --engine my_package.my_module:factory
+    zharness list checks                          every law in words
+    zharness repro 7352                           a real bug, shown on the release that is installed
+
+    Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
+    """
+
+
+@cli.command()
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--engine", "engines", multiple=True, help="NAME, or package.module:factory; may be repeated.")
+@click.option("--stage", "stages", callback=numbers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
+@click.option("--world-size", "world_sizes", callback=numbers, default="2", metavar="1,2,4", show_default=True)
+@click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
+@click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
+@click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
+@click.option("--timeout", default=60.0, show_default=True, metavar="S", help="Seconds for the ranks of one cell.")
+@click.option("--jobs", default=0, metavar="N", help="Cells at a time; one for each core.")
+@click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line for each cell.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
+def check(
+    patterns: tuple[str, ...],
+    engines: tuple[str, ...],
+    stages: tuple[int, ...],
+    world_sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    models: tuple[str, ...],
+    seed: int,
+    timeout: float,
+    jobs: int,
+    jsonl: Path | None,
+    html: Path | None,
+) -> int:
+    """Put an engine beside vanilla PyTorch and say which laws hold.
+
+    A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
+    a failure prints it. Without one, every check runs.
+    """
+    from zharness.report.live import Options, Outputs
+    from zharness.report.live import check as run
+    from zharness.run import Request
+
+    request = Request(patterns, engines or ("reference",), stages, world_sizes, dtypes, models)
+    return run(request, Options(timeout, seed, jobs), Outputs(jsonl, html))
+
+
+@cli.command(name="list")
+@click.argument("what", type=click.Choice(["engines", "checks", "models", "repros"]))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def list_(what: str, as_json: bool) -> int:
+    """Print what there is: engines and their versions, laws, models, reproductions."""
+    from zharness.report.listing import listing
+
+    click.echo(listing(what, as_json))
+    return 0
+
+
+def main() -> None:
+    """The console command: every error of the user's one sentence, every exit code as documented."""
+    try:
+        sys.exit(cli.main(standalone_mode=False) or 0)
+    except click.exceptions.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except UsageError as error:
+        click.echo(f"zharness: {error}", err=True)
+        sys.exit(2)
+    except ZHarnessError as error:
+        click.echo(f"zharness: the harness failed: {error}", err=True)
+        sys.exit(3)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("zharness: interrupted; every rank was ended", err=True)
+        sys.exit(130)

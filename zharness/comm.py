@@ -1,0 +1,94 @@
+"""The collectives of one process group, counted and logged: the only place that measures communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collective(Enum):
+    """The collectives that a sharded engine needs; the value is how often each element crosses the wire."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+
+    @property
+    def passes(self) -> int:
+        """An all-reduce is a reduce-scatter and an all-gather; the others pass once (ZeRO paper, section 7)."""
+        return 2 if self is Collective.ALL_REDUCE else 1
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often one collective ran in one dtype, and on how many elements of the full (unsharded) tensor."""
+
+    calls: int = 0
+    elements: int = 0
+
+    def plus(self, elements: int) -> Tally:
+        return Tally(self.calls + 1, self.elements + elements)
+
+
+class Comm:
+    """Blocking collectives over ``group`` (the default group when None), with one tally per collective and dtype.
+
+    World size 1 takes the same path: the collectives run and are counted, they only move nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
+
+    @property
+    def tallies(self) -> Mapping[tuple[Collective, torch.dtype], Tally]:
+        """What ran so far; a read-only view."""
+        return MappingProxyType(self._tallies)
+
+    def reset(self) -> None:
+        """Forget what ran so far."""
+        self._tallies.clear()
+
+    def logical_bytes(self) -> float:
+        """Bytes one rank must send: full bytes x passes x (N-1)/N, summed over what ran."""
+        share = (self.world_size - 1) / self.world_size
+        return share * sum(
+            tally.elements * dtype.itemsize * kind.passes for (kind, dtype), tally in self._tallies.items()
+        )
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce ``tensor`` in place over all ranks; any shape."""
+        self._count(Collective.ALL_REDUCE, tensor)
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Tensor:
+        """Fill ``full`` (1-D, N x len(shard)) with every rank's ``shard`` (1-D, contiguous), in rank order."""
+        self._count(Collective.ALL_GATHER, full)
+        dist.all_gather_into_tensor(full, shard, group=self.group)
+        return full
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
+        """Fill ``shard`` (1-D) with this rank's slice of the sum over ranks of ``full`` (1-D, N x len(shard))."""
+        self._count(Collective.REDUCE_SCATTER, full)
+        dist.reduce_scatter_tensor(shard, full, group=self.group)
+        return shard
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
+        self._count(Collective.BROADCAST, tensor)
+        dist.broadcast(tensor, src=source, group=self.group)
+        return tensor
+
+    def _count(self, kind: Collective, full: Tensor) -> None:
+        key = (kind, full.dtype)
+        self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())

@@ -1,0 +1,38 @@
+"""Engines behind one protocol: the baseline, the reference, torch's own, DeepSpeed, and anyone's by its factory."""
+
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    EngineConfig,
+    EngineFactory,
+    Feature,
+    GroupSpec,
+    Observations,
+    OptimizerSpec,
+    Piece,
+    Reduction,
+)
+from zharness.engines.registry import EngineInfo, capabilities, get, info, registered, require
+
+__all__ = [
+    "Absent",
+    "AccumulationOwner",
+    "Capabilities",
+    "Engine",
+    "EngineConfig",
+    "EngineFactory",
+    "EngineInfo",
+    "Feature",
+    "GroupSpec",
+    "Observations",
+    "OptimizerSpec",
+    "Piece",
+    "Reduction",
+    "capabilities",
+    "get",
+    "info",
+    "registered",
+    "require",
+]

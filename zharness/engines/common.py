@@ -1,0 +1,184 @@
+"""The one engine class behind torch's own engines; an adapter hands it the parts in which it differs.
+
+[Note: what does not differ]
+Plain, DDP and FSDP2 all leave the update to ``torch.optim``, keep gradients in ``.grad`` of leaf parameters that carry
+the original names, and train in fp32. What differs is how the module is called, how synchronisation is put off, how a
+whole tensor is had from a shard, and who owns what: that is ``Parts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import optimizers
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    Capabilities,
+    EngineConfig,
+    Feature,
+    Observations,
+    Piece,
+)
+from zharness.errors import ConfigError, UsageError
+
+NO_STATE_LAWS = "the state laws are not written yet, so no claim is made"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where one engine differs from the others.
+
+    ``whole`` turns a parameter, a gradient or an optimizer state into the tensor of the original's shape; it may be
+    collective. ``forget`` drops gradients that live elsewhere than in ``.grad``; ``release`` undoes at ``close``.
+    """
+
+    forward: Callable[..., Any]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    params: Mapping[str, nn.Parameter]
+    whole: Callable[[Tensor], Tensor]
+    layout: Mapping[str, tuple[Piece, ...]]
+    forget: Callable[[], None]
+    release: Callable[[], None]
+
+
+def nothing() -> None:
+    """A part that has nothing to do."""
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """``whole`` of an engine that shards nothing."""
+    return tensor
+
+
+def leaves(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter under its original name; a tied one once, under its first name."""
+    return dict(module.named_parameters())
+
+
+def require_dtype(config: EngineConfig, capabilities: Capabilities) -> None:
+    """Raises ConfigError for a dtype that ``capabilities`` does not claim."""
+    if config.dtype not in capabilities.dtypes:
+        raise ConfigError.unknown("dtype", config.dtype, sorted(capabilities.dtypes))
+
+
+def require(config: EngineConfig, capabilities: Capabilities, options: Mapping[str, str]) -> None:
+    """Raises ConfigError for a stage, dtype, accumulation owner or option (name to meaning) that is not honoured."""
+    require_dtype(config, capabilities)
+    if config.stage not in capabilities.stages:
+        raise ConfigError.unknown("stage", config.stage, sorted(capabilities.stages))
+    reason = capabilities.refusal(Feature.ENGINE_ACCUMULATION)
+    if config.accumulation_owner is AccumulationOwner.ENGINE and reason is not None:
+        raise ConfigError(f"accumulation owned by the engine: {reason}; let the caller own it")
+    for name in config.options:
+        if name not in options:
+            raise ConfigError.unknown("option", name, [f"{key} ({meaning})" for key, meaning in options.items()])
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A CPU copy that shares nothing with the engine."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+class TorchEngine:
+    """An engine whose update is ``torch.optim``'s over leaf parameters; see ``zharness.engines.protocol.Engine``.
+
+    State: ``_window`` micro-batches make a step (1 where the caller owns accumulation), ``_seen`` of them have been
+    counted since the last boundary or ``zero_grad``, and ``_norm`` is what the last clipping step computed.
+    """
+
+    def __init__(self, module: nn.Module, capabilities: Capabilities, config: EngineConfig, parts: Parts) -> None:
+        self.module = module
+        self.capabilities = capabilities
+        self._parts = parts
+        self._clip = config.clip
+        self._optimizer = optimizers.build(parts.params, config.optimizer)
+        self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
+        owned = config.accumulation_owner is AccumulationOwner.ENGINE
+        self._window = config.accumulation_steps if owned else 1
+        self._seen = 0
+        self._norm: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self._window == 1 else loss / self._window
+
+    def step(self) -> None:
+        self._seen += 1
+        if self._seen < self._window:
+            return
+        if self._clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self._parts.params.values(), self._clip)
+            self._norm = float(self._parts.whole(norm))
+        self._optimizer.step()
+        self._schedule.step()
+        self._seen = 0
+        if self._window > 1:
+            # The owner of the boundary begins the next window: callers of such engines do not call zero_grad.
+            self.zero_grad()
+
+    def zero_grad(self) -> None:
+        # The window begins anew: its micro-batches are forgotten with their gradients.
+        self._seen = 0
+        self._optimizer.zero_grad(set_to_none=True)
+        self._parts.forget()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self._parts.no_sync()
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return {name: self._whole(p.grad) for name, p in self._parts.params.items() if p.grad is not None}
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: self._whole(param) for name, param in self._parts.params.items()}
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        # Read with ``get``: the optimizer's own table is a defaultdict, where a look-up would create an entry.
+        states = {name: self._optimizer.state.get(param, {}) for name, param in self._parts.params.items()}
+        return {
+            name: {key: self._whole(value) for key, value in state.items() if isinstance(value, Tensor)}
+            for name, state in states.items()
+            if state
+        }
+
+    def grad_norm(self) -> float | None:
+        return self._norm
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        return self._parts.layout
+
+    def observe(self) -> Observations:
+        return Observations(
+            loss_scale=Absent("trains in fp32 without a loss scale"),
+            skipped_steps=Absent("never skips a step"),
+            learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
+        )
+
+    def save(self, path: Path) -> None:
+        raise UsageError(f"save to {path}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
+
+    def load(self, path: Path) -> None:
+        raise UsageError(f"load from {path}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing, any other use fails on a missing attribute."""
+        held = vars(self)
+        if held:
+            self.zero_grad()
+            self._parts.release()
+            held.clear()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return snapshot(self._parts.whole(tensor.detach()))

@@ -1,0 +1,185 @@
+"""``torch.distributed.fsdp.fully_shard`` behind the Engine protocol: stage 3, and stage 2 without resharding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, leaves, require
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
+from zharness.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+# Stage 3 is ``reshard_after_forward=True``: weights are freed after forward and gathered again in backward. Stage 2 is
+# ``reshard_after_forward=False``: weights stay gathered from forward to the end of backward; gradients and optimizer
+# state are sharded either way.
+CAPABILITIES = Capabilities(
+    stages=frozenset({2, 3}),
+    refuses={
+        Feature.ENGINE_ACCUMULATION: (
+            "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
+            "accumulation without communication' "
+            "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
+        ),
+        Feature.CHECKPOINT: NO_STATE_LAWS,
+    },
+)
+
+LEAF, ROOT = "leaf", "root"
+OPTIONS = {
+    "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
+    "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
+    "reduce_scatter_unused_params": "zeros for parameters without gradient on this rank",
+    "reshard_after_backward": "free the gathered weights at the end of backward; default true",
+}
+
+
+def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``model`` fully sharded in place over the default group, on the device of its parameters. Collective.
+
+    Raises ConfigError for a configuration that the adapter does not honour. ``fully_shard`` cannot be undone: after
+    ``close`` the model is still sharded.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    require(config, CAPABILITIES, OPTIONS)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    shapes = {name: param.shape for name, param in leaves(model).items()}
+    for module in [*groups(model, str(config.options.get("grouping", LEAF))), model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=config.stage == 3)
+    sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
+    apply_options(sharded, config)
+    sync = Synchronisation(model, sharded)
+    parts = Parts(
+        forward=model.__call__,
+        no_sync=sync.off,
+        # Taken here, while the shards are registered: between forward and backward the module may hold gathered ones.
+        params=leaves(model),
+        whole=whole,
+        layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
+        forget=sync.forget,
+        release=partial(reshard, sharded),
+    )
+    return TorchEngine(model, CAPABILITIES, config, parts)
+
+
+class Synchronisation:
+    """Whether backwards of ``model`` reduce, and how many stretches since the last ``zero_grad`` did not."""
+
+    def __init__(self, model: nn.Module, sharded: list[FSDPModule]) -> None:
+        self._model = model
+        self._sharded = sharded
+        self._unreduced = 0
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on the gathered weights, unreduced."""
+        self._unreduced += 1
+        self._switch(False)
+        try:
+            yield
+        finally:
+            self._switch(True)
+
+    def forget(self) -> None:
+        """Drop the gradients that were never reduced. Collective when there may be any.
+
+        They live on the gathered weights, where ``zero_grad`` of optimizer and module cannot see them; on torch 2.13
+        ``reset_iter_state`` keeps them too, against its documentation, and the next reduced backward would add them.
+        """
+        if self._unreduced:
+            for module in self._sharded:
+                module.unshard()
+            self._model.zero_grad(set_to_none=True)
+            reshard(self._sharded)
+            self._unreduced = 0
+
+    def _switch(self, on: bool) -> None:
+        for module in self._sharded:
+            module.set_requires_gradient_sync(on, recurse=False)
+
+
+def groups(model: nn.Module, grouping: str) -> list[nn.Module]:
+    """The modules below ``model`` that get a group of their own; every other parameter falls to the root's.
+
+    FSDP2 gathers a group around the forward of its module. So a module that owns parameters takes all below it along
+    (its forward may read them without calling the owner, as MultiheadAttention reads out_proj.weight), a container
+    without forward is no group, and tied parameters belong to the root, the one module that encloses all their owners.
+    """
+    if grouping not in (LEAF, ROOT):
+        raise ConfigError.unknown("grouping", grouping, [LEAF, ROOT])
+    if grouping == ROOT:
+        return []
+    owners = Counter(id(param) for module in model.modules() for param in own_parameters(module))
+    tied = frozenset(key for key, count in owners.items() if count > 1)
+    return list({id(module): module for child in model.children() for module in topmost_owners(child, tied)}.values())
+
+
+def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
+    """From ``module`` downwards, the first modules that own parameters and hold none of ``tied``."""
+    owns = own_parameters(module)
+    called = type(module).forward is not nn.Module.forward
+    if owns and called and not any(id(param) in tied for param in module.parameters()):
+        yield module
+    else:
+        for child in module.children():
+            yield from topmost_owners(child, tied)
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ``module`` registers itself."""
+    return list(module.parameters(recurse=False))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module``."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
+    """Reduction by sum and the named options, on every group. Raises ConfigError for one that this torch lacks."""
+    options = {name: value for name, value in config.options.items() if name != "grouping"}
+    if config.reduction is Reduction.SUM:
+        # Any factor but the world size would go through NCCL's PreMulSum, which gloo does not have.
+        options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+    for name, value in options.items():
+        for module in sharded:
+            setter = getattr(module, f"set_{name}", None)
+            if setter is None:
+                raise ConfigError(f"FSDPModule of torch {torch.__version__} has no set_{name}; take a newer torch")
+            setter(value)
+
+
+def reshard(sharded: list[FSDPModule]) -> None:
+    """Free whatever is still gathered."""
+    for module in sharded:
+        module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard; collective. Optimizer step counts are no shards and come back as they are."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def pieces(shape: tuple[int, ...], world_size: int) -> tuple[Piece, ...]:
+    """Who owns which flat elements: ``torch.chunk`` of dimension 0, so late ranks may own fewer or none."""
+    rows, row = shape[0], 1
+    for size in shape[1:]:
+        row *= size
+    chunk = -(-rows // world_size)
+    edges = [(min(rank * chunk, rows) * row, min((rank + 1) * chunk, rows) * row) for rank in range(world_size)]
+    return tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(edges) if start < stop)

@@ -1,0 +1,45 @@
+"""An OptimizerSpec made real: the torch.optim optimizer and the learning-rate schedule that every engine shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import OptimizerSpec
+from zharness.errors import UsageError
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict[str, Any]]:
+    """torch.optim's list of groups: the unmatched parameters first, then one group for each pattern that matched."""
+    rest = dict(params)
+    groups: list[dict[str, Any]] = []
+    for group in spec.groups:
+        names = [name for name in rest if fnmatchcase(name, group.pattern)]
+        if names:
+            groups.append({"params": [rest.pop(name) for name in names], **group.overrides})
+    head = [{"params": list(rest.values())}] if rest else []
+    return head + groups
+
+
+def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """The optimizer that ``spec`` describes, over ``params`` (name to leaf). Raises UsageError for an unknown name."""
+    if spec.name not in OPTIMIZERS:
+        raise UsageError.unknown("optimizer", spec.name, sorted(OPTIMIZERS))
+    # mypy cannot know that every class in the table takes its own keyword arguments.
+    return OPTIMIZERS[spec.name](param_groups(params, spec), **spec.args)  # type: ignore[call-arg]
+
+
+def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of ``spec`` as torch's own scheduler; call its ``step()`` after each optimizer step."""
+    factors = spec.schedule
+
+    def factor(step: int) -> float:
+        return factors[min(step, len(factors) - 1)]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,0 +1,32 @@
+"""The unwrapped model on one process: the baseline, behind the protocol of the engines it judges."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from torch import nn
+
+from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, itself, leaves, nothing, require_dtype
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature
+
+CAPABILITIES = Capabilities(stages=frozenset({0}), refuses={Feature.CHECKPOINT: NO_STATE_LAWS})
+
+
+def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """The baseline for ``config``; a world of one that never touches ``torch.distributed``.
+
+    It takes the very configuration of the engine it is laid beside, so it ignores what must not change a number (stage,
+    options) and what has no meaning for one process (reduction). Where the engine owns accumulation, ``backward`` and
+    ``scale`` divide the loss; a bare ``loss.backward()`` is the caller's, and divides nothing.
+    """
+    require_dtype(config, CAPABILITIES)
+    parts = Parts(
+        forward=model.__call__,
+        no_sync=nullcontext,
+        params=leaves(model),
+        whole=itself,
+        layout={},
+        forget=nothing,
+        release=nothing,
+    )
+    return TorchEngine(model, CAPABILITIES, config, parts)

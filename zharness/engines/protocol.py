@@ -1,0 +1,186 @@
+"""The Engine protocol: the verbs through which every engine is tested, and the frozen facts that describe one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+class AccumulationOwner(Enum):
+    """Who divides by the number of micro-batches and decides where the boundary is."""
+
+    ENGINE = "engine"
+    CALLER = "caller"
+
+
+class Reduction(Enum):
+    """How the ranks' gradients are combined."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+class Feature(Enum):
+    """What an engine may or may not claim; a claim is tested, the absence of one needs a reason."""
+
+    ENGINE_BACKWARD = "engine.backward(loss)"
+    TENSOR_BACKWARD = "loss.backward()"
+    SCALE_BACKWARD = "engine.scale(loss).backward()"
+    RETAIN_GRAPH = "a second backward on a retained graph"
+    TORCH_FUNC = "torch.func transforms of the engine"
+    ENGINE_ACCUMULATION = "accumulation divided and bounded by the engine"
+    CALLER_ACCUMULATION = "accumulation divided and bounded by the caller"
+    NO_SYNC = "local accumulation without reduction"
+    CLIP = "clipping by the global norm"
+    PARAM_GROUPS = "several parameter groups"
+    SCHEDULE = "a learning-rate schedule"
+    CHECKPOINT = "save and load"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine claims.
+
+    Every feature without an entry in ``refuses`` is claimed; the entry is the reason, in the engine's own words where
+    it has any. ``own_kernels`` maps a stage to the reason why local gradients there do not come from torch's kernels
+    (then only exact arithmetic and tier C can judge them).
+    """
+
+    stages: frozenset[int]
+    dtypes: frozenset[str] = frozenset({"fp32"})
+    refuses: Mapping[Feature, str] = field(default_factory=dict)
+    own_kernels: Mapping[int, str] = field(default_factory=dict)
+
+    def refusal(self, feature: Feature) -> str | None:
+        """Why ``feature`` is not claimed; None when it is."""
+        return self.refuses.get(feature)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A parameter group: the parameters whose name matches the glob ``pattern``, with these overrides."""
+
+    pattern: str
+    overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A torch.optim optimizer by name, its arguments, its groups, and a factor on the learning rate for each step.
+
+    Parameters that match no group form the first group, with ``args`` alone. ``schedule[t]`` multiplies every group's
+    learning rate in step t; the last factor holds for all later steps.
+    """
+
+    name: str = "sgd"
+    args: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1.0})
+    groups: tuple[GroupSpec, ...] = ()
+    schedule: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a check may ask of an engine; the same object configures the baseline."""
+
+    stage: int = 0
+    dtype: str = "fp32"
+    micro_batch_size: int = 1
+    accumulation_steps: int = 1
+    accumulation_owner: AccumulationOwner = AccumulationOwner.CALLER
+    reduction: Reduction = Reduction.MEAN
+    clip: float | None = None
+    optimizer: OptimizerSpec = OptimizerSpec()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An observation that an engine does not offer, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What an engine says about itself between steps; identical on all ranks."""
+
+    loss_scale: float | Absent
+    skipped_steps: int | Absent
+    learning_rates: tuple[float, ...] | Absent
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` (flat, of the original tensor) live on ``rank``."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A training engine that holds ``module`` on this rank. Constructed on every rank, default process group ready.
+
+    Dictionaries of tensors use the original parameter names and shapes, on CPU, identical on every rank; tied
+    parameters appear once, under the name that ``named_parameters()`` of the original gives them. Methods that return
+    such dictionaries are collective.
+    """
+
+    module: nn.Module
+    capabilities: Capabilities
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of this rank's micro-batch."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Backward of a scalar; divided by the accumulation steps where the engine owns them."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The tensor whose ``backward()`` does what ``engine.backward(loss)`` does."""
+
+    def step(self) -> None:
+        """One optimizer step at an accumulation boundary; before it, only counts the micro-batch."""
+
+    def zero_grad(self) -> None:
+        """Forget every gradient accumulated so far, wherever the engine keeps it."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Backwards inside accumulate without reduction."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """After the boundary's backward and before step: reduced, unscaled, unclipped. None-gradients are left out."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        """The current weights."""
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Per parameter: torch.optim's names (exp_avg, exp_avg_sq, step, momentum_buffer); empty before the first step."""
+
+    def grad_norm(self) -> float | None:
+        """The global norm before clipping that the last step computed; None where it computed none."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        """Who owns which elements of the master weights; a parameter without entry is whole on every rank."""
+
+    def observe(self) -> Observations:
+        """What the engine says about itself."""
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint that ``load`` continues from. Collective."""
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of ``save``. Collective."""
+
+    def close(self) -> None:
+        """Release everything; the engine is unusable afterwards."""
+
+
+EngineFactory = Callable[[nn.Module, EngineConfig], Engine]
+

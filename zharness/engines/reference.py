@@ -1,0 +1,123 @@
+"""The reference ZeRO engine behind the Engine protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness import reference
+from zharness.engines import optimizers
+from zharness.engines.protocol import (
+    AccumulationOwner,
+    Capabilities,
+    EngineConfig,
+    Feature,
+    Observations,
+    Piece,
+    Reduction,
+)
+from zharness.errors import UsageError
+
+CAPABILITIES = Capabilities(
+    stages=frozenset({0, 1, 2, 3}),
+    dtypes=frozenset({"fp32"}),
+    refuses={
+        Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
+        Feature.CHECKPOINT: "the state laws are not written yet, so no claim is made",
+    },
+)
+
+
+class ReferenceEngine:
+    """``zharness.reference.Engine`` in the protocol's words."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, engine: reference.Engine, config: EngineConfig) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.module
+        self._schedule = optimizers.schedule(engine.optimizer, config.optimizer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.engine.backward(loss, retain_graph=retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self.engine.scale(loss)
+
+    def step(self) -> None:
+        before = self.engine.steps
+        self.engine.step()
+        if self.engine.steps > before:
+            self._schedule.step()
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        raise UsageError(f"no_sync: {CAPABILITIES.refusal(Feature.NO_SYNC)}")
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return self.engine.full_grads()
+
+    def full_params(self) -> dict[str, Tensor]:
+        return self.engine.full_params()
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        return self.engine.full_optimizer_state()
+
+    def grad_norm(self) -> float | None:
+        return self.engine.grad_norm()
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        return {
+            name: tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(bounds))
+            for name, bounds in self.engine.shards().items()
+        }
+
+    def observe(self) -> Observations:
+        rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
+        return Observations(loss_scale=1.0, skipped_steps=0, learning_rates=rates)
+
+    def save(self, path: Path) -> None:
+        raise UsageError(f"save: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+
+    def load(self, path: Path) -> None:
+        raise UsageError(f"load: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """The reference engine over ``model``. Called on every rank with the default process group ready."""
+    if config.dtype not in CAPABILITIES.dtypes:
+        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "this engine computes in fp32")
+    engine, *_ = reference.initialize(
+        model=model,
+        config=_json(config),
+        optimizer=lambda leaves: optimizers.build(leaves, config.optimizer),
+        average_over_ranks=config.reduction is Reduction.MEAN,
+    )
+    return ReferenceEngine(engine, config)
+
+
+def _json(config: EngineConfig) -> dict[str, Any]:
+    """DeepSpeed's JSON for ``config``; ``config.options`` are laid over it, section by section."""
+    engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
+    written: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
+        "gradient_clipping": config.clip or 0.0,
+        "zero_optimization": {"stage": config.stage},
+    }
+    for key, value in config.options.items():
+        section = written.get(key)
+        written[key] = {**section, **value} if isinstance(section, dict) else value
+    return written

@@ -1,0 +1,167 @@
+"""The registry of engines: by name, by entry point, or by ``package.module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from zharness.engines.protocol import Capabilities, EngineFactory
+from zharness.errors import MissingEngine, UsageError
+
+ENTRY_POINTS = "zharness.engines"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+))?")
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Where an engine comes from.
+
+    ``target`` is ``module:factory``. ``distribution`` is the installed package whose version is the engine's;
+    ``install`` the command that brings it. ``warm_up`` (``module:function``) is run once in a rank server, so that each
+    rank is forked with the engine's modules imported.
+    """
+
+    name: str
+    target: str
+    summary: str
+    distribution: str
+    install: str
+    warm_up: str = ""
+
+    def version(self) -> str | None:
+        """The installed version; None when it is not installed."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+BUILT_IN: dict[str, EngineInfo] = {
+    info.name: info
+    for info in (
+        EngineInfo(
+            name="plain",
+            target="zharness.engines.plain:factory",
+            summary="the unwrapped model, which every other engine is compared with",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
+            name="reference",
+            target="zharness.engines.reference:factory",
+            summary="this package's own ZeRO 0-3, to be read in one sitting",
+            distribution="zharness",
+            install="pip install zharness",
+        ),
+        EngineInfo(
+            name="ddp",
+            target="zharness.engines.ddp:factory",
+            summary="torch.nn.parallel.DistributedDataParallel",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
+            name="fsdp2",
+            target="zharness.engines.fsdp2:factory",
+            summary="torch.distributed.fsdp.fully_shard",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
+            name="deepspeed",
+            target="zharness.engines.deepspeed:factory",
+            summary="DeepSpeed ZeRO 0-3",
+            distribution="deepspeed",
+            install='pip install "zharness[deepspeed]" -c constraints.txt',
+            warm_up="zharness.engines.deepspeed:warm_up",
+        ),
+    )
+}
+
+
+def registered() -> dict[str, EngineInfo]:
+    """The built-in engines and those of installed packages, by name. A built-in name cannot be taken over."""
+    found = dict(BUILT_IN)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = point.dist.name if point.dist is not None else ""
+        found.setdefault(
+            point.name,
+            EngineInfo(point.name, point.value, f"from {package}", package, f"pip install {package}"),
+        )
+    return found
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """``NAME==RELEASE`` as name and release; the release is None where none is asked for."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE or package.module:factory")
+    return match["name"], match["release"]
+
+
+def info(text: str) -> EngineInfo:
+    """What is known of the engine that ``text`` names. Raises UsageError for an unknown one."""
+    name, _ = split(text)
+    known = registered()
+    if name in known:
+        return known[name]
+    if _PATH.fullmatch(name):
+        return EngineInfo(name, name, "given by its factory", name.partition(".")[0].partition(":")[0], "")
+    raise UsageError.unknown(
+        "engine", name, [*known, "package.module:factory"], "`zharness list engines` says which are installed"
+    )
+
+
+def is_path(text: str) -> bool:
+    """Whether ``text`` names an engine by its factory."""
+    return _PATH.fullmatch(split(text)[0]) is not None and split(text)[0] not in registered()
+
+
+def require(text: str) -> EngineInfo:
+    """``info`` of an engine whose package is installed. Raises MissingEngine with the command that installs it."""
+    found = info(text)
+    if not is_path(text) and found.version() is None:
+        raise MissingEngine(
+            f"engine {found.name!r} is not installed (no package {found.distribution!r} in this environment); "
+            f"install it with: {found.install}"
+        )
+    return found
+
+
+def get(text: str) -> EngineFactory:
+    """The factory of the engine that ``text`` names.
+
+    Raises UsageError for an unknown name, or a path that does not import, or holds nothing that can be called.
+    """
+    target = require(text).target
+    path, _, attribute = target.partition(":")
+    factory = getattr(_import(path, target), attribute, None)
+    if not callable(factory):
+        raise UsageError(f"{target!r}: module {path!r} has no callable {attribute!r}; expected factory(model, config)")
+    return factory  # type: ignore[no-any-return]
+
+
+def _import(path: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:  # whatever a foreign module raises while it is imported, the sentence is the same
+        raise UsageError(
+            f"cannot import {path!r} for engine {target!r}: {type(error).__name__}: {error}; "
+            "expected package.module:factory, importable from the current directory"
+        ) from error
+
+
+def capabilities(text: str, stage: int) -> Capabilities | None:
+    """What a registered engine claims at ``stage``, without building it; None where only building it tells."""
+    if is_path(text):
+        return None
+    module: Any = importlib.import_module(require(text).target.partition(":")[0])
+    if hasattr(module, "capabilities_at"):
+        claims: Capabilities = module.capabilities_at(stage)
+        return claims
+    return getattr(module, "CAPABILITIES", None)

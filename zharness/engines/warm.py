@@ -1,0 +1,45 @@
+"""Lazy imports of a foreign engine, learned in a throw-away child and done in the process that will fork the ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+
+def import_what(use: Callable[[], None]) -> tuple[str, ...]:
+    """Import in this process every module that ``use`` makes a forked child import; their names.
+
+    ``use`` may run tensor operations, this process may not: a fork of a process that has used torch's thread pool
+    hangs. A ``use`` that fails half-way has still told what it imported; the failure is for the ranks to show.
+    """
+    names = _imported_by(use)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            # Some packages put modules into sys.modules that no file stands for; they come with their package.
+            if missing.name != name:
+                raise
+    return names
+
+
+def _imported_by(use: Callable[[], None]) -> tuple[str, ...]:
+    before = set(sys.modules)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            use()
+        finally:
+            with os.fdopen(writer, "w") as pipe:
+                pipe.write("\n".join(sorted(set(sys.modules) - before)))
+            # Not an ordinary exit: atexit handlers and buffers belong to the parent.
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return tuple(told.splitlines())

@@ -1,0 +1,86 @@
+"""The baseline: the plain, unwrapped model, run for every rank in turn in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zharness.workload import Batch, ModelSpec
+
+Objective = Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank's micro-batch gives on its own: a scalar loss and the gradient of every parameter that has one."""
+
+    loss: Tensor
+    grads: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks."""
+
+    spec: ModelSpec
+    seed: int
+    world_size: int
+
+    def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
+        model = self.spec.model(self.seed)
+        if params is not None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(params[name])
+        return model
+
+    def batch(self, rank: int, step: int) -> Batch:
+        """The micro-batch that ``rank`` sees at micro-step ``step``."""
+        return self.spec.micro_batch(self.seed, rank, step)
+
+    def objective(self, output: Tensor, batch: Batch) -> Tensor:
+        """The loss of ``spec``."""
+        return self.spec.loss(output, batch.target)
+
+    def local(
+        self,
+        rank: int,
+        step: int,
+        params: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+    ) -> Local:
+        """Loss and gradients of one rank's micro-batch, not reduced with anyone's."""
+        return run_local(self.module(params), self.batch(rank, step), objective or self.objective)
+
+    def locals(
+        self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
+    ) -> list[Local]:
+        """``local`` for every rank, in rank order."""
+        return [self.local(rank, step, params, objective) for rank in range(self.world_size)]
+
+
+def run_local(model: nn.Module, batch: Batch, objective: Objective) -> Local:
+    """One forward and backward of ``model``, whose gradients must be None before."""
+    loss = objective(model(batch.inputs), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Local(loss.detach(), grads)
+
+
+def in_float64(model: nn.Module, batch: Batch, magnitudes: bool = False) -> tuple[nn.Module, Batch]:
+    """``model`` and ``batch`` in float64; with ``magnitudes``, every number replaced by its absolute value."""
+    wide = copy.deepcopy(model).double()
+    inputs, target = batch.inputs, batch.target
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    target = target.double() if target.is_floating_point() else target
+    if magnitudes:
+        inputs, target = inputs.abs(), target.abs()
+        with torch.no_grad():
+            for parameter in wide.parameters():
+                parameter.abs_()
+    return wide, Batch(inputs, target)

@@ -1,0 +1,91 @@
+"""Error bounds that follow from the arithmetic: no tolerance is typed by anyone.
+
+Rounding model: a computed operation is the exact one times (1 + d), |d| <= u, plus at most one subnormal step, with
+u = eps / 2 the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u = eps / 2."""
+    return torch.finfo(dtype).eps / 2
+
+
+def subnormal(dtype: torch.dtype) -> float:
+    """The distance between neighbouring subnormals: the largest error of an operation that underflows."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def gamma(terms: int, dtype: torch.dtype) -> float:
+    """(n+1)u / (1 - (n+1)u) for a scaled sum of ``terms`` terms in any order (Higham, lemma 3.1 and 4.2).
+
+    Raises ValueError when (n+1)u >= 1: then no bound of this kind exists.
+    """
+    nu = (terms + 1) * unit_roundoff(dtype)
+    if nu >= 1:
+        raise ValueError(f"a sum of {terms} terms in {dtype} has no rounding bound: (n+1)u = {nu:g} is not below 1")
+    return nu / (1 - nu)
+
+
+def mean_and_bound(terms: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The float64 mean of ``terms`` (all of one shape), and the largest error of computing it in ``dtype``.
+
+    |E - mean| <= gamma(n) * mean|terms|, whatever the order of the sum, and an underflow step for each operation.
+    """
+    stack = torch.stack([term.double() for term in terms])
+    bound = gamma(len(terms), dtype) * stack.abs().mean(0) + (len(terms) + 1) * subnormal(dtype)
+    return stack.mean(0), bound
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A float64 value, and how far a computation in ``dtype`` may be from it: a running error analysis (Higham, 3.3).
+
+    ``error`` has the shape of ``value``. Float64's own rounding is 2**-29 of a float32 ``u`` and is left out.
+    """
+
+    value: Tensor
+    error: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Bounded:
+        """A tensor that the computation holds as it is."""
+        return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
+
+    def scalar(self, number: float) -> Bounded:
+        """A Python float that the computation rounds to its dtype."""
+        value = torch.tensor(number, dtype=torch.float64)
+        return Bounded(value, value.abs() * unit_roundoff(self.dtype), self.dtype)
+
+    def __add__(self, other: Bounded) -> Bounded:
+        return self._rounded(self.value + other.value, self.error + other.error)
+
+    def __sub__(self, other: Bounded) -> Bounded:
+        return self._rounded(self.value - other.value, self.error + other.error)
+
+    def __mul__(self, other: Bounded) -> Bounded:
+        carried = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
+        return self._rounded(self.value * other.value, carried)
+
+    def __truediv__(self, other: Bounded) -> Bounded:
+        """Meaningful where ``other`` is further from zero than its error; elsewhere the bound is infinite."""
+        value = self.value / other.value
+        room = (other.value.abs() - other.error).clamp(min=0)
+        return self._rounded(value, (self.error + value.abs() * other.error) / room)
+
+    def sqrt(self) -> Bounded:
+        """|sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) where a is smaller than e."""
+        value = self.value.sqrt()
+        return self._rounded(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
+
+    def _rounded(self, value: Tensor, carried: Tensor) -> Bounded:
+        error = carried + unit_roundoff(self.dtype) * (value.abs() + carried) + subnormal(self.dtype)
+        return Bounded(value, error, self.dtype)

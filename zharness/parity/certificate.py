@@ -1,0 +1,76 @@
+"""The certificate of tier X: proof that no sum in a cell is rounded, whatever its order.
+
+Weights, inputs and targets are integers, and the only division is by the number of samples and of terms, a power of
+two: so every number in the cell is a multiple of a quantum q = 1 / (samples x terms). A run in float64 on the
+magnitudes of all of them bounds every partial sum of a network of linear layers, residuals and ReLUs, in any order.
+While that bound stays below q x 2**significand, no bit is ever rounded away. That the run in the cell's dtype equals
+the one in float64 bitwise is checked as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zharness.parity.baseline import Baseline, Objective, in_float64, run_local
+from zharness.workload import Batch
+
+SIGNIFICAND = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether dividing by ``number`` only changes an exponent."""
+    return number > 0 and number & (number - 1) == 0
+
+
+def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> bool:
+    """Whether every gradient of these micro-steps, and their mean over ranks and micro-steps, is exact in ``dtype``.
+
+    ``objective`` (the workload's own where None) must be linear in the output with integer coefficients.
+    """
+    loss = objective or baseline.objective
+    terms = baseline.world_size * len(steps)
+    if not baseline.spec.exact or not is_power_of_two(terms):
+        return False
+    return all(
+        exact_locally(baseline, rank, step, terms, dtype, loss)
+        for rank in range(baseline.world_size)
+        for step in steps
+    )
+
+
+def exact_locally(
+    baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective
+) -> bool:
+    """Whether one rank's micro-batch stays exact, with room for a sum over ``terms`` such gradients."""
+    batch, model = baseline.batch(rank, step), baseline.module()
+    samples = len(batch.inputs)
+    if not is_power_of_two(samples) or not all(integral(t) for t in [batch.inputs, batch.target, *model.parameters()]):
+        return False
+    narrow = run_local(baseline.module(), batch, loss)
+    wide = run_local(*in_float64(model, batch), loss)
+    same = torch.equal(narrow.loss.double(), wide.loss) and all(
+        torch.equal(narrow.grads[name].double(), grad) for name, grad in wide.grads.items()
+    )
+    magnitude = largest_partial_sum(*in_float64(model, batch, magnitudes=True), loss)
+    return same and magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND[dtype]
+
+
+def integral(tensor: Tensor) -> bool:
+    """Whether every element is an integer."""
+    return torch.equal(tensor, tensor.round())
+
+
+def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> float:
+    """The largest activation, gradient of an activation and gradient of a parameter in a run on magnitudes."""
+    seen: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        seen.append(output.detach())
+        output.register_hook(seen.append)
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    local = run_local(model, batch, loss)
+    for hook in hooks:
+        hook.remove()
+    return max(float(tensor.abs().max()) for tensor in [local.loss, *local.grads.values(), *seen])

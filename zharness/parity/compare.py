@@ -1,0 +1,130 @@
+"""Two tensors held against each other, and the worst element named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zharness.errors import EngineContractError
+from zharness.parity.bounds import unit_roundoff
+from zharness.parity.facts import Comparison, Mismatch, Part, Tier
+from zharness.parity.snapshot import Placement
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is compared: which tensor, at which step, as the outcome of which part, as seen on which rank."""
+
+    name: str
+    part: Part
+    step: int = 0
+    seen_on: int = 0
+    pieces: tuple[Placement, ...] = ()
+
+
+def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
+    """Bitwise equality, NaN equal to NaN and 0 to -0: tier X."""
+    return within(place, expected.double(), actual, torch.zeros((), dtype=torch.float64), Tier.EXACT)
+
+
+def within(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, tier: Tier = Tier.STAGED) -> Comparison:
+    """|actual - expected| <= bound, element by element.
+
+    ``expected`` and ``bound`` are float64, ``actual`` is what the engine holds; ``bound`` broadcasts. Raises
+    EngineContractError when the shapes differ.
+    """
+    if expected.shape != actual.shape:
+        raise EngineContractError(
+            f"{place.name}: the engine returned shape {tuple(actual.shape)}, expected {tuple(expected.shape)}; "
+            "full_grads, full_params and full_optimizer_state use the shapes of the original model"
+        )
+    got = actual.double()
+    bound = bound.expand_as(expected)
+    error = (got - expected).abs()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    error = torch.where(same, 0.0, error.nan_to_num(nan=math.inf))
+    wrong = error > bound
+    ratio = torch.where(error == 0, 0.0, error / bound)
+    worst = float(ratio.max()) if ratio.numel() else 0.0
+    smallest = smallest_scale_error(expected, bound, actual.dtype)
+    if not bool(wrong.any()):
+        return Comparison(tier, worst, smallest)
+    return Comparison(tier, worst, smallest, mismatch(place, expected, actual, bound, error, wrong))
+
+
+def smallest_scale_error(expected: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
+    """The smallest s for which actual = (1+s) x expected would have left the bound somewhere; at least u."""
+    used = expected != 0
+    if not bool(used.any()):
+        return math.inf
+    return max(unit_roundoff(dtype), float((bound[used] / expected[used].abs()).min()))
+
+
+def mismatch(
+    place: Place, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
+) -> Mismatch:
+    """The element with the largest error among the wrong ones."""
+    flat = int(torch.where(wrong, error, -1.0).argmax())
+    owner, offset = owner_of(place.pieces, flat)
+    want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape)) if expected.dim() else ()
+    return Mismatch(
+        step=place.step,
+        part=place.part,
+        parameter=place.name,
+        index=index,
+        owner=owner,
+        offset=offset,
+        seen_on=place.seen_on,
+        expected=want,
+        actual=got,
+        bound=float(bound.flatten()[flat]),
+        ulps=ulps(want, got, actual.dtype),
+        wrong=int(wrong.sum()),
+        total=wrong.numel(),
+    )
+
+
+def owner_of(pieces: Sequence[Placement], flat: int) -> tuple[int | None, int]:
+    """The rank that holds element ``flat``, and the element's place in that rank's piece."""
+    for piece in pieces:
+        if piece.start <= flat < piece.stop:
+            return piece.rank, flat - piece.start
+    return None, flat
+
+
+def ulps(expected: float, actual: float, dtype: torch.dtype) -> int:
+    """How many values of ``dtype`` lie between the two, once ``expected`` is rounded to it; -1 if one is not finite."""
+    if not (math.isfinite(expected) and math.isfinite(actual)):
+        return -1
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize)
+    if width is None or not dtype.is_floating_point:
+        return abs(int(expected) - int(actual))
+    bits = torch.tensor([expected, actual], dtype=torch.float64).to(dtype).view(width).tolist()
+    # IEEE floats order as sign and magnitude; reflected, they order as integers.
+    lowest = -(2 ** (8 * dtype.itemsize - 1))
+    first, second = (value if value >= 0 else lowest - value for value in bits)
+    return abs(first - second)
+
+
+def ranks_agree(place: Place, copies: Sequence[Tensor]) -> list[Comparison]:
+    """Every rank's copy against rank 0's, bitwise."""
+    found = []
+    for rank, copy in enumerate(copies[1:], start=1):
+        here = Place(place.name, place.part, place.step, rank, place.pieces)
+        found.append(identical(here, copies[0], copy))
+    return found
+
+
+def check_names(what: str, expected: Mapping[str, object], actual: Mapping[str, object]) -> None:
+    """Raises EngineContractError unless both have the same names."""
+    missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+    if missing or extra:
+        raise EngineContractError(
+            f"{what} has the wrong names: missing {missing or 'none'}, unknown {extra or 'none'}; "
+            "expected the names of the original model's named_parameters()"
+        )

@@ -1,0 +1,76 @@
+"""What a comparison finds, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Tier(Enum):
+    """The three tiers of tolerance, the tightest first."""
+
+    EXACT = "X"
+    STAGED = "S"
+    CALIBRATED = "C"
+
+
+class Part(Enum):
+    """The parts of a training step, in the order in which an error enters them."""
+
+    FORWARD = "forward"
+    LOCAL_GRADIENT = "local gradient"
+    REDUCTION = "reduction"
+    ACCUMULATION = "accumulation"
+    OPTIMIZER = "optimizer"
+    GATHER = "gather"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The worst wrong element of the first wrong tensor.
+
+    ``owner`` is the rank that holds the element (None: every rank holds it whole) and ``offset`` its place in that
+    rank's piece. ``index`` is its place in the original tensor, ``ulps`` the distance in units of the last place of the
+    tensor's dtype, ``wrong`` of ``total`` elements are outside the bound. ``seen_on`` is the rank whose copy was
+    compared. ``hint`` says what the numbers look like, when they look like something.
+    """
+
+    step: int
+    part: Part
+    parameter: str
+    index: tuple[int, ...]
+    owner: int | None
+    offset: int
+    seen_on: int
+    expected: float
+    actual: float
+    bound: float
+    ulps: int
+    wrong: int
+    total: int
+    hint: str = ""
+
+    def words(self) -> str:
+        """One sentence that a person can act on."""
+        place = f"{self.parameter}{list(self.index)}" if self.index else self.parameter
+        where = "whole on every rank" if self.owner is None else f"owned by rank {self.owner}, element {self.offset}"
+        sentence = (
+            f"step {self.step}, {self.part.value}: {place} ({where}; seen on rank {self.seen_on}) "
+            f"expected {self.expected:.9g}, got {self.actual:.9g} "
+            f"(bound {self.bound:.3g}, {self.ulps} ULP apart, {self.wrong} of {self.total} elements wrong)"
+        )
+        return f"{sentence}; {self.hint}" if self.hint else sentence
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor, or one group of tensors, held against what it should be.
+
+    ``ratio`` is the largest error over its bound (0 when bitwise equal, infinite when a bound of 0 is left).
+    ``smallest`` is the smallest relative scale error of the whole tensor that would have been caught.
+    """
+
+    tier: Tier
+    ratio: float
+    smallest: float
+    mismatch: Mismatch | None = None

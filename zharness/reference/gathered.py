@@ -1,0 +1,223 @@
+"""Gathered parameters as differentiable values: reading one is an all-gather, its backward a reduce-scatter.
+
+A gathered copy that autograd saved for backward would live until then, and the whole model with it. So when a module's
+forward is over, each saved reference to a copy is replaced by a promise to gather it again (``Copy.pack`` and
+``Copy.unpack``, through torch's own ``SavedTensor.register_hooks``, one saved tensor at a time). Nothing ever frees
+bytes that somebody may still read: a copy's storage goes when its last reference goes, in a second backward on a
+retained graph, under ``create_graph``, in a recomputation or inside a transform of torch.func alike. What cannot be
+replaced is held, and counted, until its graph is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.comm import Comm
+from zharness.errors import StaleGraphError
+from zharness.reference import torch_private as private
+from zharness.reference.layout import Original, gather, reduce_scatter
+
+
+class Ledger:
+    """Bytes of every gathered storage that is alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        self._live: list[private.WeakStorage] = []
+        self.peak = 0
+
+    def add(self, tensor: Tensor) -> private.WeakStorage:
+        storage = private.WeakStorage(tensor)
+        self._live.append(storage)
+        self.peak = max(self.peak, self.bytes())
+        return storage
+
+    def bytes(self) -> int:
+        self._live = [storage for storage in self._live if storage.alive()]
+        return sum(storage.nbytes for storage in self._live)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a gather and its backward need beside the parameter: the group, the ledger, and the mean's divisor."""
+
+    comm: Comm
+    ledger: Ledger
+    divisor: int
+
+
+@dataclass(frozen=True)
+class View:
+    """Where in a copy's storage a saved tensor lies."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A copy gathered again for one backward, which will ask for it ``due`` more times."""
+
+    backward: int
+    full: Tensor
+    due: int
+
+
+class Copy:
+    """One read of a sharded parameter: how to gather it, and whether the gathered storage is still alive."""
+
+    def __init__(self, original: Original, dtype: torch.dtype, wire: Wire) -> None:
+        self.original = original
+        self.dtype = dtype
+        self.wire = wire
+        self._version = original.parameter._version
+        self._storage: private.WeakStorage | None = None
+        self._promises = 0
+        self._loan: Loan | None = None
+
+    def fill(self) -> Tensor:
+        """The full parameter in the copy's dtype. Collective.
+
+        The result shares its version counter with the shard (``detach`` does, ``data`` exchanges what lies behind it).
+        So an optimizer step, which edits the shard, makes autograd refuse every graph that saved the old weights, by
+        the very check that refuses them in plain PyTorch.
+        """
+        layout, shard = self.original.layout, self.original.parameter
+        with torch.no_grad(), private.outside_transforms():
+            full = shard.detach()
+            # A clone, because a backend may hold the buffer of a finished collective a moment longer than its caller.
+            full.data = gather(shard.detach().to(self.dtype), layout, self.wire.comm).clone()
+        self._storage = self.wire.ledger.add(full)
+        return full
+
+    def alive(self) -> bool:
+        return self._storage is not None and self._storage.alive()
+
+    def holds(self) -> int | None:
+        """The address of the gathered storage."""
+        return None if self._storage is None else self._storage.holds()
+
+    def pack(self, saved: Tensor) -> View:
+        """The promise that takes the place of a saved tensor."""
+        self._promises += 1
+        return View(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def unpack(self, view: View) -> Tensor:
+        """The saved tensor again, for the node that needs it now. Collective."""
+        self._refuse_if_stale()
+        with torch.no_grad(), private.outside_transforms():
+            return self._borrow().as_strided(view.size, view.stride, view.offset)
+
+    def _borrow(self) -> Tensor:
+        """One gather per backward, however many nodes saved this copy: it is kept until the last of them has asked."""
+        task = private.graph_task()
+        loan = self._loan
+        if loan is None or loan.backward != task:
+            loan = Loan(task, self.fill(), self._promises)
+            if loan.due > 1 and task != -1:
+                # A backward that needs only some of the nodes never asks for the rest.
+                private.at_end_of_backward(self._settle)
+        last = loan.due == 1 or task == -1
+        self._loan = None if last else Loan(task, loan.full, loan.due - 1)
+        return loan.full
+
+    def _settle(self) -> None:
+        self._loan = None
+
+    def _refuse_if_stale(self) -> None:
+        now = self.original.parameter._version
+        if now != self._version:
+            raise StaleGraphError(
+                f"backward needs parameter {self.original.name!r} as its forward read it, but it was changed since "
+                f"(rank {self.wire.comm.rank}: version {now}, expected {self._version}); "
+                "run the forward again after step(), or call every backward before it"
+            )
+
+
+def read(copy: Copy) -> Tensor:
+    """The full parameter, differentiable with respect to its shard. Collective."""
+    return _apply(Gather, copy.original.parameter, copy)
+
+
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, copy: Copy) -> Tensor:
+    result: Tensor = function.apply(tensor, copy)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Gather(torch.autograd.Function):
+    """Shard to full parameter; backward sums over ranks and divides, so that no loss is ever scaled.
+
+    Written as forward without ctx plus setup_context, the form that torch.func can transform. The gradient is cast to
+    the shard's dtype before it is reduced, where torch.autocast casts it too.
+    """
+
+    @staticmethod
+    def forward(shard: Tensor, copy: Copy) -> Tensor:
+        return copy.fill()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
+        ctx.copy = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _apply(Reduce, grad.to(ctx.copy.original.parameter.dtype), ctx.copy), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return gather(tangent.to(ctx.copy.dtype), ctx.copy.original.layout, ctx.copy.wire.comm)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, shard: Tensor, copy: Copy) -> Any:
+        raise RuntimeError(
+            f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap; "
+            "pass full_params() through torch.func.functional_call instead"
+        )
+
+
+class Reduce(torch.autograd.Function):
+    """Full gradient to the shard of its mean: the backward of Gather, differentiable again for create_graph."""
+
+    @staticmethod
+    def forward(full: Tensor, copy: Copy) -> Tensor:
+        with private.outside_transforms():
+            return reduce_scatter(full, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
+        ctx.copy = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _apply(Spread, grad, ctx.copy), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], full: Tensor, copy: Copy) -> tuple[Tensor, int]:
+        rows = full.movedim(in_dims[0] or 0, 0)
+        return torch.stack([_apply(Reduce, row, copy) for row in rows]), 0
+
+
+class Spread(torch.autograd.Function):
+    """The adjoint of Reduce: every rank's shard, gathered and divided."""
+
+    @staticmethod
+    def forward(shard: Tensor, copy: Copy) -> Tensor:
+        with private.outside_transforms():
+            return gather(shard, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
+        ctx.copy = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _apply(Reduce, grad, ctx.copy), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], shard: Tensor, copy: Copy) -> tuple[Tensor, int]:
+        rows = shard.movedim(in_dims[0] or 0, 0)
+        return torch.stack([_apply(Spread, row, copy) for row in rows]), 0

@@ -1,0 +1,106 @@
+"""Who holds what: the row of owners that is a ZeRO stage, and the flat range of elements that is a rank's share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from zharness.comm import Comm
+
+
+class Owner(Enum):
+    """Whether every rank holds all of something, or each rank its own shard of it."""
+
+    WHOLE = "whole"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True)
+class Owners:
+    """One ZeRO stage. Bytes per rank in fp32 with Adam, psi parameters: 8, 4 and 4 psi, each over N where sharded."""
+
+    optimizer_state: Owner
+    gradients: Owner
+    parameters: Owner
+
+
+STAGES: Mapping[int, Owners] = MappingProxyType(
+    {
+        0: Owners(Owner.WHOLE, Owner.WHOLE, Owner.WHOLE),
+        1: Owners(Owner.SHARDED, Owner.WHOLE, Owner.WHOLE),
+        2: Owners(Owner.SHARDED, Owner.SHARDED, Owner.WHOLE),
+        3: Owners(Owner.SHARDED, Owner.SHARDED, Owner.SHARDED),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ``n`` elements lie over N ranks: rank r owns flat elements r*k to (r+1)*k, with k = ceil(n/N).
+
+    The last shards are shorter, or empty, when N does not divide n. Collectives want equal lengths, so whatever crosses
+    the wire is padded to k elements per rank; the padding never reaches an optimizer.
+    """
+
+    shape: torch.Size
+    ranks: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """Elements of one padded shard: k."""
+        return -(-self.numel // self.ranks)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Start and stop of the elements that ``rank`` owns."""
+        return min(rank * self.length, self.numel), min((rank + 1) * self.length, self.numel)
+
+    def owned(self, rank: int) -> int:
+        """How many elements ``rank`` owns."""
+        start, stop = self.bounds(rank)
+        return stop - start
+
+
+@dataclass(frozen=True)
+class Original:
+    """One parameter of the user's model: its first name, the Parameter itself, and its layout."""
+
+    name: str
+    parameter: nn.Parameter
+    layout: Layout
+
+
+def originals(module: nn.Module, ranks: int) -> dict[str, Original]:
+    """Every parameter once, by the name that ``named_parameters()`` gives it first."""
+    return {name: Original(name, p, Layout(p.shape, ranks)) for name, p in module.named_parameters()}
+
+
+def padded(values: Tensor, length: int) -> Tensor:
+    """``values`` flat, with zeros behind up to ``length`` elements; a copy only where one is needed."""
+    flat = values.reshape(-1)
+    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
+
+
+def gather(shard: Tensor, layout: Layout, comm: Comm) -> Tensor:
+    """The full tensor, from every rank's shard (padded or not). Collective."""
+    full = shard.new_empty(layout.length * layout.ranks)
+    if layout.numel:
+        comm.all_gather(full, padded(shard, layout.length).contiguous())
+    return full[: layout.numel].view(layout.shape)
+
+
+def reduce_scatter(full: Tensor, layout: Layout, comm: Comm) -> Tensor:
+    """This rank's padded shard of the sum over ranks of ``full``. Collective."""
+    shard = full.new_empty(layout.length)
+    if layout.numel:
+        comm.reduce_scatter(shard, padded(full, layout.length * layout.ranks).contiguous())
+    return shard

@@ -1,0 +1,90 @@
+"""The client's optimizer, over the leaves that this rank updates in place of the client's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.errors import ConfigError
+from zharness.reference.config import OptimizerChoice
+from zharness.reference.layout import Original
+
+Leaves = Mapping[str, Tensor]
+Builder = Callable[[Leaves], torch.optim.Optimizer]
+ParameterGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+class Substitution:
+    """From a Parameter of the model to the leaf that takes its place."""
+
+    def __init__(self, originals: Mapping[str, Original], leaves: Leaves) -> None:
+        self._leaf_of = {original.parameter: leaves[name] for name, original in originals.items()}
+
+    def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
+        """Parameters, or torch.optim's groups of them, as groups of leaves."""
+        entries = list(given)
+        groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+        for group in groups:
+            group["params"] = [self._leaf(p) for p in _as_list(group["params"])]
+        return groups
+
+    def _leaf(self, parameter: Any) -> Tensor:
+        if not isinstance(parameter, nn.Parameter) or parameter not in self._leaf_of:
+            kind = type(parameter).__name__
+            shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
+            raise ConfigError(
+                f"the optimizer holds a {kind} of shape {shape} that is no parameter of the model; "
+                "build it from model.parameters() of the very model that is passed"
+            )
+        return self._leaf_of[parameter]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def build(
+    given: torch.optim.Optimizer | Builder | None,
+    choice: OptimizerChoice | None,
+    parameters: ParameterGroups | None,
+    originals: Mapping[str, Original],
+    leaves: Leaves,
+) -> torch.optim.Optimizer:
+    """The optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
+
+    A client's optimizer passes into the engine's hands: its groups are pointed at the leaves, so that a schedule built
+    over it goes on working. It must not have stepped, since its state would belong to other tensors.
+    """
+    substitution = Substitution(originals, leaves)
+    if isinstance(given, torch.optim.Optimizer):
+        if given.state:
+            raise ConfigError("the optimizer has stepped already; pass it before its first step")
+        groups = substitution.groups(given.param_groups)
+        for group, replaced in zip(given.param_groups, groups, strict=True):
+            group["params"] = replaced["params"]
+        return given
+    if given is not None:
+        built = given(leaves)
+        _only_leaves(built, leaves)
+        return built
+    if choice is None:
+        raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
+    groups = substitution.groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
+    try:
+        return choice.kind(groups, **choice.args)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params {dict(choice.args)} do not suit {choice.kind.__name__}: {error}") from None
+
+
+def _only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
+    known = {id(leaf) for leaf in leaves.values()}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise ConfigError(
+                    f"the optimizer's builder used a tensor of shape {tuple(tensor.shape)} that is none of the leaves "
+                    "it was given; build from the values of its argument"
+                )

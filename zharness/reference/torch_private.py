@@ -1,0 +1,89 @@
+"""The names of torch that are not public, each with the reason why it is needed and the release that brought it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class WeakStorage:
+    """A weak reference to a tensor's bytes (StorageWeakRef, torch 1.0).
+
+    A tensor's Python object can die while autograd still holds its storage, so a ``weakref`` to it would not tell.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def alive(self) -> bool:
+        return not self._reference.expired()  # type: ignore[no-untyped-call]
+
+    def holds(self) -> int:
+        """The address of the storage: while this object exists, no other storage gets it."""
+        return int(self._reference.cdata)
+
+
+def transforming() -> bool:
+    """Whether a torch.func transform is running (peek_interpreter_stack, torch 2.0)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Collectives know nothing of vmap or grad: they run below all transforms (pyfunctorch, torch 2.1)."""
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The plain tensor below every torch.func wrapper: its graph is the one that outlives the transform (torch 2.0)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node gets: marks where a forward begins (_get_sequence_nr, torch 2.1)."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def made_since(node: Node, begin: int) -> bool:
+    """Whether ``node`` was made after ``begin``; leaves count as made at the end of time (_sequence_nr, torch 2.1)."""
+    number: int = node._sequence_nr()
+    return number >= begin
+
+
+def saved_tensors(node: Node) -> Iterator[tuple[Any, Tensor]]:
+    """The SavedTensors of ``node`` that hold a tensor as it is, with that tensor.
+
+    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook`` (torch 2.7) look without unpacking. Those under hooks
+    already, checkpoint's or ours, are left out: unpacking one would recompute a region or gather a weight.
+    """
+    for name in _raw_names(type(node)):
+        raw = getattr(node, name)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            if saved.unpack_hook is None and isinstance(saved.data, Tensor):
+                yield saved, saved.data
+
+
+@cache
+def _raw_names(node_type: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def graph_task() -> int:
+    """Which backward is running on this thread; -1 outside one (_current_graph_task_id, torch 2.1)."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward has succeeded (queue_callback, torch 0.4)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

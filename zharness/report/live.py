@@ -1,0 +1,125 @@
+"""A run from request to exit code: cells on several lanes, progress while they run, the matrix when they are done."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import click
+from tqdm import tqdm
+
+from zharness.report.matrix import exit_code, matrix, outcome
+from zharness.report.page import write_page
+from zharness.report.words import failures, summary
+from zharness.run import Planned, Record, Request, Runner, plan
+from zharness.run.plan import validate
+from zharness.run.record import RecordFile, record_file
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where records go besides the terminal."""
+
+    jsonl: Path | None = None
+    html: Path | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time."""
+
+    timeout: float = 60.0
+    seed: int = 0
+    lanes: int = 0
+
+    def width(self) -> int:
+        """Cells at a time: as asked, else two for each two cores, since half of a cell is start and judgement."""
+        return self.lanes or max(1, os.cpu_count() or 1)
+
+
+def check(request: Request, options: Options, outputs: Outputs) -> int:
+    """Run every cell of ``request`` and report; the exit code of the command. Raises UsageError."""
+    validate(request)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        runners = [
+            stack.enter_context(Runner(engines_of(request), options.timeout, options.seed))
+            for _ in range(options.width())
+        ]
+        cells = plan(request, runners[0].claims)
+        file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
+        found = list(recorded(run_all(cells, runners), file, len(cells)))
+    order = {cell.case: place for place, cell in enumerate(cells)}
+    records = sorted(found, key=lambda record: order[record.case])
+    conclude(records, time.monotonic() - began, outputs)
+    return exit_code(records)
+
+
+def engines_of(request: Request) -> list[str]:
+    """The engines that the patterns or the axes of ``request`` name."""
+    from zharness.case import Case, looks_like_id
+
+    named = [Case.parse(text).engine for text in request.patterns if looks_like_id(text)]
+    rest = [] if named and len(named) == len(request.patterns) else list(request.engines)
+    return list(dict.fromkeys([*named, *rest]))
+
+
+def run_all(cells: Sequence[Planned], runners: Sequence[Runner]) -> Iterator[Record]:
+    """Records as cells finish. On an interrupt the servers are closed first, which wakes the threads that wait."""
+    free: SimpleQueue[Runner] = SimpleQueue()
+    for runner in runners:
+        free.put(runner)
+
+    def one(cell: Planned) -> Record:
+        runner = free.get()
+        try:
+            return runner.run(cell)
+        finally:
+            free.put(runner)
+
+    pool = ThreadPoolExecutor(max_workers=len(runners))
+    try:
+        for future in as_completed([pool.submit(one, cell) for cell in cells]):
+            yield future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for runner in runners:
+            runner.close()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def recorded(records: Iterable[Record], file: RecordFile | None, total: int) -> Iterator[Record]:
+    """Pass records on, each written to ``file`` and counted on a progress display."""
+    bad = 0
+    with progress(total) as bar:
+        for record in records:
+            if file is not None:
+                file.add(record)
+            bad += not record.expected
+            bar.set_postfix_str(f"{bad} unexpected" if bad else outcome(record), refresh=False)
+            bar.update()
+            yield record
+
+
+@contextmanager
+def progress(total: int) -> Iterator[tqdm[None]]:
+    """A bar on standard error, gone when it is full; lines are left out where nobody watches."""
+    with nullcontext(), tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
+        yield bar
+
+
+def conclude(records: Sequence[Record], seconds: float, outputs: Outputs) -> None:
+    """Print the matrix, the failures and the summary, and write the page."""
+    parts = [matrix(records), failures(records), summary(records, seconds)]
+    click.echo("\n\n".join(part for part in parts if part))
+    if outputs.html is not None:
+        write_page(records, seconds, outputs.html)

@@ -1,0 +1,45 @@
+"""The records as one self-contained page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment
+
+from zharness.errors import UsageError
+from zharness.report.matrix import matrix, outcome
+from zharness.report.words import summary
+from zharness.run.record import Record
+
+TEMPLATE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>zharness</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+pre, td, th { font-family: ui-monospace, monospace; font-size: 13px; }
+pre { overflow-x: auto; background: #f4f4f4; padding: .8rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { border-bottom: 1px solid #ccc; padding: .25rem .5rem; text-align: left; vertical-align: top; }
+</style></head><body>
+<h1>zharness</h1><p>{{ summary }}</p>
+<h2>Matrix</h2><pre>{{ matrix }}</pre>
+<h2>Cells</h2>
+<table><thead><tr><th>outcome</th><th>case</th><th>tier</th><th>error / bound</th><th>cause</th></tr></thead><tbody>
+{% for record in records %}<tr><td>{{ word(record) }}</td><td>{{ record.case.id }}</td><td>{{ record.tier or "" }}</td>
+<td>{{ "%.3g" | format(record.ratio) if record.ratio is not none else "" }}</td>
+<td>{{ record.stale or record.cause }}</td></tr>
+{% endfor %}</tbody></table></body></html>
+"""
+
+
+def write_page(records: Sequence[Record], seconds: float, path: Path) -> None:
+    """Write the page to a temporary name and rename it. Raises UsageError when it cannot be written."""
+    template = Environment(autoescape=True).from_string(TEMPLATE)
+    text = template.render(records=records, matrix=matrix(records), summary=summary(records, seconds), word=outcome)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a file in a writable directory") from error

@@ -1,0 +1,102 @@
+"""The two halves of a cell: what runs in every rank, and what runs in the judge's own process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zharness import engines
+from zharness.case import Case
+from zharness.checks import DTYPES, Bench, Trial, check_named
+from zharness.checks.bench import not_an_engine
+from zharness.engines import Capabilities, Engine, EngineConfig
+from zharness.errors import UsageError
+from zharness.parity import Comparison, Mismatch, Tier
+from zharness.parity.baseline import Baseline
+from zharness.parity.snapshot import read, write
+from zharness.workload import model_spec
+from zharness.world.rank import rank_device
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the judge found: the first mismatch, and over all comparisons the loosest tier and the largest ratio."""
+
+    comparisons: int
+    tier: Tier
+    ratio: float
+    smallest: float
+    mismatch: Mismatch | None
+
+
+def observe(case: Case, salt: int, room: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
+    """In every rank: run the check's observer on the engine, and write what it saw into ``room``."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    bench = Bench(
+        spec=model_spec(case.model),
+        seed=case.seed(salt),
+        rank=rank,
+        world_size=world_size,
+        config=EngineConfig(stage=case.stage, dtype=case.dtype, options=options),
+        factory=engines.get(case.engine),
+        capabilities=capabilities,
+        variant=case.variant,
+        device=rank_device(rank, world_size),
+    )
+    # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
+    torch.manual_seed(case.seed(salt))
+    check_named(case.check).observe(bench)
+    write(Path(room), rank, bench.evidence())
+
+
+def judge(case: Case, salt: int, room: str) -> Judgement:
+    """In a process that never saw the engine: every rank's evidence against the baseline."""
+    trial = Trial(
+        baseline=Baseline(model_spec(case.model), case.seed(salt), case.world_size),
+        evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
+        dtype=DTYPES[case.dtype],
+        variant=case.variant,
+    )
+    return summarize(check_named(case.check).judge(trial))
+
+
+def summarize(comparisons: Iterable[Comparison]) -> Judgement:
+    """Stop at the first mismatch: what comes after it follows from it."""
+    seen: list[Comparison] = []
+    for comparison in comparisons:
+        seen.append(comparison)
+        if comparison.mismatch is not None:
+            break
+    tiers = list(Tier)
+    caught = [found.smallest for found in seen if math.isfinite(found.smallest)]
+    return Judgement(
+        comparisons=len(seen),
+        tier=max((found.tier for found in seen), key=tiers.index),
+        ratio=max(found.ratio for found in seen),
+        smallest=max(caught, default=math.inf),
+        mismatch=seen[-1].mismatch,
+    )
+
+
+def probe(engine: str, stage: int) -> Capabilities:
+    """In a rank: build the engine once, and return what it claims.
+
+    Raises UsageError for a factory that does not import, raises, or returns something that is not an Engine.
+    """
+    factory = engines.get(engine)
+    config = EngineConfig(stage=stage)
+    try:
+        built = factory(model_spec("mlp").model(0), config)
+    except Exception as error:  # the factory is the user's: whatever it raises, the user has to hear of it
+        raise UsageError(f"factory {engine!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(built, Engine):
+        raise UsageError(not_an_engine(built).replace("the engine factory", f"factory {engine!r}"))
+    claims = built.capabilities
+    built.close()
+    return claims

@@ -1,0 +1,122 @@
+"""From what was asked for to the cells of the matrix, each with the reason why it cannot be run, if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zharness import engines
+from zharness.case import Case, looks_like_id
+from zharness.checks import DTYPES, Check, check_named, find_checks
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.workload import MODELS, model_spec
+from zharness.world.limits import check_world_size
+
+STAGES = (0, 1, 2, 3)
+
+Claims = Callable[[str, int], Capabilities]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run: glob patterns of checks or whole case ids, and the axes. An empty tuple means every value."""
+
+    patterns: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ("reference",)
+    stages: tuple[int, ...] = ()
+    world_sizes: tuple[int, ...] = (2,)
+    dtypes: tuple[str, ...] = ("fp32",)
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell, and why it is not run: the empty string where it is."""
+
+    case: Case
+    unsupported: str = ""
+
+
+def plan(request: Request, claims: Claims) -> list[Planned]:
+    """The cells of ``request`` in the order of the matrix, each once.
+
+    ``claims(engine, stage)`` are an engine's capabilities. Raises UsageError for anything that does not exist.
+    """
+    validate(request)
+    ids = [pattern for pattern in request.patterns if looks_like_id(pattern)]
+    globs = tuple(pattern for pattern in request.patterns if not looks_like_id(pattern))
+    cells = [named(Case.parse(text), claims) for text in ids]
+    if globs or not ids:
+        for engine in request.engines:
+            cells.extend(cells_of(engine, request, find_checks(globs), claims))
+    return list({cell.case: cell for cell in cells}.values())
+
+
+def validate(request: Request) -> None:
+    """Raises UsageError for an engine, stage, dtype, model or world size that does not exist."""
+    for engine in request.engines:
+        engines.require(engine)
+    for stage in request.stages:
+        if stage not in STAGES:
+            raise UsageError.unknown("stage", stage, STAGES)
+    for dtype in request.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError.unknown("dtype", dtype, DTYPES)
+    for model in request.models:
+        model_spec(model)
+    for world_size in request.world_sizes:
+        check_world_size(world_size)
+
+
+def named(case: Case, claims: Claims) -> Planned:
+    """The one cell of a case id, held to the same rules as any other."""
+    check = check_named(case.check)
+    check.features(case.variant)
+    validate(Request((), (case.engine,), (case.stage,), (case.world_size,), (case.dtype,), (case.model,)))
+    if case.model not in check.models:
+        raise UsageError.unknown(f"model for {check.name}", case.model, check.models)
+    offered = stages_of(case.engine, (case.stage,), claims)
+    return Planned(case, unsupported(check, case, claims(case.engine, offered[0])))
+
+
+def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims) -> Iterator[Planned]:
+    """Every cell of one engine."""
+    for stage in stages_of(engine, request.stages, claims):
+        capabilities = claims(engine, stage)
+        for check in checks:
+            for case in cases_of(check, engine, stage, request):
+                yield Planned(case, unsupported(check, case, capabilities))
+
+
+def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:
+    """The stages to run: the engine's among those asked for. Raises UsageError when it has none of them."""
+    offered = claims(engine, min(asked, default=0)).stages
+    found = tuple(stage for stage in (asked or STAGES) if stage in offered)
+    if not found:
+        raise UsageError.unknown(f"stage of engine {engine!r}", ", ".join(map(str, asked)), sorted(offered))
+    return found
+
+
+def cases_of(check: Check, engine: str, stage: int, request: Request) -> Iterator[Case]:
+    """One check's cases at one stage."""
+    models = [name for name in MODELS if name in check.models and (not request.models or name in request.models)]
+    for world_size in request.world_sizes:
+        for dtype in request.dtypes:
+            for model in models:
+                for variant, _ in check.variants:
+                    yield Case(check.name, engine, stage, world_size, dtype, model, variant)
+
+
+def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
+    """Why this cell is not run, decided from claims alone; the empty string when it is."""
+    if case.dtype not in capabilities.dtypes:
+        return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+    for feature in check.features(case.variant):
+        refusal = capabilities.refusal(feature)
+        if refusal is not None:
+            return f"{case.engine} does not claim {feature.value}: {refusal}"
+    kernels = capabilities.own_kernels.get(case.stage)
+    if kernels is not None and not (check.integral and model_spec(case.model).exact):
+        return f"tier C, for kernels that are not torch's, does not exist yet ({kernels})"
+    return ""

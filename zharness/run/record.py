@@ -1,0 +1,203 @@
+"""One line for each cell: what was asked, what came out, and how to see it again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from zharness.case import Case
+from zharness.errors import UsageError
+from zharness.parity import Mismatch, Part
+
+SCHEMA = 1
+
+
+class Verdict(Enum):
+    """What became of a cell."""
+
+    PASS = "pass"
+    FAIL = "fail"  # a number is wrong
+    CONTRACT = "contract"  # the engine documents that it differs, and its documented remedy passes
+    CRASH = "crash"  # the engine raised, or took its process down
+    HANG = "hang"
+    ERROR = "error"  # the harness itself failed
+    UNSUPPORTED = "unsupported"
+
+    @property
+    def broken(self) -> bool:
+        """Whether the law does not hold."""
+        return self in (Verdict.FAIL, Verdict.CRASH, Verdict.HANG)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A cell's outcome.
+
+    ``excuse`` names the upstream issue of an expected failure; ``stale`` says that the excuse no longer holds and which
+    one to delete. ``tier``, ``ratio`` (error over bound) and ``smallest`` (the smallest relative scale error that would
+    have been caught) are None where nothing was compared. ``cause`` is one line, ``details`` every rank's report.
+    """
+
+    case: Case
+    seed: int
+    verdict: Verdict
+    engine_version: str
+    torch_version: str
+    seconds: float = 0.0
+    tier: str | None = None
+    ratio: float | None = None
+    smallest: float | None = None
+    divergence: Mismatch | None = None
+    cause: str = ""
+    details: str = ""
+    excuse: str = ""
+    stale: str = ""
+    documented: str = ""
+
+    @property
+    def expected(self) -> bool:
+        """Whether this outcome is no reason to fail a run."""
+        if self.stale:
+            return False
+        return not self.verdict.broken or bool(self.excuse)
+
+    @property
+    def command(self) -> str:
+        """The one command that shows this cell again."""
+        salt = f" --seed {self.seed}" if self.seed else ""
+        return f"zharness check {shlex.quote(self.case.id)}{salt}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for a JSON line; infinities become strings, for JSON has none."""
+        case = self.case
+        plain = {
+            "schema": SCHEMA,
+            "case": case.id,
+            "check": case.check,
+            "model": case.model,
+            "variant": case.variant,
+            "engine": case.engine,
+            "engine_version": self.engine_version,
+            "torch_version": self.torch_version,
+            "stage": case.stage,
+            "world_size": case.world_size,
+            "dtype": case.dtype,
+            "seed": self.seed,
+            "verdict": self.verdict.value,
+            "excuse": self.excuse,
+            "stale": self.stale,
+            "documented": self.documented,
+            "tier": self.tier,
+            "ratio": self.ratio,
+            "smallest": self.smallest,
+            "divergence": divergence_as_json(self.divergence),
+            "cause": self.cause,
+            "seconds": round(self.seconds, 4),
+            "command": self.command,
+        }
+        return {key: finite(value) for key, value in plain.items()}
+
+
+def divergence_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
+    """A mismatch as plain data, with its sentence."""
+    if mismatch is None:
+        return None
+    fields = {**asdict(mismatch), "part": mismatch.part.value, "words": mismatch.words()}
+    return {key: finite(value) for key, value in fields.items()}
+
+
+def finite(value: Any) -> Any:
+    """``value``, with a float that JSON cannot hold as a string."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(line: str) -> Record:
+    """The record of one JSON line. Raises UsageError for a line of another schema or another kind."""
+    try:
+        plain = json.loads(line)
+        if plain["schema"] != SCHEMA:
+            raise UsageError(f"record schema {plain['schema']!r} is not known; this release reads schema {SCHEMA}")
+        return Record(
+            case=Case.parse(plain["case"]),
+            seed=plain["seed"],
+            verdict=Verdict(plain["verdict"]),
+            engine_version=plain["engine_version"],
+            torch_version=plain["torch_version"],
+            seconds=plain["seconds"],
+            tier=plain["tier"],
+            ratio=number(plain["ratio"]),
+            smallest=number(plain["smallest"]),
+            divergence=mismatch_from(plain["divergence"]),
+            cause=plain["cause"],
+            excuse=plain["excuse"],
+            stale=plain["stale"],
+            documented=plain["documented"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"not a zharness record ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def number(value: float | str | None) -> float | None:
+    """A float that may have been written as a string."""
+    return None if value is None else float(value)
+
+
+def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
+    """The inverse of ``divergence_as_json``."""
+    if plain is None:
+        return None
+    fields = {key: value for key, value in plain.items() if key != "words"}
+    fields.update(part=Part(plain["part"]), index=tuple(plain["index"]))
+    for key in ("expected", "actual", "bound"):
+        fields[key] = float(fields[key])
+    return Mismatch(**fields)
+
+
+class RecordFile:
+    """JSON lines, one at a time, complete at every moment."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def add(self, record: Record) -> None:
+        """Append one line and hand it to the operating system."""
+        self._stream.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        self._stream.flush()
+
+
+@contextmanager
+def record_file(path: Path) -> Iterator[RecordFile]:
+    """A RecordFile that appears under ``path`` when the block ends, also by an interrupt.
+
+    Until then it is ``path`` with ``.partial`` behind it, so that a reader never meets half a run under the real name,
+    and a killed run still leaves what it had finished. Raises UsageError when it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        stream = partial.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a file in a writable directory") from error
+    try:
+        with stream:
+            yield RecordFile(stream)
+    finally:
+        os.replace(partial, path)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every record of a JSON-lines file. Raises UsageError naming the line that is not one."""
+    records = []
+    for number_, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(from_json(line))
+        except UsageError as error:
+            raise UsageError(f"{path}, line {number_}: {error}") from error
+    return records

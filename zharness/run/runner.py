@@ -1,0 +1,197 @@
+"""The runner: cells in, records out, on rank servers that were forked before anything else happened."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zharness
+from zharness import engines
+from zharness.case import Case
+from zharness.engines import Capabilities
+from zharness.engines.registry import is_path, split
+from zharness.errors import UsageError
+from zharness.run import cell, excuses
+from zharness.run.excuses import Excuse
+from zharness.run.plan import Planned
+from zharness.run.record import Record, Verdict
+from zharness.world import End, Group, GroupOutcome, RankServer
+from zharness.world.server import Surroundings
+
+# Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
+UNDER_TEST = ("reference",)
+JUDGE_TIMEOUT = 600.0  # the judge runs no engine, so only a bug of the harness could make it hang
+
+
+class Runner:
+    """One rank server for each engine and one for the judges; create it before any tensor operation of the process.
+
+    A context manager: on leaving, every server and every rank is gone.
+    """
+
+    def __init__(self, names: Sequence[str], timeout: float = 60.0, seed: int = 0) -> None:
+        # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
+        importlib.import_module("torch._dynamo")
+        self.timeout = timeout
+        self.seed = seed
+        self._room = Path(tempfile.mkdtemp(prefix="zharness-cells-"))
+        self._owner = os.getpid()
+        self._servers = {name: RankServer(surroundings(name)) for name in dict.fromkeys(names)}
+        self._judges = RankServer()
+        self._claims: dict[tuple[str, int], Capabilities] = {}
+
+    def claims(self, engine: str, stage: int) -> Capabilities:
+        """What an engine claims at a stage; one known by its factory alone is built once, in a rank, to tell."""
+        key = (engine, stage)
+        if key not in self._claims:
+            self._claims[key] = engines.capabilities(engine, stage) or self._probe(engine, stage)
+        return self._claims[key]
+
+    def _probe(self, engine: str, stage: int) -> Capabilities:
+        outcome = self._servers[engine].run(cell.probe, engine, stage, timeout=self.timeout)
+        failed = outcome.cause
+        if failed is None:
+            claims: Capabilities = outcome.ranks[0].value
+            return claims
+        if failed.exception.startswith("zharness.errors."):
+            raise UsageError(failed.cause.partition(": ")[2])
+        raise UsageError(f"engine {engine!r} could not be built at stage {stage}: {failed.words()}")
+
+    def run(self, planned: Planned) -> Record:
+        """The record of one cell; its ranks, its judge and its files are gone when it returns."""
+        began = time.monotonic()
+        blank = self._blank(planned.case)
+        if planned.unsupported:
+            return replace(blank, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported)
+        record = self._tried(planned.case, blank, {})
+        excuse = excuses.find(planned.case, blank.engine_version)
+        if excuse is not None:
+            record = excused(record, excuse)
+            if record.excuse and excuse.documented:
+                record = remedied(record, excuse, self._tried(planned.case, blank, excuse.remedy))
+        return replace(record, seconds=time.monotonic() - began)
+
+    def _tried(self, case: Case, blank: Record, options: Mapping[str, Any]) -> Record:
+        """One go at a cell with these engine options; its files are gone afterwards."""
+        room = Path(tempfile.mkdtemp(dir=self._room))
+        try:
+            return self._observed(case, room, blank, options)
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+
+    def _blank(self, case: Case) -> Record:
+        version = engines.info(case.engine).version()
+        return Record(case, self.seed, Verdict.ERROR, version or "unknown", torch.__version__)
+
+    def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
+        claims = self.claims(case.engine, case.stage)
+        outcome = self._servers[case.engine].run(
+            cell.observe,
+            case,
+            self.seed,
+            str(room),
+            claims,
+            options,
+            world_size=case.world_size,
+            timeout=self.timeout,
+        )
+        if outcome.cause is not None:
+            return broken(outcome, blank)
+        judged = self._judges.run(
+            cell.judge, case, self.seed, str(room), timeout=JUDGE_TIMEOUT, group=Group.NONE
+        )
+        return judged_record(judged, blank)
+
+    def close(self) -> None:
+        """End every server, and remove what the cells wrote."""
+        for server in (*self._servers.values(), self._judges):
+            server.close()
+        if os.getpid() == self._owner:
+            shutil.rmtree(self._room, ignore_errors=True)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def surroundings(name: str) -> Surroundings:
+    """What the rank server of an engine needs; an engine known by its path is looked for in the current directory."""
+    info = engines.require(name)
+    search_path = (os.getcwd(),) if is_path(name) else ()
+    release = split(name)[1]
+    if release is not None and release != info.version():
+        raise UsageError(
+            f"engine {info.name}=={release} is not the installed release {info.version()}; "
+            f"install it with: pip install {info.distribution}=={release}"
+        )
+    return Surroundings(search_path=search_path, warm_up=info.warm_up)
+
+
+def broken(outcome: GroupOutcome, blank: Record) -> Record:
+    """The record of a cell in which a rank did not return: the first failure is the cause."""
+    cause = outcome.cause
+    assert cause is not None, "asked only about a group that failed"
+    verdict = {End.HUNG: Verdict.HANG, End.RAISED: who_raised(cause.exception, cause.innermost)}.get(
+        cause.end, Verdict.CRASH
+    )
+    return replace(blank, verdict=verdict, cause=cause.words(), details=outcome.describe())
+
+
+def who_raised(exception: str, innermost: str) -> Verdict:
+    """Whose doing an exception is, from its type and the file of its innermost frame.
+
+    A protocol that is not kept is a failure of the engine. A RuntimeError is torch's word for operands that it cannot
+    take, wherever it shows. Any other exception out of this package's own code is a failure of the harness.
+    """
+    if exception.endswith(".EngineContractError"):
+        return Verdict.FAIL
+    package = Path(zharness.__file__).parent
+    file = Path(innermost)
+    ours = file.is_relative_to(package) and file.relative_to(package).parts[0] not in UNDER_TEST
+    return Verdict.ERROR if ours and exception != "builtins.RuntimeError" else Verdict.CRASH
+
+
+def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
+    """The record of a cell that was judged; a judge that failed is the harness's failure."""
+    if outcome.cause is not None:
+        contract = outcome.cause.exception.endswith(".EngineContractError")
+        verdict = Verdict.FAIL if contract else Verdict.ERROR
+        return replace(blank, verdict=verdict, cause=outcome.cause.words(), details=outcome.describe())
+    found: cell.Judgement = outcome.ranks[0].value
+    return replace(
+        blank,
+        verdict=Verdict.PASS if found.mismatch is None else Verdict.FAIL,
+        tier=found.tier.value,
+        ratio=found.ratio,
+        smallest=found.smallest,
+        divergence=found.mismatch,
+        cause="" if found.mismatch is None else found.mismatch.words(),
+    )
+
+
+def excused(record: Record, excuse: Excuse) -> Record:
+    """``record`` with the excuse that covers it, or with the word that the excuse is stale."""
+    if not record.verdict.broken:
+        stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry in excuses/{excuse.engine}.toml"
+        return replace(record, stale=stale)
+    if excuse.signature not in record.cause and excuse.signature not in record.details:
+        return record
+    return replace(record, excuse=excuse.upstream)
+
+
+def remedied(record: Record, excuse: Excuse, second: Record) -> Record:
+    """A documented difference is a contract when the documented remedy, which ``second`` ran, makes the law hold."""
+    if second.verdict is Verdict.PASS:
+        return replace(second, verdict=Verdict.CONTRACT, documented=excuse.documented, cause=excuse.reason)
+    return replace(record, excuse="", cause=f"the documented remedy {dict(excuse.remedy)} fails: {second.cause}")

@@ -1,0 +1,105 @@
+"""Cells as pytest items: planned at collection, run on servers that were forked right after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from zharness import engines
+from zharness.engines import Capabilities
+from zharness.run import cell
+from zharness.run.plan import Planned, Request, plan, validate
+from zharness.run.record import Record, Verdict
+from zharness.run.runner import Runner
+from zharness.world import run as run_ranks
+
+RUNNER = pytest.StashKey[Runner]()
+
+
+def claims(engine: str, stage: int) -> Capabilities:
+    """What an engine claims; one known by its factory alone is built once, in a rank of its own, to tell."""
+    known = engines.capabilities(engine, stage)
+    if known is not None:
+        return known
+    claimed: Capabilities = run_ranks(cell.probe, engine, stage)[0]
+    return claimed
+
+
+def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[Planned]:
+    """The cells of all ``cells`` markers of one test, as ``--engine`` and ``--stage`` narrow or replace them.
+
+    Raises UsageError for an engine or a stage that does not exist.
+    """
+    requests = [request_of(*marker.args, **marker.kwargs) for marker in markers]
+    asked = tuple(config.getoption("--engine"))
+    stages = tuple(int(stage) for stage in config.getoption("--stage").split(",") if stage)
+    validate(Request(engines=asked or ("reference",), stages=stages))
+    if asked:
+        requests = narrowed(requests, asked)
+    found: list[Planned] = []
+    for request in requests:
+        offered = claims(request.engines[0], min(stages, default=0)).stages
+        if not stages or offered.intersection(stages):
+            found.extend(plan(Request(engines=request.engines, stages=stages, world_sizes=request.world_sizes), claims))
+    return found
+
+
+def request_of(engine: str, world_sizes: tuple[int, ...] = (2,)) -> Request:
+    """What one marker asks for."""
+    return Request(engines=(engine,), world_sizes=world_sizes)
+
+
+def narrowed(requests: list[Request], asked: tuple[str, ...]) -> list[Request]:
+    """The requests for the engines asked for; an engine that no marker names gets the default one."""
+    by_name = {request.engines[0]: request for request in requests}
+    return [by_name.get(engine, request_of(engine)) for engine in asked]
+
+
+def start_servers(session: pytest.Session) -> None:
+    """Fork one server for each engine that the collected cells need; none where nothing is to be run here."""
+    if session.config.option.collectonly or is_xdist_controller(session.config):
+        return
+    cells = [item.callspec.params["cell"] for item in session.items if has_cell(item)]  # type: ignore[attr-defined]
+    names = sorted({planned.case.engine for planned in cells if not planned.unsupported})
+    if names:
+        timeout = session.config.getoption("--cell-timeout")
+        session.config.stash[RUNNER] = Runner(names, timeout=timeout)
+
+
+def has_cell(item: pytest.Item) -> bool:
+    """Whether an item was parametrized with a cell."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and "cell" in callspec.params
+
+
+def is_xdist_controller(config: pytest.Config) -> bool:
+    """Whether the tests run in other processes."""
+    return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
+
+
+def stop_servers(config: pytest.Config) -> None:
+    """End the servers, if any were started."""
+    runner = config.stash.get(RUNNER, None)
+    if runner is not None:
+        runner.close()
+
+
+def run_cell(planned: Planned, config: pytest.Config) -> Record:
+    """The record of one cell. Unsupported is a skip, decided before acting; an excused failure an expected one."""
+    if planned.unsupported:
+        pytest.skip(planned.unsupported)
+    record = config.stash[RUNNER].run(planned)
+    if record.verdict.broken and record.expected:
+        pytest.xfail(f"{record.excuse}: {' '.join(record.cause.split())[:200]}")
+    return record
+
+
+def problem(record: Record) -> str:
+    """Why a record fails its test, with the command that shows it again; the empty string when it does not."""
+    if record.expected and record.verdict is not Verdict.ERROR:
+        return ""
+    what = record.stale or record.cause
+    return "\n".join(part for part in (what, f"again: {record.command}", record.details) if part)
+
+

@@ -1,0 +1,5 @@
+"""What is trained: small models, each with its batches and its loss, all following from a seed."""
+
+from zharness.workload.models import MODELS, Batch, ModelSpec, model_spec
+
+__all__ = ["MODELS", "Batch", "ModelSpec", "model_spec"]

@@ -1,0 +1,138 @@
+"""The registry of models: how each is built, fed and scored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zharness.errors import UsageError
+from zharness.workload import exact, nets
+
+SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, both with SAMPLES rows."""
+
+    inputs: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of the workload.
+
+    ``build()`` is called with torch's generator seeded; ``batch(generator)`` draws a micro-batch; ``loss(output,
+    target)`` is a scalar, the mean over the samples. ``exact``: weights and inputs are small integers and every
+    operation is linear or ReLU, so sums are exact in any order (certified again for each cell). ``differentiable``: the
+    inputs are floating point, so a transform may differentiate with respect to them.
+    """
+
+    name: str
+    summary: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    exact: bool = False
+    differentiable: bool = True
+
+    def model(self, seed: int) -> nn.Module:
+        """The model in the initial weights of ``seed``; torch's global generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
+        """The micro-batch of ``rank`` at micro-step ``step``: the same numbers in every process."""
+        key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+        return self.batch(generator)
+
+
+def _mse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def _tokens(generator: torch.Generator) -> Batch:
+    shape = (SAMPLES, nets.SEQUENCE + 1)
+    drawn = torch.randint(nets.VOCABULARY, shape, generator=generator)
+    return Batch(drawn[:, :-1], drawn[:, 1:])
+
+
+def _next_token(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _floats(*shape: int) -> Callable[[torch.Generator], Batch]:
+    def draw(generator: torch.Generator) -> Batch:
+        inputs = torch.randn(SAMPLES, *shape, generator=generator)
+        return Batch(inputs, torch.randn(SAMPLES, nets.OUTPUTS, generator=generator))
+
+    return draw
+
+
+def _ternary(generator: torch.Generator) -> Batch:
+    inputs = exact.ternary((SAMPLES, exact.WIDTH), generator)
+    return Batch(inputs, exact.ternary((SAMPLES, exact.WIDTH), generator))
+
+
+def _fused(output: Tensor, target: Tensor) -> Tensor:
+    """The model's output is a loss per sample already; the target only shifts it."""
+    return (output + 0 * target[:, :1]).mean()
+
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(
+            name="mlp",
+            summary="linear, layer norm and GELU; widths that no world size above 1 divides",
+            build=nets.MLP,
+            batch=_floats(nets.FEATURES),
+            loss=_mse,
+        ),
+        ModelSpec(
+            name="transformer",
+            summary="two pre-norm attention blocks between a tied embedding and head",
+            build=nets.Transformer,
+            batch=_tokens,
+            loss=_next_token,
+            differentiable=False,
+        ),
+        ModelSpec(
+            name="conv",
+            summary="two convolutions, group norm, pooling, linear head",
+            build=nets.ConvNet,
+            batch=_floats(nets.CHANNELS, nets.PIXELS, nets.PIXELS),
+            loss=_mse,
+        ),
+        ModelSpec(
+            name="exact",
+            summary="residual ReLU layers with weights in {-1, 0, 1}: every sum is exact in any order",
+            build=exact.ExactMLP,
+            batch=_ternary,
+            loss=exact.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="fused",
+            summary="a fused linear loss: torch.func inside the forward, on a weight read by attribute",
+            build=nets.FusedLossNet,
+            batch=_floats(nets.FEATURES),
+            loss=_fused,
+            differentiable=False,  # its loss is a legacy autograd.Function, which vanilla refuses to transform as well
+        ),
+    )
+}
+
+
+def model_spec(name: str) -> ModelSpec:
+    """The model called ``name``. Raises UsageError for another name."""
+    if name not in MODELS:
+        raise UsageError.unknown("model", name, sorted(MODELS), "`zharness list models` describes them")
+    return MODELS[name]

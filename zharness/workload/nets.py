@@ -1,0 +1,126 @@
+"""Small models with random weights, one for each way in which parameters are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FEATURES = 12
+OUTPUTS = 5
+VOCABULARY = 29
+SEQUENCE = 6
+CHANNELS = 3
+PIXELS = 6
+
+
+class MLP(nn.Module):
+    """Linear layers of uneven widths with a layer norm: (batch, 12) to (batch, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 19)
+        self.norm = nn.LayerNorm(19)
+        self.second = nn.Linear(19, 17, bias=False)
+        self.last = nn.Linear(17, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.norm(self.first(x)))
+        return self.last(nn.functional.gelu(self.second(hidden)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each behind a layer norm and beside a residual path."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.before_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(self.before_attention(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.before_mlp(x))))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """A language model whose head is its token embedding: token ids (batch, 6) to logits (batch, 6, 29)."""
+
+    def __init__(self, width: int = 16, heads: int = 2, depth: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(SEQUENCE, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with group norm and a linear head: (batch, 3, 6, 6) to (batch, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(CHANNELS, 6, kernel_size=3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.second = nn.Conv2d(6, 7, kernel_size=3, stride=2, bias=False)
+        self.head = nn.Linear(7, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.silu(self.norm(self.first(x)))
+        return self.head(self.second(hidden).mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+class FusedLinearLoss(torch.autograd.Function):
+    """A loss over ``hidden @ weight.T`` that computes its gradients in its forward, as fused linear losses do.
+
+    The trigger of deepspeedai/DeepSpeed#7913: ``torch.func.grad_and_value`` on a weight inside the model's forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden (batch, features), weight (outputs, features) to one loss per sample (batch, 1)."""
+
+        def total(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            per_sample = (hidden @ weight.t()).square().mean(dim=1, keepdim=True)
+            return per_sample.sum(), per_sample
+
+        transform = torch.func.grad_and_value(total, argnums=(0, 1), has_aux=True)
+        (grad_hidden, grad_weight), (_, per_sample) = transform(hidden, weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return per_sample.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Right for a loss that gives every sample the same weight, which a mean does."""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grads[0] * grad_hidden, grads[0][0] * grad_weight
+
+
+class FusedLossNet(nn.Module):
+    """A body and a head whose weight is read by attribute: (batch, 12) to one loss per sample (batch, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 17), nn.Tanh(), nn.Linear(17, 9))
+        self.head = nn.Linear(9, OUTPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedLinearLoss.apply(self.body(x), self.head.weight)  # type: ignore[no-any-return, no-untyped-call]

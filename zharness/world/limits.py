@@ -1,0 +1,42 @@
+"""How many ranks this machine can start."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from zharness.errors import UsageError
+
+RANK_BYTES = 48 * 2**20  # what a forked rank of a small model adds, measured with scripts/memory.py's process table
+LARGEST = 256  # the largest world that was tried on one machine
+
+
+def available_memory() -> int:
+    """Bytes of physical memory that are free for new processes."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def largest_world() -> tuple[int, str]:
+    """The largest world size that can be started here, and what limits it."""
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {
+        "the largest world that was tried on one machine": LARGEST,
+        "free memory": available_memory() // RANK_BYTES,
+    }
+    if processes != resource.RLIM_INFINITY:
+        limits["the limit on processes, ulimit -u"] = processes // 2
+    if files != resource.RLIM_INFINITY:
+        limits["the limit on open files, ulimit -n"] = (files - 32) // 4
+    reason = min(limits, key=lambda name: limits[name])
+    return max(1, limits[reason]), reason
+
+
+def check_world_size(world_size: int) -> None:
+    """Raises UsageError unless a group of ``world_size`` ranks can be started on this machine."""
+    largest, reason = largest_world()
+    if not 1 <= world_size <= largest:
+        raise UsageError(
+            f"world size {world_size} cannot be started here; allowed: 1 to {largest} ({reason}); "
+            "ask for fewer ranks or raise that limit"
+        )

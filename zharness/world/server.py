@@ -1,0 +1,170 @@
+"""The rank server: a process forked before any set-up, whose only work is to fork ranks."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+from zharness.errors import WorldError
+from zharness.world.group import Abandoned, run_group
+from zharness.world.limits import check_world_size
+from zharness.world.orphans import die_with_parent
+from zharness.world.outcome import GroupOutcome
+from zharness.world.work import Group, Work
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a server has that its parent has not.
+
+    ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
+    os.environ, and ``warm_up`` (``module:function``, no arguments) runs once before the first rank: it may import, but
+    must not run a tensor operation, or the children of this process hang in torch's thread pool.
+    """
+
+    search_path: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    warm_up: str = ""
+
+
+class RankServer:
+    """A handle on a rank server process. Use it as a context manager, or call ``close``."""
+
+    def __init__(self, surroundings: Surroundings | None = None, inherited: Work | None = None) -> None:
+        """Fork the server. ``inherited`` is work that reaches it by the fork, so that nothing in it is pickled."""
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited)
+        self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
+        self._process.start()
+        theirs.close()
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 1,
+        timeout: float = 60.0,
+        group: Group = Group.DEFAULT,
+    ) -> GroupOutcome:
+        """Call ``function(*args)`` on every rank of a fresh group and return how each rank ended.
+
+        Raises UsageError for a world size that cannot be had, WorldError when the server is gone.
+        """
+        check_world_size(world_size)
+        return self.submit(Work(function, args, world_size, timeout, group))
+
+    def submit(self, work: Work) -> GroupOutcome:
+        """``run`` for a Work. An interrupt while ranks run ends the server and its ranks."""
+        try:
+            self._pipe.send(work)
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(answer, GroupOutcome):
+            return answer
+        raise WorldError(str(answer))
+
+    def close(self) -> None:
+        """End the server and whatever it still runs. A fork of the owner leaves it alone."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        # By signal, not by closing the pipe: a thread that still reads the pipe keeps it open and would never wake up.
+        self._process.terminate()
+        self._process.join(5)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        with suppress(OSError):
+            self._pipe.close()
+
+    def __enter__(self) -> RankServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 1,
+    timeout: float = 60.0,
+    group: Group = Group.DEFAULT,
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a fresh group and return the ranks' values in order.
+
+    The server is forked here and now, so ``function`` may be a closure; the values are pickled. Raises RanksFailed when
+    a rank does not return, UsageError for a world size that cannot be had.
+    """
+    check_world_size(world_size)
+    work = Work(function, args, world_size, timeout, group)
+    with RankServer(inherited=work) as server:
+        return server.submit(Work(_inherited)).values()
+
+
+def _inherited() -> None:
+    """Stands in a message for the work that the server got by fork."""
+
+
+def serve(pipe: Connection, parents_end: Connection, surroundings: Surroundings, inherited: Work | None) -> None:
+    """The server's loop: one Work in, one GroupOutcome out, until SIGTERM or the client's end closes."""
+    parents_end.close()  # while this process held it too, the client's death would not close the pipe
+    os.setpgid(0, 0)
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, leave)
+    # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    room = Path(tempfile.mkdtemp(prefix="zharness-"))
+    try:
+        prepare(surroundings)
+        while True:
+            work = pipe.recv()
+            pipe.send(answer(work if inherited is None else inherited, room, pipe))
+    except (EOFError, OSError, Abandoned):
+        pass  # the client is gone
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def leave(_signal: int, _frame: object) -> None:
+    """Unwind on SIGTERM: the ``finally`` blocks on the way end the ranks and remove the files."""
+    raise SystemExit(0)
+
+
+def prepare(surroundings: Surroundings) -> None:
+    """Make this process what its ranks should be forked from."""
+    sys.path[:0] = surroundings.search_path
+    os.environ.update(surroundings.environment)
+    if surroundings.warm_up:
+        module, _, function = surroundings.warm_up.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+def answer(work: Work, room: Path, client: Connection) -> GroupOutcome | str:
+    """The outcome of ``work``, or in words why no group could be made."""
+    try:
+        return run_group(work, room, client)
+    except OSError as error:
+        return f"cannot start {work.world_size} ranks: {error}"
