@@ -34,8 +34,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
 
-import deepspeed  # noqa: E402
-from deepspeed.utils import safe_get_full_grad  # noqa: E402
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
 
 # Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 
-from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 SIGNATURE = "must override the setup_context staticmethod"
 OK = "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."

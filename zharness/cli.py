@@ -67,8 +67,8 @@ def check(
 ) -> int:
     """Put an engine beside vanilla PyTorch and say which laws hold.
 
-    A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
-    a failure prints it. Without one, every check runs.
+    A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report
+    of a failure prints it. Without one, every check runs.
     """
     from zharness.report.live import Options, Outputs
     from zharness.report.live import check as run

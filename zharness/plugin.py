@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from zharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from zharness.run import Planned, Record
 
 # Nothing of torch is imported here: every pytest run in the environment loads this file, also those of other projects.
 
@@ -14,7 +17,7 @@ from zharness.errors import UsageError
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The axes that select cells."""
     group = parser.getgroup("zharness", "cells of engines beside vanilla PyTorch")
-    group.addoption("--engine", action="append", default=[], help="run the cells of this engine; NAME or module:factory")
+    group.addoption("--engine", action="append", default=[], help="run this engine's cells; NAME or module:factory")
     group.addoption("--stage", default="", help="run the cells of these ZeRO stages only, as in 0,1,2,3")
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
 
@@ -54,7 +57,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def record(cell: object, pytestconfig: pytest.Config) -> Iterator[object]:
+def record(cell: Planned, pytestconfig: pytest.Config) -> Record:
     """The Record of the cell, run on ranks of its own; skipped or expected to fail as the record says."""
     from zharness.run.session import run_cell
 

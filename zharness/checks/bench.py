@@ -108,4 +108,3 @@ def not_an_engine(thing: object) -> str:
         f"the engine factory returned a {type(thing).__name__}, which is not an Engine: missing {', '.join(missing)}; "
         "zharness.engines.Engine documents every method"
     )
-

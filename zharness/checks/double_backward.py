@@ -17,8 +17,8 @@ from zharness.workload import Batch
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Another loss on the same forward: linear in the output, so exact on the exact model."""
-    return output.sum(dim=-1).mean()
+    """Another loss on the same forward: linear in the output with integer factors, so exact on the exact model."""
+    return 2 * output.sum(dim=-1).mean()
 
 
 def spelled(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
@@ -51,7 +51,12 @@ def judge_retained_then_zero_grad(trial: Trial) -> Iterator[Comparison]:
         return second_loss(output)
 
     second = trial.locals(0, objective=objective)
-    yield from trial.reduced("second", [second], exact=trial.exact(range(1), objective))
+    first = trial.locals(0)
+    suspects = {
+        "the gradient of the first loss": [first],
+        "the sum of both losses' gradients": [first, second],
+    }
+    yield from trial.reduced("second", [second], exact=trial.exact(range(1), objective), suspects=suspects)
     following = trial.locals(1)
     yield from trial.same_loss(1, following)
     yield from trial.reduced("next", [following], exact=trial.exact(range(1, 2)))

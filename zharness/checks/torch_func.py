@@ -91,6 +91,8 @@ def law(name: str, words: str, transform: Transform) -> Check:
 
 
 CHECKS = (
-    law("grad", "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed", grad),
+    law(
+        "grad", "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed", grad
+    ),
     law("vmap_grad", "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed", vmap_grad),
 )

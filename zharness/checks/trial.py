@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
-from zharness.parity.attribution import attribute
+from zharness.parity.attribution import Suspects, attribute
 from zharness.parity.baseline import Baseline, Local, Objective
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import certified
@@ -52,11 +52,18 @@ class Trial:
                 yield identical(self.place(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
 
     def reduced(
-        self, label: str, micros: Sequence[Sequence[Local]], step: int = 0, exact: bool = False, scale: float = 1.0
+        self,
+        label: str,
+        micros: Sequence[Sequence[Local]],
+        step: int = 0,
+        exact: bool = False,
+        scale: float = 1.0,
+        suspects: Mapping[str, Sequence[Sequence[Local]]] | None = None,
     ) -> Iterator[Comparison]:
         """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
 
         ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound.
+        ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
         """
         copies = self.copies(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -64,7 +71,11 @@ class Trial:
             check_names(label, dict.fromkeys(expected), copy)
         for name in dict(self.baseline.module().named_parameters()):
             if name in expected:
-                yield from self._reduced(name, copies, micros, step, exact, scale)
+                known = {
+                    what: [[local.grads[name] for local in row if name in local.grads] for row in losses]
+                    for what, losses in (suspects or {}).items()
+                }
+                yield from self._reduced(name, copies, micros, step, exact, scale, known)
 
     def _reduced(
         self,
@@ -74,15 +85,18 @@ class Trial:
         step: int,
         exact: bool,
         scale: float,
+        suspects: Suspects,
     ) -> Iterator[Comparison]:
         """``reduced`` for one parameter; a rank on which it was not used counts as zero."""
-        terms = [[scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)]
+        terms = [
+            [scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)
+        ]
         mean, bound = mean_and_bound([term for row in terms for term in row], self.dtype)
         tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
         everyone = [copy[name] for copy in copies]
         for rank, actual in enumerate(everyone):
             place = self.place(name, Part.REDUCTION, step, rank)
-            yield attribute(within(place, mean, actual, bound, tier), actual, terms, everyone)
+            yield attribute(within(place, mean, actual, bound, tier), actual, terms, everyone, suspects)
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
 
     def exact(self, steps: range, objective: Objective | None = None) -> bool:

@@ -31,8 +31,7 @@ def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Opti
     """The optimizer that ``spec`` describes, over ``params`` (name to leaf). Raises UsageError for an unknown name."""
     if spec.name not in OPTIMIZERS:
         raise UsageError.unknown("optimizer", spec.name, sorted(OPTIMIZERS))
-    # mypy cannot know that every class in the table takes its own keyword arguments.
-    return OPTIMIZERS[spec.name](param_groups(params, spec), **spec.args)  # type: ignore[call-arg]
+    return OPTIMIZERS[spec.name](param_groups(params, spec), **spec.args)
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:

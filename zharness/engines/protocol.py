@@ -161,7 +161,7 @@ class Engine(Protocol):
         """The current weights."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Per parameter: torch.optim's names (exp_avg, exp_avg_sq, step, momentum_buffer); empty before the first step."""
+        """By parameter and torch.optim's names (exp_avg, step, momentum_buffer ...); empty before the first step."""
 
     def grad_norm(self) -> float | None:
         """The global norm before clipping that the last step computed; None where it computed none."""
@@ -183,4 +183,3 @@ class Engine(Protocol):
 
 
 EngineFactory = Callable[[nn.Module, EngineConfig], Engine]
-

@@ -16,69 +16,79 @@ from zharness.parity.facts import Comparison, Mismatch, Part
 Terms = Sequence[Sequence[Tensor]]
 
 
-def attribute(comparison: Comparison, actual: Tensor, terms: Terms, copies: Sequence[Tensor]) -> Comparison:
+# suspects[loss][rank]: local gradients that an engine may have handed out instead, summed over the losses
+Suspects = Mapping[str, Sequence[Sequence[Tensor]]]
+
+EXPLAINED = 1 / 64  # a fitted factor is worth a hint when it leaves less than this of the error; it decides no verdict
+
+
+def attribute(
+    comparison: Comparison, actual: Tensor, terms: Terms, copies: Sequence[Tensor], suspects: Suspects
+) -> Comparison:
     """``comparison`` with the part and the hint that explain its mismatch best; unchanged where it has none.
 
     ``actual`` is the copy that was compared, ``copies`` the full gradient as every rank reports it.
     """
     if comparison.mismatch is None:
         return comparison
-    part, hint = explain(actual, terms, copies, comparison.mismatch)
+    part, hint = explain(actual, terms, copies, suspects, comparison.mismatch)
     return replace(comparison, mismatch=replace(comparison.mismatch, part=part, hint=hint))
 
 
-def explain(actual: Tensor, terms: Terms, copies: Sequence[Tensor], mismatch: Mismatch) -> tuple[Part, str]:
+def explain(
+    actual: Tensor, terms: Terms, copies: Sequence[Tensor], suspects: Suspects, mismatch: Mismatch
+) -> tuple[Part, str]:
     """The first of the known ways to be wrong that gives just these numbers; a local gradient when none does."""
-    for candidate, (part, hint) in candidates(terms).items():
-        expected, bound = mean_and_bound([terms[rank][micro] for rank, micro in candidate], actual.dtype)
-        if close(actual, expected, bound):
-            return part, hint
+    for what, losses in suspects.items():
+        if close(actual, [term for row in losses for term in row], len(losses)):
+            return Part.REDUCTION, f"it is {what}"
+    total = sum(len(row) for row in terms)
+    for subset, (part, what) in candidates(terms).items():
+        kept = [terms[rank][micro] for rank, micro in subset]
+        if close(actual, kept, 1):
+            return part, f"it is {what}"
+        if close(actual, kept, len(kept) / total):
+            return part, f"it is {what}, divided as if nothing were missing"
     if any(not torch.equal(copies[0], copy) for copy in copies[1:]):
         return Part.REDUCTION, "the ranks report different gradients"
-    everything, bound = mean_and_bound([term for row in terms for term in row], actual.dtype)
-    factor = scale_of(actual, everything, bound)
-    if factor is not None and close(actual, factor * everything, abs(factor) * bound * 2):
-        return Part.REDUCTION, f"it is {factor:.9g} x the right gradient"
+    factor = scale_of(actual, [term for row in terms for term in row])
+    if factor is not None:
+        return Part.REDUCTION, f"it is {factor:.7g} x the right gradient"
     if mismatch.owner is not None and mismatch.wrong < mismatch.total:
         return Part.REDUCTION, f"only {mismatch.wrong} of {mismatch.total} elements are wrong"
     return Part.LOCAL_GRADIENT, ""
 
 
 def candidates(terms: Terms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Subsets of the (rank, micro-step) terms whose mean an engine with a known fault returns, and that fault."""
+    """Subsets of the (rank, micro-step) terms whose mean an engine with a known fault returns, and what that is."""
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
     if len(micros) > 1:
-        for kept in micros:
-            subset = tuple((rank, kept) for rank in ranks)
-            found[subset] = (Part.ACCUMULATION, f"it is the gradient of micro-batch {kept} alone")
-        for lost in micros:
-            subset = tuple((rank, micro) for rank in ranks for micro in micros if micro != lost)
-            found.setdefault(subset, (Part.ACCUMULATION, f"it is the mean without micro-batch {lost}"))
+        for one in micros:
+            alone = tuple((rank, one) for rank in ranks)
+            found[alone] = (Part.ACCUMULATION, f"the gradient of micro-batch {one} alone")
+            rest = tuple((rank, micro) for rank in ranks for micro in micros if micro != one)
+            found.setdefault(rest, (Part.ACCUMULATION, f"the mean without micro-batch {one}"))
     if len(ranks) > 1:
-        for kept in ranks:
-            subset = tuple((kept, micro) for micro in micros)
-            found[subset] = (Part.REDUCTION, f"it is the gradient of rank {kept} alone, not reduced")
-        for lost in ranks:
-            subset = tuple((rank, micro) for rank in ranks for micro in micros if rank != lost)
-            found.setdefault(subset, (Part.REDUCTION, f"it is the mean without rank {lost}"))
+        for one in ranks:
+            alone = tuple((one, micro) for micro in micros)
+            found[alone] = (Part.REDUCTION, f"the gradient of rank {one} alone, not reduced")
+            rest = tuple((rank, micro) for rank in ranks for micro in micros if rank != one)
+            found.setdefault(rest, (Part.REDUCTION, f"the mean without rank {one}"))
     return found
 
 
-def close(actual: Tensor, expected: Tensor, bound: Tensor) -> bool:
-    """Whether every element is within ``bound``."""
-    return bool(((actual.double() - expected).abs() <= bound).all())
+def close(actual: Tensor, terms: Sequence[Tensor], factor: float) -> bool:
+    """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean."""
+    mean, bound = mean_and_bound(list(terms), actual.dtype)
+    return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
 
-def scale_of(actual: Tensor, expected: Tensor, bound: Tensor) -> float | None:
-    """The factor that the largest expected element suggests.
-
-    None where all are zero, where it is not finite, and where that element's own bound explains it.
-    """
-    if expected.numel() == 0 or not bool((expected != 0).any()):
-        return None
-    flat = int(expected.abs().argmax())
-    want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
-    if not math.isfinite(got) or abs(got - want) <= 2 * float(bound.flatten()[flat]):
-        return None
-    return got / want
+def scale_of(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
+    """The factor that fits best, where it explains nearly all of the error; None where it does not."""
+    mean, _ = mean_and_bound(list(terms), actual.dtype)
+    got = actual.double()
+    norm = float((mean * mean).sum())
+    factor = float((got * mean).sum()) / norm if norm > 0 else math.nan
+    error, left = float((got - mean).norm()), float((got - factor * mean).norm())
+    return factor if math.isfinite(factor) and left <= EXPLAINED * error else None

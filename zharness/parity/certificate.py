@@ -33,15 +33,11 @@ def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: O
     if not baseline.spec.exact or not is_power_of_two(terms):
         return False
     return all(
-        exact_locally(baseline, rank, step, terms, dtype, loss)
-        for rank in range(baseline.world_size)
-        for step in steps
+        exact_locally(baseline, rank, step, terms, dtype, loss) for rank in range(baseline.world_size) for step in steps
     )
 
 
-def exact_locally(
-    baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective
-) -> bool:
+def exact_locally(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
     """Whether one rank's micro-batch stays exact, with room for a sum over ``terms`` such gradients."""
     batch, model = baseline.batch(rank, step), baseline.module()
     samples = len(batch.inputs)
@@ -67,7 +63,7 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         seen.append(output.detach())
-        output.register_hook(seen.append)
+        output.register_hook(seen.append)  # type: ignore[no-untyped-call]
 
     hooks = [module.register_forward_hook(keep) for module in model.modules()]
     local = run_local(model, batch, loss)

@@ -64,9 +64,7 @@ def smallest_scale_error(expected: Tensor, bound: Tensor, dtype: torch.dtype) ->
     return max(unit_roundoff(dtype), float((bound[used] / expected[used].abs()).min()))
 
 
-def mismatch(
-    place: Place, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
-) -> Mismatch:
+def mismatch(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor) -> Mismatch:
     """The element with the largest error among the wrong ones."""
     flat = int(torch.where(wrong, error, -1.0).argmax())
     owner, offset = owner_of(place.pieces, flat)
@@ -106,8 +104,8 @@ def ulps(expected: float, actual: float, dtype: torch.dtype) -> int:
         return abs(int(expected) - int(actual))
     bits = torch.tensor([expected, actual], dtype=torch.float64).to(dtype).view(width).tolist()
     # IEEE floats order as sign and magnitude; reflected, they order as integers.
-    lowest = -(2 ** (8 * dtype.itemsize - 1))
-    first, second = (value if value >= 0 else lowest - value for value in bits)
+    lowest: int = -(1 << (8 * dtype.itemsize - 1))
+    first, second = (int(value) if value >= 0 else lowest - int(value) for value in bits)
     return abs(first - second)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -120,6 +120,16 @@ class Engine:
         ranks = range(self.comm.world_size)
         return {name: tuple(map(original.layout.bounds, ranks)) for name, original in self._originals.items()}
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes allocated on this rank for parameters, gradients and optimizer state, counted from their storages."""
+        parameters = [original.parameter for original in self._originals.values()]
+        state = [value for held in self.optimizer.state.values() for value in held.values()]
+        return {
+            "parameters": _storage_bytes(parameters),
+            "gradients": _storage_bytes([*self._gradients.held(), *(p.grad for p in parameters)]),
+            "optimizer_state": _storage_bytes(state),
+        }
+
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters that are alive on this rank now; 0 between steps."""
         return self._ledger.bytes()
@@ -135,3 +145,9 @@ class Engine:
         """Take the hooks and the exchanged classes away. No collective: at stage 3 the parameters stay shards."""
         self._gradients.close()
         self._parameters.close()
+
+
+def _storage_bytes(values: Iterable[Any]) -> int:
+    """Bytes behind the tensors among ``values``; storages that several of them share count once."""
+    storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -88,9 +88,11 @@ class Copy:
         """
         layout, shard = self.original.layout, self.original.parameter
         with torch.no_grad(), private.outside_transforms():
+            # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
+            received = gather(shard.detach().to(self.dtype), layout, self.wire.comm)
             full = shard.detach()
-            # A clone, because a backend may hold the buffer of a finished collective a moment longer than its caller.
-            full.data = gather(shard.detach().to(self.dtype), layout, self.wire.comm).clone()
+            full.data = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
+            full.data.copy_(received)
         self._storage = self.wire.ledger.add(full)
         return full
 
@@ -166,10 +168,6 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _apply(Reduce, grad.to(ctx.copy.original.parameter.dtype), ctx.copy), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return gather(tangent.to(ctx.copy.dtype), ctx.copy.original.layout, ctx.copy.wire.comm)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: Tensor, copy: Copy) -> Any:

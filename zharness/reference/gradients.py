@@ -23,6 +23,9 @@ class Gradients:
     * Whole gradients wait in ``parameter.grad`` until the boundary asks for them.
     * Sharded gradients of whole parameters are absorbed by a hook, one parameter at a time, as backward makes them.
     * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved.
+
+    A parameter that only some ranks used counts as zero on the others. That is agreed on at the boundary, so it holds
+    for whole gradients; in the other two cases every backward must make the same gradients on every rank, in one order.
     """
 
     def __init__(self, originals: Mapping[str, Original], owners: Owners, wire: Wire) -> None:
@@ -46,6 +49,10 @@ class Gradients:
         for original in self._having_gradients():
             self._absorb(original)
         return dict(self._reduced)
+
+    def held(self) -> list[Tensor]:
+        """What is reduced already; the rest is in the parameters."""
+        return list(self._reduced.values())
 
     def full(self) -> dict[str, Tensor]:
         """The reduced gradients in their original shapes, copied to CPU. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,11 +46,20 @@ def initialize(
     divisor = settings.accumulation_steps * (comm.world_size if average_over_ranks else 1)
     wire = Wire(comm, Ledger(), divisor)
     found = originals(model, comm.world_size)
-    parameters = Parameters(model, found, owners, wire)
-    chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
+    with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
+        undo.callback(_give_back, [(p, p.data) for p in model.parameters()])
+        parameters = Parameters(model, found, owners, wire)
+        undo.callback(parameters.close)
+        chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
+        undo.pop_all()
     gradients = Gradients(found, owners, wire)
     engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, wire.ledger)
     return engine, chosen, None, None
+
+
+def _give_back(before: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    for parameter, data in before:
+        parameter.data = data
 
 
 def _share(tensor: torch.Tensor, comm: Comm) -> None:

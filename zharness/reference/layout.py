@@ -45,10 +45,12 @@ class Layout:
     """How ``n`` elements lie over N ranks: rank r owns flat elements r*k to (r+1)*k, with k = ceil(n/N).
 
     The last shards are shorter, or empty, when N does not divide n. Collectives want equal lengths, so whatever crosses
-    the wire is padded to k elements per rank; the padding never reaches an optimizer.
+    the wire is padded to k elements per rank; the padding never reaches an optimizer. ``stride`` is how the original
+    lay in memory: kernels sum in an order that depends on it, so a gathered copy lies the same way.
     """
 
     shape: torch.Size
+    stride: tuple[int, ...]
     ranks: int
 
     @property
@@ -81,7 +83,12 @@ class Original:
 
 def originals(module: nn.Module, ranks: int) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""
-    return {name: Original(name, p, Layout(p.shape, ranks)) for name, p in module.named_parameters()}
+    return {name: Original(name, p, _layout(p, ranks)) for name, p in module.named_parameters()}
+
+
+def _layout(parameter: nn.Parameter, ranks: int) -> Layout:
+    dense = torch.empty_like(parameter, device="meta")  # keeps a permuted stride, not one with gaps or overlaps
+    return Layout(parameter.shape, dense.stride(), ranks)
 
 
 def padded(values: Tensor, length: int) -> Tensor:

@@ -135,6 +135,7 @@ class Exchange:
         for name, each in module.named_modules():
             base = type(each)
             if isinstance(each, torch.jit.ScriptModule):
+                self.undo()
                 raise ConfigError(f"module {name!r} is compiled by torch.jit: stage 3 cannot see it read its weights")
             if base not in made:
                 made[base] = _reading_class(base, reader)
@@ -156,6 +157,8 @@ def _reading_class(base: type[nn.Module], reader: Reader) -> type[nn.Module]:
 
     body: dict[str, Any] = {"__getattr__": read_attribute, "__call__": call, "__module__": base.__module__}
     if issubclass(base, nn.RNNBase):
-        # RNNs keep their Parameters in a list of their own as well, and read that one.
-        body["_flat_weights"] = property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names])
+        # RNNs keep a list of their parameters as well, and read that: here it is made at each read and never kept.
+        body["_flat_weights"] = property(
+            lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda self, weights: None
+        )
     return type(base.__name__, (base,), body)

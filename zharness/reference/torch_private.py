@@ -64,9 +64,12 @@ def made_since(node: Node, begin: int) -> bool:
 def saved_tensors(node: Node) -> Iterator[tuple[Any, Tensor]]:
     """The SavedTensors of ``node`` that hold a tensor as it is, with that tensor.
 
-    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook`` (torch 2.7) look without unpacking. Those under hooks
-    already, checkpoint's or ours, are left out: unpacking one would recompute a region or gather a weight.
+    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook`` look without unpacking (there in torch 2.13; where they
+    are missing nothing is found, and gathered copies live as long as their graph). SavedTensors under hooks already,
+    checkpoint's or ours, are left out: unpacking one would recompute a region or gather a weight.
     """
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        return
     for name in _raw_names(type(node)):
         raw = getattr(node, name)
         for saved in raw if isinstance(raw, tuple) else (raw,):

@@ -1,7 +1,8 @@
 """Overlays: a release of an engine in a folder of its own, which a child process puts in front of what is installed.
 
 An overlay is built beside its place and renamed into it, so whatever stands in the place is whole; the stamp inside
-says for which Python and torch. Two processes that want the same one wait for each other. Once built it needs no network.
+says for which Python and torch. Two processes that want the same one wait for each other. Once built it needs no
+network.
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn
 
 import click
 from tqdm import tqdm
 
+from zharness.case import Case, looks_like_id
 from zharness.report.matrix import exit_code, matrix, outcome
 from zharness.report.page import write_page
 from zharness.report.words import failures, summary
@@ -64,8 +66,6 @@ def check(request: Request, options: Options, outputs: Outputs) -> int:
 
 def engines_of(request: Request) -> list[str]:
     """The engines that the patterns or the axes of ``request`` name."""
-    from zharness.case import Case, looks_like_id
-
     named = [Case.parse(text).engine for text in request.patterns if looks_like_id(text)]
     rest = [] if named and len(named) == len(request.patterns) else list(request.engines)
     return list(dict.fromkeys([*named, *rest]))
@@ -110,11 +110,9 @@ def recorded(records: Iterable[Record], file: RecordFile | None, total: int) -> 
             yield record
 
 
-@contextmanager
-def progress(total: int) -> Iterator[tqdm[None]]:
-    """A bar on standard error, gone when it is full; lines are left out where nobody watches."""
-    with nullcontext(), tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield bar
+def progress(total: int) -> tqdm[NoReturn]:
+    """A bar on standard error, gone when it is full; silent where nobody watches."""
+    return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())
 
 
 def conclude(records: Sequence[Record], seconds: float, outputs: Outputs) -> None:

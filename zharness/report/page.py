@@ -42,4 +42,4 @@ def write_page(records: Sequence[Record], seconds: float, path: Path) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a file in a writable directory") from error
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error

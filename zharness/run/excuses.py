@@ -69,7 +69,7 @@ def parse(engine: str, entry: Mapping[str, Any]) -> Excuse:
     """One table of the file. Raises HarnessFault for a key that is unknown or missing: the file is package data."""
     lists = {"stages", "models", "variants"}
     try:
-        fields = {key: tuple(value) if key in lists else value for key, value in entry.items()}
+        fields: dict[str, Any] = {key: tuple(value) if key in lists else value for key, value in entry.items()}
         return Excuse(engine=engine, **fields)
     except TypeError as error:
         raise HarnessFault(f"zharness/excuses/{engine}.toml: {error}, in {dict(entry)}") from error

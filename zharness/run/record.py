@@ -23,7 +23,7 @@ SCHEMA = 1
 class Verdict(Enum):
     """What became of a cell."""
 
-    PASS = "pass"
+    PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"  # a number is wrong
     CONTRACT = "contract"  # the engine documents that it differs, and its documented remedy passes
     CRASH = "crash"  # the engine raised, or took its process down
@@ -184,7 +184,7 @@ def record_file(path: Path) -> Iterator[RecordFile]:
     try:
         stream = partial.open("w", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a file in a writable directory") from error
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
     try:
         with stream:
             yield RecordFile(stream)

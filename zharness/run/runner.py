@@ -106,9 +106,7 @@ class Runner:
         )
         if outcome.cause is not None:
             return broken(outcome, blank)
-        judged = self._judges.run(
-            cell.judge, case, self.seed, str(room), timeout=JUDGE_TIMEOUT, group=Group.NONE
-        )
+        judged = self._judges.run(cell.judge, case, self.seed, str(room), timeout=JUDGE_TIMEOUT, group=Group.NONE)
         return judged_record(judged, blank)
 
     def close(self) -> None:

@@ -101,5 +101,3 @@ def problem(record: Record) -> str:
         return ""
     what = record.stale or record.cause
     return "\n".join(part for part in (what, f"again: {record.command}", record.details) if part)
-
-

@@ -105,7 +105,8 @@ class FusedLinearLoss(torch.autograd.Function):
         transform = torch.func.grad_and_value(total, argnums=(0, 1), has_aux=True)
         (grad_hidden, grad_weight), (_, per_sample) = transform(hidden, weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        return per_sample.detach()
+        detached: Tensor = per_sample.detach()
+        return detached
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from zharness.world import rank as ranks
+from zharness.world.orphans import end_process_group
 from zharness.world.outcome import End, GroupOutcome, RankOutcome, signal_name
 from zharness.world.work import Work
 
 GRACE = 2.0  # seconds that the other ranks get to end by themselves once one has failed
 LAST_WORDS = 0.5  # seconds for a hung rank to write its stacks
+FATAL = "Fatal Python error"  # faulthandler's first words, with the stack behind them
 TAIL = 4000  # characters of a rank's output that a report carries
 
 
@@ -29,11 +32,12 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class Member:
-    """One forked rank and the pipe that carries its report."""
+    """One forked rank, the pipe that carries its report, and the descriptor that becomes readable when it ends."""
 
     rank: int
     process: ForkProcess
     report: Connection
+    ended: int
 
 
 def run_group(work: Work, room: Path, client: Connection | None = None) -> GroupOutcome:
@@ -61,7 +65,18 @@ def fork(work: Work, rank: int, room: Path) -> Member:
     process = context.Process(target=ranks.live, args=(work, rank, room, writer), name=f"rank {rank}")
     process.start()
     writer.close()
-    return Member(rank, process, reader)
+    return Member(rank, process, reader, end_of(process))
+
+
+def end_of(process: ForkProcess) -> int:
+    """A descriptor that becomes readable at the end of ``process``.
+
+    A pidfd where the system has them: the sentinel of multiprocessing is a pipe, which children that the rank leaves
+    behind keep open.
+    """
+    if process.pid is None or not hasattr(os, "pidfd_open"):
+        return process.sentinel
+    return os.pidfd_open(process.pid)
 
 
 def watch(members: list[Member], work: Work, room: Path, client: Connection | None) -> dict[int, RankOutcome]:
@@ -92,7 +107,7 @@ def handles(
     """What to wait for: each living rank's end, its report unless it is in, and the client's disappearance."""
     found: list[Connection | int] = [] if client is None else [client]
     for member in living:
-        found.append(member.process.sentinel)
+        found.append(member.ended)
         if member.rank not in outcomes:
             found.append(member.report)
     return found
@@ -106,13 +121,13 @@ def client_is_there(client: Connection) -> bool:
         return False
 
 
-def advance(member: Member, ready: list[object], outcomes: dict[int, RankOutcome]) -> None:
+def advance(member: Member, ready: Sequence[object], outcomes: dict[int, RankOutcome]) -> None:
     """Take in a report that has arrived, and reap a process that has ended."""
-    if member.rank not in outcomes and (member.report in ready or member.process.sentinel in ready):
+    if member.rank not in outcomes and (member.report in ready or member.ended in ready):
         outcome = received(member)
         if outcome is not None:
             outcomes[member.rank] = outcome
-    if member.process.sentinel in ready:
+    if member.ended in ready:
         member.process.join()
 
 
@@ -149,7 +164,7 @@ def end_the_rest(
     end = End.STOPPED if failed_before else End.HUNG
     for member in rest:
         os.kill(member.process.pid or 0, signal.SIGUSR1)
-    wait([member.process.sentinel for member in rest], timeout=LAST_WORDS)
+    wait([member.ended for member in rest], timeout=LAST_WORDS)
     ended = {}
     for member in rest:
         if member.rank in outcomes and outcomes[member.rank].end is not End.RETURNED:
@@ -168,20 +183,31 @@ def finish(member: Member) -> None:
     if member.process.exitcode is None:
         member.process.kill()
         member.process.join()
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # nothing is left of its process group
+    end_process_group(pid)
     member.report.close()
+    if member.ended != member.process.sentinel:
+        os.close(member.ended)
+    member.process.close()
 
 
 def with_output(outcome: RankOutcome, room: Path) -> RankOutcome:
-    """A failed rank's outcome with the end of what it printed."""
+    """A failed rank's outcome with what it printed: the end of it, or from where Python reported a fatal error."""
     if outcome.end is End.RETURNED:
         return outcome
     try:
-        with ranks.output_file(room, outcome.rank).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return replace(outcome, output=file.read().decode(errors="replace").strip())
+        text = tail(ranks.output_file(room, outcome.rank), 16 * TAIL)
     except FileNotFoundError:
         return outcome  # it ended before it had redirected its output
+    fatal = text.find(FATAL)
+    if fatal < 0:
+        return replace(outcome, output=text[-TAIL:].strip())
+    frame = re.search(r'File "(.*?)", line (\d+) in (\S+)', text[fatal:])
+    where = f", in {frame[3]} ({frame[1]}, line {frame[2]})" if frame else ""
+    return replace(outcome, cause=outcome.cause + where, output=text[fatal : fatal + TAIL].strip())
+
+
+def tail(path: Path, size: int) -> str:
+    """The last ``size`` bytes of a file as text."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        return file.read().decode(errors="replace")

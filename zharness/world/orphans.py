@@ -8,6 +8,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
@@ -20,3 +21,19 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a rank leaves behind, so that it can be waited for. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_process_group(leader: int) -> None:
+    """Kill what is left of a rank's process group, and reap what this process has adopted of it."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+        while True:
+            os.waitpid(-leader, 0)
+    except (ProcessLookupError, PermissionError, ChildProcessError):
+        return  # nothing is left, or nothing that is this process's to reap

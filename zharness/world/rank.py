@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore  # torch.distributed.FileStore, which has no public stub
 
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import End, RankOutcome
@@ -111,7 +112,7 @@ def join_group(rank: int, world_size: int, room: Path, timeout: float) -> None:
     device = rank_device(rank, world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(room / "rendezvous"), world_size),
+        store=FileStore(str(room / "rendezvous"), world_size),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),

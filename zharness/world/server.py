@@ -21,7 +21,7 @@ from typing import Any
 from zharness.errors import WorldError
 from zharness.world.group import Abandoned, run_group
 from zharness.world.limits import check_world_size
-from zharness.world.orphans import die_with_parent
+from zharness.world.orphans import adopt_orphans, die_with_parent
 from zharness.world.outcome import GroupOutcome
 from zharness.world.work import Group, Work
 
@@ -132,6 +132,7 @@ def serve(pipe: Connection, parents_end: Connection, surroundings: Surroundings,
     parents_end.close()  # while this process held it too, the client's death would not close the pipe
     os.setpgid(0, 0)
     die_with_parent()
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.

@@ -1,0 +1,77 @@
+"""Every law fails on an engine that breaks it, and the first divergence names what was broken."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from zharness.case import Case
+from zharness.checks import CHECKS
+from zharness.parity import Part
+from zharness.run import Record, Request, Runner, Verdict, plan
+
+BROKEN = "suites.meta.broken:"
+
+# (engine, check, model, variant): the law that has to notice, and the part of the step it has to name.
+KILLS = {
+    ("divides_by_one_rank_too_few", "training.grads", "mlp", ""): Part.REDUCTION,
+    ("divides_by_one_rank_too_few", "training.grads", "exact", ""): Part.REDUCTION,
+    ("never_reduces", "training.grads", "transformer", ""): Part.REDUCTION,
+    ("never_reduces", "training.one_hot_rank", "conv", ""): Part.REDUCTION,
+    ("a_ten_thousandth_too_much", "training.one_hot_rank", "mlp", ""): Part.REDUCTION,
+    ("a_ten_thousandth_too_much", "training.grads", "conv", ""): Part.REDUCTION,
+    ("loses_a_micro_batch", "training.accumulation", "mlp", ""): Part.ACCUMULATION,
+    ("loses_a_micro_batch", "training.accumulation", "exact", ""): Part.ACCUMULATION,
+    ("wrong_constants", "training.trajectory", "mlp", "adamw"): Part.OPTIMIZER,
+    ("wrong_constants", "training.trajectory", "mlp", "sgd"): Part.OPTIMIZER,
+    ("steps_late", "training.trajectory", "transformer", "adamw"): Part.OPTIMIZER,
+    ("one_rank_slips", "training.trajectory", "mlp", "sgd"): Part.GATHER,
+    ("silent_transform", "torch_func.grad", "mlp", ""): Part.LOCAL_GRADIENT,
+    ("silent_transform", "torch_func.vmap_grad", "conv", ""): Part.LOCAL_GRADIENT,
+    ("scaled_transform", "torch_func.grad", "exact", ""): Part.LOCAL_GRADIENT,
+    ("zero_grad_forgets_nothing", "double_backward.retained_then_zero_grad", "mlp", ""): Part.REDUCTION,
+    ("zero_grad_forgets_nothing", "double_backward.retained_then_zero_grad", "exact", "tensor"): Part.REDUCTION,
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(sorted({BROKEN + engine for engine, *_ in KILLS} | {BROKEN + "raises_in_backward"})) as started:
+        yield started
+
+
+def run_one(runner: Runner, case: Case) -> Record:
+    (planned,) = plan(Request(patterns=(case.id,)), runner.claims)
+    assert not planned.unsupported, planned.unsupported
+    return runner.run(planned)
+
+
+@pytest.mark.parametrize(("key", "part"), KILLS.items(), ids=lambda value: "-".join(filter(None, value)) if isinstance(value, tuple) else value.name)
+def test_a_broken_engine_fails_the_law_and_the_part_is_named(runner: Runner, key: tuple[str, ...], part: Part) -> None:
+    engine, check, model, variant = key
+    record = run_one(runner, Case(check, BROKEN + engine, 0, 2, "fp32", model, variant))
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert record.divergence is not None
+    assert record.divergence.part is part, record.cause
+    names = {"loss", "input"} | {name.split("/")[0] for name in parameter_names(model)}
+    assert record.divergence.parameter.split("/")[0] in names
+
+
+def parameter_names(model: str) -> list[str]:
+    from zharness.workload import model_spec
+
+    return [name for name, _ in model_spec(model).model(0).named_parameters()]
+
+
+def test_every_law_is_broken_by_some_engine_here() -> None:
+    assert {check for _, check, *_ in KILLS} == set(CHECKS)
+
+
+def test_an_engine_that_raises_is_a_crash_and_not_an_error_of_the_harness(runner: Runner) -> None:
+    record = run_one(runner, Case("training.grads", BROKEN + "raises_in_backward", 0, 2, "fp32", "mlp"))
+    assert record.verdict is Verdict.CRASH
+    assert "IndexError: list index out of range" in record.cause
+
+
+def test_the_right_engine_under_the_same_wrapper_passes(runner: Runner) -> None:
+    record = run_one(runner, Case("training.grads", BROKEN + "steps_late", 0, 2, "fp32", "mlp"))
+    assert record.verdict is Verdict.PASS, record.cause

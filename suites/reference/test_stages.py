@@ -1,0 +1,320 @@
+"""Stages 0 to 3 against the plain model: gradients, updates, accumulation, and what each rank holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zharness.reference import Engine, initialize
+from zharness.world import run
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+class Net(nn.Module):
+    """Tied, frozen, unused, tiny, empty and transposed parameters beside ordinary ones; 3 divides few of them.
+
+    Each is read once, so that each backward makes one reduction of each at stage 3 too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 7)
+        self.tied = nn.Linear(5, 7)
+        self.tied.weight = self.a.weight
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.unused = nn.Linear(7, 7)
+        self.transposed = nn.Parameter((torch.randn(4, 7) / 3).t())
+        self.tiny = nn.Parameter(torch.ones(1))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.frozen(self.a(x))) + self.tied.bias
+        return (h @ self.transposed) * self.tiny + self.scalar + self.empty.sum()
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def pair(
+    stage: int, optimizer: Any = ADAM, net: Callable[[], nn.Module] = Net, **config: Any
+) -> tuple[Engine, nn.Module]:
+    torch.manual_seed(0)
+    plain = net()
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, **config}
+    if isinstance(optimizer, dict):
+        config, optimizer = {**config, "optimizer": optimizer}, None
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=config, optimizer=optimizer)
+    torch.manual_seed(1 + dist.get_rank())
+    return engine, plain
+
+
+def local_grads(plain: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    plain.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def assert_mean(got: dict[str, Tensor], terms: Iterable[dict[str, Tensor]], micro_batches: int = 1) -> None:
+    """Within gamma of the float64 mean over ranks and micro-batches of this rank's ``terms``."""
+    terms = list(terms)
+    assert got.keys() == set().union(*terms)
+    u = torch.finfo(torch.float32).eps / 2
+    n = dist.get_world_size() * len(terms)
+    gamma = (n + 1) * u / (1 - (n + 1) * u)
+    for name, actual in got.items():
+        mean = sum(t[name].double() for t in terms if name in t)
+        size = sum(t[name].double().abs() for t in terms if name in t)
+        for part in (mean, size):
+            dist.all_reduce(part)
+            part /= dist.get_world_size() * micro_batches
+        assert ((actual - mean).abs() <= gamma * size).all(), f"{name}: off by {(actual - mean).abs().max()}"
+
+
+def optimizers() -> dict[str, Any]:
+    return {
+        "AdamW": torch.optim.AdamW,
+        "SGD": lambda p, **k: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1, **k),
+    }
+
+
+def train(stage: int, name: str) -> None:
+    """Each step: the engine's gradients are the mean's, and its update is torch's own for those gradients."""
+    make = optimizers()[name]
+    engine, plain = pair(stage, lambda leaves: make(list(leaves.values()), lr=1e-2))
+    theirs = make(plain.parameters(), lr=1e-2)
+    for _ in range(3):
+        x = torch.randn(3, 5)
+        local = local_grads(plain, plain(x).pow(2).mean())
+        loss = engine(x).pow(2).mean()
+        engine.backward(loss)
+        grads = engine.full_grads()
+        assert_mean(grads, [local])
+        for key, p in plain.named_parameters():
+            p.grad = grads.get(key)
+        theirs.step()
+        engine.step()
+        weights = engine.full_params()
+        for key, p in plain.named_parameters():
+            assert torch.equal(weights[key], p), key
+        assert engine.full_grads() == {}
+    state = engine.full_optimizer_state()
+    for key, p in plain.named_parameters():
+        wanted = {k: v for k, v in theirs.state[p].items() if v is not None}
+        assert state.get(key, {}).keys() == wanted.keys(), key
+        assert all(torch.equal(state[key][k], v) for k, v in wanted.items()), key
+
+
+@stages
+@world_sizes
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_step_is_the_plain_optimizers_step_with_the_mean_gradient(stage: int, world_size: int, name: str) -> None:
+    run(train, stage, name, world_size=world_size)
+
+
+def accumulate(stage: int, steps: int) -> None:
+    engine, plain = pair(stage, {"type": "SGD", "params": {"lr": 1.0}}, gradient_accumulation_steps=steps)
+    before = engine.full_params()
+    for _ in range(2):  # the second window begins with nothing left of the first
+        plain.load_state_dict(engine.full_params(), strict=False)
+        terms = []
+        for micro in range(steps):
+            x = torch.randn(3, 5)
+            for scale in (1.0, 0.5):  # several backwards belong to one micro-batch
+                terms.append(local_grads(plain, plain(x).pow(2).mean() * scale))
+                (engine(x).pow(2).mean() * scale).backward()
+            if micro < steps - 1:
+                engine.step()
+                assert engine.steps == 0 or engine.steps == 1
+        before = engine.full_params()
+        grads = engine.full_grads()
+        assert_mean(grads, terms, steps)
+        assert_mean(engine.full_grads(), terms, steps)
+        engine.step()
+        after = engine.full_params()
+        for name, p in before.items():
+            assert torch.equal(after[name], p - grads.get(name, torch.zeros(()))), name
+    assert engine.steps == 2
+
+
+@stages
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_micro_batches_and_several_backwards_accumulate_to_their_mean(stage: int, steps: int) -> None:
+    run(accumulate, stage, steps, world_size=3)
+
+
+def late_backward(stage: int) -> None:
+    engine, plain = pair(stage)
+    terms = []
+    for _ in range(3):
+        x = torch.randn(3, 5)
+        terms.append(local_grads(plain, plain(x).sum()))
+        engine(x).sum().backward()
+        assert_mean(engine.full_grads(), terms)
+    engine(x).sum().backward()
+    engine.zero_grad()
+    assert engine.full_grads() == {}
+    assert all(p.grad is None for p in engine.module.parameters())
+    x = torch.randn(3, 5, requires_grad=True)
+    (wanted,) = torch.autograd.grad(plain(x).sum(), x)
+    (got,) = torch.autograd.grad(engine(x).sum(), x)
+    assert torch.equal(got, wanted)
+    assert engine.full_grads() == {}
+
+
+@stages
+def test_asking_for_gradients_between_backwards_reduces_nothing_twice(stage: int) -> None:
+    run(late_backward, stage, world_size=2)
+
+
+def clip(stage: int, limit: float) -> None:
+    engine, plain = pair(stage, {"type": "SGD", "params": {"lr": 1.0}}, gradient_clipping=limit)
+    x = torch.randn(3, 5)
+    engine.backward(engine(x).pow(2).sum())
+    grads, before = engine.full_grads(), engine.full_params()
+    for name, p in plain.named_parameters():
+        p.grad = grads.get(name)
+    exact = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt().item()
+    assert engine.grad_norm() is None
+    engine.step()
+    # The sum of squares is float64's; only the last rounding, from float64, is left.
+    assert engine.grad_norm() == pytest.approx(exact, rel=sum(g.numel() for g in grads.values()) * 2.0**-52, abs=0)
+    factor = min(1.0, limit / (engine.grad_norm() + 1e-6))
+    for name, p in engine.full_params().items():
+        assert torch.equal(p, before[name] - grads[name] * factor if name in grads else before[name]), name
+
+
+@stages
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_gradients_are_clipped_by_their_global_norm(stage: int, limit: float) -> None:
+    run(clip, stage, limit, world_size=3)
+
+
+def infinite_norm(stage: int, value: float) -> None:
+    engine, _ = pair(stage, gradient_clipping=1.0)
+    engine.backward((engine(torch.randn(3, 5)) * value).sum())
+    engine.step()
+    norm = torch.tensor(engine.grad_norm())
+    assert norm.isnan() if value != value else norm.isinf() or norm.isnan()
+
+
+@stages
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_norm_that_is_not_finite_is_reported_as_such(stage: int, value: float) -> None:
+    run(infinite_norm, stage, value, world_size=2)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.some, self.none = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        h = self.common(x)
+        return self.some(h) if branch else h
+
+
+def use_on_one_rank(stage: int) -> None:
+    engine, plain = pair(stage, net=Branching)
+    x, branch = torch.randn(3, 4), dist.get_rank() == 1
+    local = local_grads(plain, plain(x, branch).pow(2).sum())
+    for name, p in plain.some.named_parameters(prefix="some"):
+        local.setdefault(name, torch.zeros_like(p))
+    before = engine.full_params()
+    engine.backward(engine(x, branch).pow(2).sum())
+    assert_mean(engine.full_grads(), [local])
+    engine.step()
+    for name, p in engine.full_params().items():
+        assert torch.equal(p, before[name]) == name.startswith("none"), name
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_others(stage: int, world_size: int) -> None:
+    run(use_on_one_rank, stage, world_size=world_size)
+
+
+def refuse_stale_graph(stage: int) -> None:
+    engine, _ = pair(stage)
+    out = engine(torch.randn(3, 5))
+    out.sum().backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"changed since|modified by an inplace"):
+        out.pow(2).sum().backward()
+
+
+@stages
+@world_sizes
+def test_every_rank_refuses_a_graph_that_is_older_than_the_weights(stage: int, world_size: int) -> None:
+    run(refuse_stale_graph, stage, world_size=world_size)
+
+
+def unfreeze(stage: int) -> None:
+    engine, plain = pair(stage)
+    x = torch.randn(3, 5)
+    for net in (plain, engine.module):
+        net.frozen.requires_grad_(True)
+        net.a.requires_grad_(False)
+    local = local_grads(plain, plain(x).pow(2).sum())
+    engine(x).pow(2).sum().backward()
+    assert_mean(engine.full_grads(), [local])
+    assert "frozen.weight" in local
+    assert "a.weight" not in local
+
+
+@stages
+def test_parameters_may_be_frozen_and_unfrozen_after_construction(stage: int) -> None:
+    run(unfreeze, stage, world_size=2)
+
+
+def one_model_start() -> None:
+    torch.manual_seed(dist.get_rank())
+    net = nn.BatchNorm1d(4)
+    nn.init.normal_(net.weight)
+    net.running_mean.normal_()
+    engine, *_ = initialize(
+        model=net, config={"train_batch_size": dist.get_world_size(), "optimizer": {"type": "SGD", "params": {"lr": 1}}}
+    )
+    for value in (net.weight.detach().clone(), net.running_mean.clone()):
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, value)
+    assert engine.settings.stage == 0
+
+
+def test_every_rank_starts_from_rank_0s_parameters_and_buffers() -> None:
+    run(one_model_start, world_size=2)
+
+
+def held_bytes(stage: int) -> dict[str, int]:
+    """What is allocated on this rank, counted from storages, after a backward and before its step."""
+    engine, _ = pair(stage, net=lambda: nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60)))
+    for _ in range(2):
+        F.mse_loss(engine(torch.randn(3, 60)), torch.zeros(3, 60)).backward()
+        held = engine.held_bytes()
+        engine.step()
+    return held | {"optimizer_state": engine.held_bytes()["optimizer_state"]}
+
+
+@stages
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_each_rank_holds_its_share_of_what_its_stage_shards(stage: int, world_size: int) -> None:
+    whole = 2 * (60 * 60 + 60) * 4
+    share = whole // world_size
+    wanted = {
+        "parameters": share if stage == 3 else whole,
+        "gradients": share if stage >= 2 else whole,
+        "optimizer_state": 2 * (share if stage >= 1 else whole) + 4 * 4,  # and one step count for each of 4 parameters
+    }
+    assert run(held_bytes, stage, world_size=world_size) == [wanted] * world_size

@@ -1,0 +1,153 @@
+"""Overlays: whole or absent, one builder at a time, and one clear sentence when a release cannot be had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from zharness.errors import UsageError
+from zharness.releases import overlay
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path))
+    return tmp_path / "releases"
+
+
+def made_up(folder: Path, wanted: overlay.Stamp, body: str = "") -> None:
+    """What pip would leave behind for a package without dependencies."""
+    package = folder / wanted.distribution
+    package.mkdir()
+    (package / "__init__.py").write_text(f"{body}\n__version__ = {wanted.release!r}\n")
+
+
+def left_in(cache: Path) -> list[str]:
+    return [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")]
+
+
+def test_an_unknown_release_names_the_newest_ones(cache: Path) -> None:
+    with pytest.raises(UsageError, match=r"deepspeed==9\.9\.9 does not exist; the newest of \d+ releases are: .*0\.19"):
+        overlay.ensure("deepspeed", "9.9.9")
+    assert left_in(cache) == []
+
+
+def test_without_a_network_it_says_what_to_try(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        UsageError, match=r"deepspeed==0\.18\.7 cannot be fetched: .*no network.*python -m pip download"
+    ):
+        overlay.ensure("deepspeed", "0.18.7")
+    assert left_in(cache) == []
+
+
+@pytest.mark.parametrize(("name", "release"), [("deepspeed", "../0.18.8"), ("../deepspeed", "0.18.8"), ("-r", "1")])
+def test_neither_name_nor_release_is_a_path_or_an_option(name: str, release: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        overlay.ensure(name, release)
+
+
+def test_an_interrupted_install_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(folder: Path, wanted: overlay.Stamp) -> None:
+        made_up(folder, wanted)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(overlay, "_install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        overlay.ensure("made_up", "1.0")
+    assert left_in(cache) == []
+
+
+def test_a_killed_install_is_cleared_by_the_next_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os, signal\n"
+        "from zharness.releases import overlay\n"
+        "def killed(folder, wanted):\n"
+        "    (folder / 'half').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "overlay._install = killed\n"
+        "overlay.ensure('made_up', '1.0')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert [name.partition(".building-")[1] for name in left_in(cache)] == [".building-"]
+    monkeypatch.setattr(overlay, "_install", made_up)
+    place = overlay.ensure("made_up", "1.0")
+    assert left_in(cache) == [place.name]
+
+
+def test_two_who_want_the_same_release_build_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+    together = threading.Barrier(2)
+
+    def counted(folder: Path, wanted: overlay.Stamp) -> None:
+        built.append(folder)
+        made_up(folder, wanted)
+
+    def wanted() -> Path:
+        together.wait()
+        return overlay.ensure("made_up", "1.0")
+
+    monkeypatch.setattr(overlay, "_install", counted)
+    with ThreadPoolExecutor(2) as pool:
+        places = {pool.submit(wanted), pool.submit(wanted)}
+    assert len({place.result() for place in places}) == 1
+    assert len(built) == 1
+
+
+def test_a_release_that_does_not_import_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path, wanted: overlay.Stamp) -> None:
+        made_up(folder, wanted, "raise ImportError('this torch is too new')")
+
+    monkeypatch.setattr(overlay, "_install", broken)
+    with pytest.raises(
+        UsageError, match=r"made_up 1\.0 does not import with torch .*: ImportError: this torch is too new"
+    ):
+        overlay.ensure("made_up", "1.0")
+    assert left_in(cache) == []
+
+
+def test_a_release_that_another_one_hides_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(folder: Path, wanted: overlay.Stamp) -> None:
+        made_up(folder, wanted, "__version__ = '0.9'\n__file__ = 'elsewhere'")
+
+    monkeypatch.setattr(overlay, "_install", other)
+    with pytest.raises(UsageError, match="remove what shadows it"):
+        overlay.ensure("made_up", "1.0")
+    assert left_in(cache) == []
+
+
+def test_an_overlay_for_another_torch_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay, "_install", made_up)
+    place = overlay.ensure("made_up", "1.0")
+    stamp = place / ".zharness-overlay.json"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "torch": "1.0"}))
+    (place / "old").touch()
+    assert overlay.ensure("made_up", "1.0") == place
+    assert not (place / "old").exists()
+
+
+def test_a_whole_overlay_needs_no_installer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay, "_install", made_up)
+    place = overlay.ensure("made_up", "1.0")
+    monkeypatch.delattr(overlay, "_install")
+    assert overlay.ensure("made_up", "1.0") == place
+
+
+def test_a_child_finds_the_overlay_first_and_keeps_its_own_extension_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "behind")
+    monkeypatch.setattr(overlay, "_install", made_up)
+    one, other = overlay.ensure("made_up", "1.0"), overlay.ensure("made_up", "2.0")
+    env = overlay.environment(one)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(one), "behind"]
+    assert env["TORCH_EXTENSIONS_DIR"] != overlay.environment(other)["TORCH_EXTENSIONS_DIR"]
+    code = "import made_up; print(made_up.__version__)"
+    told = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    assert told.strip() == "1.0"
