@@ -42,7 +42,9 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--engine", "engines", multiple=True, help="NAME, or package.module:factory; may be repeated.")
+@click.option(
+    "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
+)
 @click.option("--stage", "stages", callback=numbers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
 @click.option("--world-size", "world_sizes", callback=numbers, default="2", metavar="1,2,4", show_default=True)
 @click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
@@ -70,12 +72,13 @@ def check(
     A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report
     of a failure prints it. Without one, every check runs.
     """
+    from zharness.releases.place import surroundings
     from zharness.report.live import Options, Outputs
     from zharness.report.live import check as run
     from zharness.run import Request
 
     request = Request(patterns, engines or ("reference",), stages, world_sizes, dtypes, models)
-    return run(request, Options(timeout, seed, jobs), Outputs(jsonl, html))
+    return run(request, Options(timeout, seed, jobs), Outputs(jsonl, html), surroundings)
 
 
 @cli.command(name="list")
@@ -83,10 +86,31 @@ def check(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_(what: str, as_json: bool) -> int:
     """Print what there is: engines and their versions, laws, models, reproductions."""
-    from zharness.report.listing import listing
+    from zharness.releases.repro_table import rows
+    from zharness.report.listing import LISTS, as_text
 
-    click.echo(listing(what, as_json))
+    click.echo(as_text({**LISTS, "repros": rows}[what](), as_json))
     return 0
+
+
+@cli.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "every", is_flag=True, help="Run every reproduction there is.")
+@click.option("--engine", metavar="NAME==RELEASE", help="Run on this release, installed into a folder of its own.")
+def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
+    """Show real bugs of real engines, by the number of their issue.
+
+    Each runs on the installed release and, where that has the fix, on a release that has the bug: the verdict is
+    reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` says which there
+    are; each is a script in repro/ that runs under plain torchrun too.
+    """
+    from zharness.engines.registry import split
+    from zharness.releases import repro_table
+
+    name, release = split(engine) if engine else (None, None)
+    found = list(repro_table.results(repro_table.chosen(ids, every), name, release))
+    click.echo(repro_table.table(found))
+    return repro_table.exit_code(found)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from zharness.case import Case
 from zharness.checks import CHECKS
 from zharness.parity import Part
 from zharness.run import Record, Request, Runner, Verdict, plan
+from zharness.run.runner import surroundings
 
 BROKEN = "suites.meta.broken:"
 
@@ -35,7 +36,8 @@ KILLS = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner(sorted({BROKEN + engine for engine, *_ in KILLS} | {BROKEN + "raises_in_backward"})) as started:
+    names = sorted({BROKEN + engine for engine, *_ in KILLS} | {BROKEN + "raises_in_backward"})
+    with Runner({name: surroundings(name) for name in names}) as started:
         yield started
 
 
@@ -45,7 +47,11 @@ def run_one(runner: Runner, case: Case) -> Record:
     return runner.run(planned)
 
 
-@pytest.mark.parametrize(("key", "part"), KILLS.items(), ids=lambda value: "-".join(filter(None, value)) if isinstance(value, tuple) else value.name)
+@pytest.mark.parametrize(
+    ("key", "part"),
+    KILLS.items(),
+    ids=lambda value: "-".join(filter(None, value)) if isinstance(value, tuple) else value.name,
+)
 def test_a_broken_engine_fails_the_law_and_the_part_is_named(runner: Runner, key: tuple[str, ...], part: Part) -> None:
     engine, check, model, variant = key
     record = run_one(runner, Case(check, BROKEN + engine, 0, 2, "fp32", model, variant))

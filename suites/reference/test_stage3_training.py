@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from zharness.errors import ConfigError, StaleGraphError
-from zharness.reference import Engine, initialize
+from zharness.reference import Engine, initialize, torch_private
 from zharness.world import run
 
 CONFIG = {
@@ -153,6 +153,51 @@ def test_training_through_vmap_holds_no_more_than_ordinary_training() -> None:
     run(peak_of_vmap, world_size=2)
 
 
+class Projections(nn.Module):
+    """Weights that torch.autocast casts inside modules that are no plain linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention(x, x, x, need_weights=False)[0] @ self.weight
+        return torch.tanh(h) @ self.weight
+
+
+def saved_bytes(out: Tensor) -> int:
+    """Bytes that the graph behind ``out`` holds as they are."""
+    stack, met, storages = [out.grad_fn], set(), {}
+    while stack:
+        node = stack.pop()
+        for _, tensor in torch_private.saved_tensors(node):
+            storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        below = {n for n, _ in node.next_functions if n is not None} - met
+        met |= below
+        stack += below
+    return sum(storages.values())
+
+
+def casts_that_autocast_makes() -> None:
+    engine, plain = pair(Projections)
+    x = torch.randn(1, 2, 32, requires_grad=True)
+    held = []
+    for model in (plain, engine):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            out = model(x)
+        held.append(saved_bytes(out))
+        out.float().pow(2).mean().backward()
+    weights = 2 * sum(p.numel() for p in plain.parameters() if p.dim() == 2)
+    assert held[0] - held[1] >= weights
+    assert_mean(engine.full_grads(), plain)
+    assert engine.gathered_bytes() == 0
+
+
+def test_no_low_precision_copy_of_a_weight_waits_for_backward() -> None:
+    run(casts_that_autocast_makes, world_size=2)
+
+
 class Recurrent(nn.Module):
     """Reads its weight once and uses it often."""
 
@@ -211,6 +256,22 @@ def test_a_step_between_two_backwards_on_one_graph_is_refused_as_torch_refuses_i
     run(step_between_retained_backwards, held, world_size=2)
 
 
+def without_a_look_at_saved_tensors() -> None:
+    torch._C._autograd.SavedTensor = object  # this rank ends with the test
+    engine, plain = pair(Mlp)
+    x = torch.randn(3, 8, requires_grad=True)
+    plain(x).sum().backward()
+    out = engine(x)
+    assert engine.gathered_bytes() == 4 * 8 * 8 * 4, "held, since nothing could be promised"
+    out.sum().backward()
+    assert engine.gathered_bytes() == 0
+    assert_mean(engine.full_grads(), plain)
+
+
+def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_graph() -> None:
+    run(without_a_look_at_saved_tensors, world_size=2)
+
+
 class Breaking(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -250,15 +311,20 @@ def everyones(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def penalty_on_weights() -> None:
-    """Over the engine's own parameters the first gradient is the mean's shard, so the penalty is the mean gradient's."""
+def exact_pair() -> tuple[Engine, nn.Module, Tensor]:
+    """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
         torch.randint(-1, 2, p.shape, out=p.data)
     engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG, average_over_ranks=False)
     torch.manual_seed(1 + dist.get_rank())
-    x = torch.randint(-1, 2, (3, 4)).float()
+    return engine, plain, torch.randint(-1, 2, (3, 4)).float()
+
+
+def penalty_on_weights() -> None:
+    """Over the engine's own parameters the first gradient is reduced, so the penalty is that of the reduced one."""
+    engine, plain, x = exact_pair()
     for model, batch in ((plain, everyones(x)), (engine.module, x)):
         loss = model(batch).pow(2).sum()
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -275,15 +341,13 @@ def test_a_penalty_on_the_weights_gradient_is_the_global_gradients(world_size: i
 
 
 def batched_weight_gradients() -> None:
-    engine, _ = pair(Mlp)
+    engine, _, x = exact_pair()
     shards = list(engine.module.parameters())
-    out = engine(torch.randn(3, 8)).sum(1)
-    batched = torch.autograd.grad(out, shards, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    out = engine(x).sum(1)
+    batched = vmap(lambda v: torch.autograd.grad(out, shards, v, retain_graph=True))(torch.eye(3))
     for row in range(3):
         alone = torch.autograd.grad(out, shards, torch.eye(3)[row], retain_graph=True)
-        for one, many in zip(alone, batched, strict=True):
-            # The batched matmul may sum in another order: n is its inner length, 3 samples.
-            assert ((many[row] - one).abs() <= 4 * torch.finfo(one.dtype).eps * one.abs()).all()
+        assert all(torch.equal(many[row], one) for one, many in zip(alone, batched, strict=True))
 
 
 def test_batched_gradients_of_the_weights_are_reduced_row_by_row() -> None:

@@ -178,6 +178,24 @@ def test_asking_for_gradients_between_backwards_reduces_nothing_twice(stage: int
     run(late_backward, stage, world_size=2)
 
 
+def transform(stage: int) -> None:
+    engine, plain = pair(stage, gradient_accumulation_steps=4)
+    x = torch.randn(3, 5)
+    for of in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        wanted, got = (of(lambda v, call=call: call(v).pow(2).sum())(x) for call in (plain, engine))
+        assert torch.equal(got, wanted)
+    assert engine.full_grads() == {}
+    local = local_grads(plain, plain(x).sum())
+    engine(x).sum().backward()
+    assert_mean(engine.full_grads(), [local], 4)
+    assert engine.gathered_bytes() == 0
+
+
+@stages
+def test_transforms_of_torch_func_are_not_scaled_and_leave_training_as_it_was(stage: int) -> None:
+    run(transform, stage, world_size=2)
+
+
 def clip(stage: int, limit: float) -> None:
     engine, plain = pair(stage, {"type": "SGD", "params": {"lr": 1.0}}, gradient_clipping=limit)
     x = torch.randn(3, 5)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zharness import repro
 from zharness.errors import UsageError
-from zharness.repro import Verdict
+from zharness.releases import repros as repro
+from zharness.releases.repros import Verdict
 
 HEADER = '''"""A made-up bug.
 

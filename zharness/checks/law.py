@@ -19,7 +19,7 @@ class Check:
     ``observe`` runs on every rank with an engine; ``judge`` runs once, in a process that never saw the engine, and
     yields comparisons in the order in which an error would have entered. ``tier`` is the one that applies to random
     weights; the exact model is judged by X where its certificate holds. ``needs`` are features that an engine has to
-    claim; ``integral`` says that weights stay the integers of the exact model throughout; ``variants`` are the spellings
+    claim; ``integral`` says that weights stay the exact model's integers throughout; ``variants`` are the spellings
     or settings that make a cell of their own, each with what it needs on top.
     """
 

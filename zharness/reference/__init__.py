@@ -9,8 +9,9 @@ numbers that come out are those of plain PyTorch. Read in this order:
 2. ``parameters``: the optimizer updates this rank's elements in place; then what must be whole is gathered.
 3. ``gradients``: from each rank's local gradients to the mean's shard, each exactly once.
 4. ``engine``: a training step from those parts. ``config``, ``optimizer`` and ``initialize`` are the way in.
-5. ``reading`` and ``gathered``: stage 3. Reading a parameter is an all-gather whose backward is a reduce-scatter, and
-   what autograd would keep of it for backward is gathered again instead. ``torch_private``: what that takes of torch.
+5. ``reading``, ``gathered`` and ``promises``: stage 3. Reading a parameter is an all-gather whose backward is a
+   reduce-scatter, and what autograd would keep of it for backward is gathered again instead. ``torch_private`` holds
+   what this takes of torch that is not public.
 """
 
 from zharness.reference.engine import Engine

@@ -96,6 +96,10 @@ class Copy:
         self._storage = self.wire.ledger.add(full)
         return full
 
+    def cast(self, dtype: torch.dtype) -> Copy:
+        """The same parameter in another dtype, to be gathered only when backward asks for it."""
+        return Copy(self.original, dtype, self.wire)
+
     def alive(self) -> bool:
         return self._storage is not None and self._storage.alive()
 

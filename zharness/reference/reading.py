@@ -7,18 +7,18 @@ Parameter into a gathered tensor, and ``__call__`` marks the visit, the time dur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from zharness.errors import ConfigError
 from zharness.reference import torch_private as private
 from zharness.reference.gathered import Copy, Wire, read
 from zharness.reference.layout import Original
+from zharness.reference.promises import promise
 
 # torch.autocast would cast these modules' parameters anyway. Handing them out in its dtype halves the wire and puts the
 # low-precision tensor that autograd saves into the ledger; in any other module autocast's own policy decides.
@@ -67,11 +67,11 @@ class Reader:
         finally:
             self._running.pop()
             visit.seen.clear()
-        if live := _live(visit.copies):
-            _promise(output, live, visit.begin)
+        if visit.copies:
+            promise(output, visit.copies, visit.begin)
         if self._running:
             # Alive still: part of the output, or saved on a branch that is not. The caller's graph may lead there.
-            self._running[-1].copies.extend(_live(visit.copies))
+            self._running[-1].copies.extend(copy for copy in visit.copies if copy.alive())
         return output
 
 
@@ -80,50 +80,6 @@ def _dtype_of_read(parameter: nn.Parameter, owner: type[nn.Module]) -> torch.dty
     if owner in SAFE_UNDER_AUTOCAST and parameter.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return parameter.dtype
-
-
-def _live(copies: list[Copy]) -> list[Copy]:
-    return [copy for copy in copies if copy.alive()]
-
-
-def _promise(output: Any, copies: list[Copy], begin: int) -> None:
-    """Find what the nodes behind ``output`` saved of ``copies``. A tensor that is missed is only held longer."""
-    by_storage = {copy.holds(): copy for copy in copies}
-    with private.outside_transforms():
-        for node in _nodes(output, begin):
-            for saved, tensor in private.saved_tensors(node):
-                copy = by_storage.get(tensor.untyped_storage()._cdata)
-                if copy is not None:
-                    saved.register_hooks(copy.pack, copy.unpack)
-
-
-def _nodes(output: Any, begin: int) -> Iterator[Node]:
-    """The autograd nodes behind ``output`` that were made since ``begin``, each once."""
-    stack = [tensor.grad_fn for tensor in map(private.unwrapped, _tensors(output)) if tensor.grad_fn is not None]
-    met = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in met and private.made_since(below, begin):
-                met.add(below)
-                stack.append(below)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output: tuples, lists, dicts, dataclasses and their nestings."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    inside: Any = ()
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, (tuple, list)):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, each.name) for each in fields(value)]
-    for item in inside:
-        yield from _tensors(item)
 
 
 class Exchange:

@@ -12,6 +12,7 @@ from zharness.engines import registered
 from zharness.workload import MODELS
 
 Rows = list[dict[str, str]]
+WIDEST = 60  # characters of a column, so that a law does not push the rest out of sight
 
 
 def engines() -> Rows:
@@ -48,10 +49,8 @@ def models() -> Rows:
 LISTS: dict[str, Callable[[], Rows]] = {"engines": engines, "checks": checks, "models": models}
 
 
-def listing(what: str, as_json: bool) -> str:
-    """The list called ``what``, one of LISTS, as a table or as JSON."""
-    rows = LISTS[what]()
+def as_text(rows: Rows, as_json: bool) -> str:
+    """Rows as a table or as JSON."""
     if as_json:
         return json.dumps(rows, indent=2)
-    widths = [None, 70] if what == "checks" else None
-    return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=widths)
+    return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=WIDEST, disable_numparse=True)

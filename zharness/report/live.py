@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.plan import validate
 from zharness.run.record import RecordFile, record_file
+from zharness.run.runner import surroundings
+from zharness.world.server import Surroundings
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,21 @@ class Options:
         return self.lanes or max(1, os.cpu_count() or 1)
 
 
-def check(request: Request, options: Options, outputs: Outputs) -> int:
-    """Run every cell of ``request`` and report; the exit code of the command. Raises UsageError."""
+def check(
+    request: Request,
+    options: Options,
+    outputs: Outputs,
+    place: Callable[[str], Surroundings] = surroundings,
+) -> int:
+    """Run every cell of ``request`` and report; the exit code of the command. Raises UsageError.
+
+    ``place(engine)`` is what the rank server of an engine needs.
+    """
     validate(request)
+    places = {name: place(name) for name in engines_of(request)}
     began = time.monotonic()
     with ExitStack() as stack:
-        runners = [
-            stack.enter_context(Runner(engines_of(request), options.timeout, options.seed))
-            for _ in range(options.width())
-        ]
+        runners = [stack.enter_context(Runner(places, options.timeout, options.seed)) for _ in range(options.width())]
         cells = plan(request, runners[0].claims)
         file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
         found = list(recorded(run_all(cells, runners), file, len(cells)))

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,14 @@ class Runner:
     A context manager: on leaving, every server and every rank is gone.
     """
 
-    def __init__(self, names: Sequence[str], timeout: float = 60.0, seed: int = 0) -> None:
+    def __init__(self, places: Mapping[str, Surroundings], timeout: float = 60.0, seed: int = 0) -> None:
         # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
         self.seed = seed
         self._room = Path(tempfile.mkdtemp(prefix="zharness-cells-"))
         self._owner = os.getpid()
-        self._servers = {name: RankServer(surroundings(name)) for name in dict.fromkeys(names)}
+        self._servers = {name: RankServer(place) for name, place in places.items()}
         self._judges = RankServer()
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
@@ -89,7 +89,7 @@ class Runner:
             shutil.rmtree(room, ignore_errors=True)
 
     def _blank(self, case: Case) -> Record:
-        version = engines.info(case.engine).version()
+        version = split(case.engine)[1] or engines.info(case.engine).version()
         return Record(case, self.seed, Verdict.ERROR, version or "unknown", torch.__version__)
 
     def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
@@ -130,7 +130,7 @@ def surroundings(name: str) -> Surroundings:
     release = split(name)[1]
     if release is not None and release != info.version():
         raise UsageError(
-            f"engine {info.name}=={release} is not the installed release {info.version()}; "
+            f"{info.name}=={release} is not the installed release, {info.version()}; "
             f"install it with: pip install {info.distribution}=={release}"
         )
     return Surroundings(search_path=search_path, warm_up=info.warm_up)

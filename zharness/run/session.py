@@ -11,7 +11,7 @@ from zharness.engines import Capabilities
 from zharness.run import cell
 from zharness.run.plan import Planned, Request, plan, validate
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import Runner
+from zharness.run.runner import Runner, surroundings
 from zharness.world import run as run_ranks
 
 RUNNER = pytest.StashKey[Runner]()
@@ -64,7 +64,7 @@ def start_servers(session: pytest.Session) -> None:
     names = sorted({planned.case.engine for planned in cells if not planned.unsupported})
     if names:
         timeout = session.config.getoption("--cell-timeout")
-        session.config.stash[RUNNER] = Runner(names, timeout=timeout)
+        session.config.stash[RUNNER] = Runner({name: surroundings(name) for name in names}, timeout=timeout)
 
 
 def has_cell(item: pytest.Item) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 from zharness.errors import HarnessFault, MissingEngine, UsageError
 from zharness.releases import overlay
 
-FOLDER = Path(__file__).resolve().parent.parent / "repro"
+FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 _LINE = re.compile(r"^([a-z]+): +(\S.*)$", re.MULTILINE)

@@ -1,0 +1,170 @@
+"""The command as a user meets it: exit codes, one sentence for each wrong input, nothing left after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from zharness.cli import main; main()"]
+
+
+def zharness(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def records(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> None:
+    done = zharness("check", "training.grads", "--stage", "0,3", "--model", "exact", "--jsonl", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "stage 3, 2 ranks, fp32" in done.stdout
+    found = records(tmp_path / "r")
+    assert {(r["stage"], r["verdict"], r["tier"], r["ratio"]) for r in found} == {
+        (0, "pass", "X", 0),
+        (3, "pass", "X", 0),
+    }
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_shows_it_again(tmp_path: Path) -> None:
+    engine = "suites.meta.broken:never_reduces"
+    done = zharness("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
+    assert done.returncode == 1, done.stderr
+    assert "step 0, reduction: first.weight[" in done.stdout
+    assert "it is the gradient of rank 0 alone, not reduced" in done.stdout
+    (record,) = records(tmp_path / "r")
+    assert record["command"] in done.stdout
+    assert record["divergence"]["part"] == "reduction"  # type: ignore[index]
+    again = zharness(*str(record["command"]).replace("'", "").split()[1:])
+    assert again.returncode == 1
+    assert record["divergence"]["words"] in again.stdout  # type: ignore[index]
+
+
+def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
+    done = zharness("check", "trajectory", "training.trajectory", "--model", "mlp")
+    assert done.returncode == 2, "a pattern that matches nothing is wrong usage"
+    engine = "suites.meta.broken:wrong_constants"
+    done = zharness("check", "training.trajectory", "--model", "mlp", "--engine", engine)
+    assert done.returncode == 1, done.stderr
+    assert "step 0, optimizer: " in done.stdout
+
+
+WRONG = {
+    "an unknown engine": (
+        ["--engine", "zero9"],
+        ["unknown engine 'zero9'", "allowed: plain, reference", "zharness list"],
+    ),
+    "an unknown check": (["nonsense"], ["unknown check 'nonsense'", "allowed: training.grads"]),
+    "an unknown stage": (["--stage", "7"], ["unknown stage '7'", "allowed: 0, 1, 2, 3"]),
+    "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
+    "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected whole numbers"]),
+    "an unknown dtype": (["--dtype", "fp8"], ["unknown dtype 'fp8'", "allowed: fp32, bf16, fp16"]),
+    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: conv, exact"]),
+    "a world size of nothing": (["--world-size", "0"], ["world size 0 cannot be started here", "allowed: 1 to"]),
+    "a world size too large": (["--world-size", "99999"], ["world size 99999 cannot be started", "allowed: 1 to"]),
+    "a factory that does not import": (
+        ["--engine", "no.such:factory"],
+        ["cannot import 'no.such'", "package.module:factory"],
+    ),
+    "a factory that is not there": (["--engine", "json:factory"], ["module 'json' has no callable 'factory'"]),
+    "a factory that returns no engine": (
+        ["--engine", "suites.meta.broken:returns_no_engine"],
+        ["returned a NotAnEngine, which is not an Engine", "missing", "full_grads"],
+    ),
+    "a factory that raises": (["--engine", "suites.meta.broken:raises_at_once"], ["raised OSError: no licence file"]),
+    "a release that is not installed": (
+        ["--engine", "fsdp2==1.0"],
+        ["fsdp2==1.0 is not the installed release", "pip install torch==1.0"],
+    ),
+    "an unknown case": (["training.grads[zero9-zero3-w2-fp32-mlp]"], ["unknown engine 'zero9'"]),
+    "a directory that is not there": (["--jsonl", "/no/such/place"], ["cannot write '/no/such/place'"]),
+    "an unknown option": (["--colour"], ["No such option"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentences"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_input_gets_one_clear_error_and_exit_2(arguments: list[str], sentences: list[str]) -> None:
+    done = zharness("check", *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for sentence in sentences:
+        assert sentence in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert len(done.stderr.strip().splitlines()) <= 4, "an error is a sentence, not a page"
+
+
+def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
+    hide = (
+        "import importlib.metadata as m; real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'deepspeed': raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        "from zharness.cli import main; main()"
+    )
+    command = [sys.executable, "-c", hide]
+    done = subprocess.run([*command, "check", "--engine", "deepspeed"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "engine 'deepspeed' is not installed" in done.stderr
+    assert 'pip install "zharness[deepspeed]"' in done.stderr
+    listed = subprocess.run([*command, "list", "engines"], cwd=ROOT, capture_output=True, text=True)
+    assert "not installed" in listed.stdout
+    assert 'pip install "zharness[deepspeed]"' in listed.stdout
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below ``pid``, by the kernel's own list."""
+    found: list[int] = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the list of processes is read from /proc")
+def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    arguments = ["check", "--jobs", "1", "--jsonl", str(path)]
+    process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    partial = tmp_path / "records.jsonl.partial"
+    while process.poll() is None and not (partial.exists() and partial.read_text().count("\n") >= 2):
+        os.sched_yield()
+    below = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert below
+    assert not [pid for pid in below if is_alive(pid)]
+    assert len(records(path)) >= 2
+    assert not partial.exists()
+
+
+def test_help_teaches() -> None:
+    done = zharness("check", "--help")
+    assert done.returncode == 0
+    for word in ("PATTERN", "--engine", "--stage", "--world-size", "--dtype", "--jsonl", "--seed", "--timeout"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("what", ["engines", "checks", "models", "repros"])
+def test_lists_are_tables_and_json(what: str) -> None:
+    assert zharness("list", what).returncode == 0
+    rows = json.loads(zharness("list", what, "--json").stdout)
+    assert rows
+    assert all(isinstance(value, str) for row in rows for value in row.values())

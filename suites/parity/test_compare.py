@@ -1,0 +1,129 @@
+"""Comparisons name the worst element, its owner and its distance, and are never fooled by NaN, shapes or names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zharness.errors import EngineContractError
+from zharness.parity import Evidence, Part, Snapshot, Tier, identical, ranks_agree, within
+from zharness.parity.attribution import attribute
+from zharness.parity.baseline import Baseline
+from zharness.parity.bounds import mean_and_bound
+from zharness.parity.certificate import certified
+from zharness.parity.compare import Place, check_names, ulps
+from zharness.parity.snapshot import Placement, read, write
+from zharness.workload import MODELS, model_spec
+
+PLACE = Place("layer.weight", Part.REDUCTION, step=2, seen_on=1, pieces=(Placement(0, 0, 4), Placement(1, 4, 6)))
+
+
+def test_equal_tensors_have_ratio_zero_and_no_mismatch() -> None:
+    tensor = torch.tensor([1.0, -0.0, math.nan, math.inf])
+    found = identical(PLACE, tensor, tensor.clone())
+    assert (found.tier, found.ratio, found.mismatch) == (Tier.EXACT, 0.0, None)
+
+
+def test_the_worst_element_is_named_with_its_owner_and_its_place_in_the_shard() -> None:
+    expected = torch.zeros(2, 3)
+    actual = expected.clone()
+    actual[0, 1], actual[1, 2] = 1.0, 2.0
+    found = identical(PLACE, expected, actual).mismatch
+    assert found is not None
+    assert (found.index, found.owner, found.offset, found.wrong, found.total) == ((1, 2), 1, 1, 2, 6)
+    assert (found.step, found.seen_on, found.expected, found.actual) == (2, 1, 0.0, 2.0)
+    assert "step 2, reduction: layer.weight[1, 2] (owned by rank 1, element 1; seen on rank 1)" in found.words()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_a_mismatch_under_any_bound(bad: float) -> None:
+    expected = torch.ones(3, dtype=torch.float64)
+    found = within(PLACE, expected, torch.tensor([1.0, bad, 1.0]), torch.full((3,), 1e300, dtype=torch.float64))
+    assert found.mismatch is not None
+    assert found.mismatch.index == (1,)
+
+
+def test_a_scalar_and_an_empty_tensor_can_be_compared() -> None:
+    assert identical(PLACE, torch.tensor(1.0), torch.tensor(1.0)).mismatch is None
+    assert identical(PLACE, torch.zeros(0, 3), torch.zeros(0, 3)).mismatch is None
+    found = identical(PLACE, torch.tensor(1.0), torch.tensor(2.0)).mismatch
+    assert found is not None
+    assert found.index == ()
+
+
+def test_a_wrong_shape_is_the_engine_s_breach_of_contract() -> None:
+    with pytest.raises(EngineContractError, match=r"shape \(6,\), expected \(2, 3\)"):
+        identical(PLACE, torch.zeros(2, 3), torch.zeros(6))
+
+
+def test_missing_and_unknown_names_are_both_told() -> None:
+    with pytest.raises(EngineContractError, match=r"missing \['a'\], unknown \['module.a'\]"):
+        check_names("full_grads", {"a": 1, "b": 1}, {"module.a": 1, "b": 1})
+
+
+def test_ranks_that_disagree_are_told_by_rank() -> None:
+    copies = [torch.zeros(6), torch.zeros(6), torch.tensor([0.0, 0, 0, 0, 0, 1.0])]
+    found = [comparison.mismatch for comparison in ranks_agree(PLACE, copies)]
+    assert found[0] is None
+    assert found[1] is not None
+    assert (found[1].seen_on, found[1].owner, found[1].offset) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [(1.0, 1.0, 0), (0.0, -0.0, 0), (1.0, 1.0 + 2**-23, 1), (-1.0, -1.0 - 2**-23, 1), (2**-149, -(2**-149), 2)],
+)
+def test_ulps_count_the_floats_between(one: float, other: float, apart: int) -> None:
+    assert ulps(one, other, torch.float32) == apart
+    assert ulps(other, one, torch.float32) == apart
+
+
+FAULTS = {
+    "rank 1 alone": (lambda t: t[1][0] / 2 + t[1][1] / 2, Part.REDUCTION, "the gradient of rank 1 alone, not reduced"),
+    "micro-batch 0 lost": (lambda t: (t[0][1] + t[1][1]) / 2, Part.ACCUMULATION, "the gradient of micro-batch 1 alone"),
+    "lost, still divided": (
+        lambda t: (t[0][1] + t[1][1]) / 4,
+        Part.ACCUMULATION,
+        "the gradient of micro-batch 1 alone, divided as if nothing were missing",
+    ),
+    "not divided": (lambda t: t[0][0] + t[0][1] + t[1][0] + t[1][1], Part.REDUCTION, "it is 4 x the right gradient"),
+    "noise": (lambda t: t[0][0] * t[1][0], Part.LOCAL_GRADIENT, ""),
+}
+
+
+@pytest.mark.parametrize(("fault", "part", "hint"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_wrong_gradient_is_recognised_by_its_numbers(fault, part: Part, hint: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    terms = [[torch.randn(30, generator=generator) for _ in range(2)] for _ in range(2)]
+    mean, bound = mean_and_bound([term for row in terms for term in row], torch.float32)
+    actual = fault(terms)
+    place = Place("w", Part.REDUCTION)
+    found = attribute(within(place, mean, actual, bound), actual, terms, [actual, actual], {}).mismatch
+    assert found is not None
+    assert found.part is part
+    assert hint in found.hint
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_exact_model_is_certified_where_ranks_are_a_power_of_two(world_size: int) -> None:
+    baseline = Baseline(model_spec("exact"), seed=5, world_size=world_size)
+    assert certified(baseline, range(2), torch.float32)
+    assert not certified(baseline, range(3), torch.float32), "a third is not exact"
+    assert not certified(baseline, range(1), torch.bfloat16), "8 bits do not hold it"
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"exact"}))
+def test_no_other_model_is_certified(name: str) -> None:
+    assert not certified(Baseline(model_spec(name), seed=5, world_size=2), range(1), torch.float32)
+
+
+def test_evidence_survives_the_file_without_pickled_code(tmp_path) -> None:
+    snapshot = Snapshot("grads", 3, {"a.b": torch.arange(6.0).view(2, 3)})
+    write(tmp_path, 1, Evidence((snapshot,), {"a.b": (Placement(0, 0, 6),)}))
+    found = read(tmp_path, 1)
+    assert torch.equal(found.get("grads", 3)["a.b"], snapshot.tensors["a.b"])
+    assert found.layout["a.b"] == (Placement(0, 0, 6),)
+    with pytest.raises(EngineContractError, match="nothing was recorded under 'grads' at step 0"):
+        found.get("grads")

@@ -1,0 +1,198 @@
+"""Case ids, plans, excuses and records: what is written can be read, and what does not exist is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zharness import engines
+from zharness.case import Case
+from zharness.checks import CHECKS
+from zharness.engines import Capabilities, Feature
+from zharness.errors import UsageError
+from zharness.parity import Mismatch, Part
+from zharness.report import failures, matrix, summary
+from zharness.report.matrix import exit_code
+from zharness.run import Record, Request, Verdict, plan
+from zharness.run.excuses import Excuse, excuses_for
+from zharness.run.record import from_json, read_records, record_file
+from zharness.run.runner import excused, remedied, who_raised
+
+CASE = Case("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
+
+
+def claims(engine: str, stage: int) -> Capabilities:
+    found = engines.capabilities(engine, stage)
+    assert found is not None
+    return found
+
+
+def record(verdict: Verdict = Verdict.PASS, **fields: object) -> Record:
+    return replace(Record(CASE, 0, verdict, "1.0", "2.13.0"), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        Case("training.grads", "my_package.my_module:factory", 0, 16, "bf16", "exact"),
+        Case("torch_func.vmap_grad", "deepspeed==0.19.8", 3, 2, "fp32", "conv"),
+    ],
+)
+def test_a_case_is_read_back_from_its_id(case: Case) -> None:
+    assert Case.parse(case.id) == case
+
+
+@pytest.mark.parametrize("text", ["", "training.grads", "training.grads[reference-w2-fp32-mlp]", "a[b]"])
+def test_what_is_no_id_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="not a case id.*for example"):
+        Case.parse(text)
+
+
+def test_the_seed_follows_from_the_case_and_is_shared_by_engines_and_stages() -> None:
+    assert CASE.seed() == Case.parse(CASE.id).seed()
+    assert replace(CASE, engine="ddp", stage=0).seed() == CASE.seed()
+    assert len({CASE.seed(), CASE.seed(1), replace(CASE, model="conv").seed(), replace(CASE, world_size=4).seed()}) == 4
+
+
+def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() -> None:
+    cells = plan(Request(), claims)
+    assert {(cell.case.check, cell.case.stage) for cell in cells} == {(name, s) for name in CHECKS for s in range(4)}
+    assert len({cell.case.id for cell in cells}) == len(cells)
+    assert not [cell for cell in cells if cell.unsupported], "the reference engine claims all of it"
+
+
+def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
+    cells = plan(Request(patterns=("double_backward",), engines=("ddp",)), claims)
+    reason = claims("ddp", 0).refusal(Feature.RETAIN_GRAPH)
+    assert reason
+    assert all(reason in cell.unsupported for cell in cells)
+
+
+def test_kernels_of_the_engine_s_own_leave_only_the_exact_model() -> None:
+    cells = plan(Request(patterns=("training",), engines=("deepspeed",), stages=(3,)), claims)
+    runs = {(cell.case.check, cell.case.model) for cell in cells if not cell.unsupported}
+    assert runs == {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation")}
+    assert all("tier C" in cell.unsupported for cell in cells if cell.unsupported)
+
+
+def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
+    (cell,) = plan(Request(patterns=(CASE.id,)), claims)
+    assert cell.case == CASE
+    with pytest.raises(UsageError, match="unknown variant"):
+        plan(Request(patterns=(replace(CASE, variant="lion").id,)), claims)
+    with pytest.raises(UsageError, match="unknown model for"):
+        plan(Request(patterns=(Case("torch_func.grad", "reference", 0, 2, "fp32", "transformer").id,)), claims)
+    with pytest.raises(UsageError, match="stage of engine 'ddp'"):
+        plan(Request(patterns=(replace(CASE, engine="ddp").id,)), claims)
+
+
+def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
+    cells = plan(Request(patterns=("training.grads",), dtypes=("bf16",)), claims)
+    assert all("claims fp32 only" in cell.unsupported for cell in cells)
+
+
+MISMATCH = Mismatch(1, Part.OPTIMIZER, "a.b", (0, 1), 1, 2, 0, 1.0, math.nan, 0.0, -1, 3, 4, "a hint")
+
+
+def test_a_record_survives_its_line(tmp_path: Path) -> None:
+    written = record(
+        Verdict.FAIL, tier="S", ratio=math.inf, smallest=1e-7, divergence=MISMATCH, cause=MISMATCH.words(), seconds=1.5
+    )
+    with record_file(tmp_path / "r.jsonl") as file:
+        file.add(written)
+        assert not (tmp_path / "r.jsonl").exists(), "it takes its name when it is whole"
+    (found,) = read_records(tmp_path / "r.jsonl")
+    assert found.as_json() == written.as_json()
+    assert found.divergence is not None
+    assert math.isnan(found.divergence.actual)
+    line = json.loads((tmp_path / "r.jsonl").read_text())
+    wanted = (
+        "case check model variant engine engine_version torch_version stage world_size dtype seed verdict excuse tier"
+    )
+    assert set(f"{wanted} ratio divergence cause seconds command schema".split()) <= set(line)
+
+
+def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), record_file(tmp_path / "r.jsonl") as file:
+        file.add(record())
+        raise KeyboardInterrupt
+    assert len(read_records(tmp_path / "r.jsonl")) == 1
+
+
+@pytest.mark.parametrize("line", ["", "{}", "not json", '{"schema": 99}', '{"schema": 1, "case": "nonsense"}'])
+def test_a_line_that_is_no_record_is_refused(line: str) -> None:
+    with pytest.raises(UsageError):
+        from_json(line)
+
+
+EXCUSE = Excuse("reference", "training", "upstream#1", "because", "step 1, optimizer", releases="<2")
+
+
+def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
+    assert EXCUSE.covers(CASE, "1.0")
+    assert not EXCUSE.covers(CASE, "2.0")
+    assert not EXCUSE.covers(replace(CASE, engine="ddp"), "1.0")
+    assert not replace(EXCUSE, stages=(1,)).covers(CASE, "1.0")
+    assert not replace(EXCUSE, variants=("sgd",)).covers(CASE, "1.0")
+    as_expected = excused(record(Verdict.FAIL, cause=MISMATCH.words()), EXCUSE)
+    assert (as_expected.excuse, as_expected.expected) == ("upstream#1", True)
+    otherwise = excused(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
+    assert (otherwise.excuse, otherwise.expected) == ("", False)
+
+
+def test_an_excuse_that_no_longer_fails_is_stale_and_fails_the_run() -> None:
+    stale = excused(record(), EXCUSE)
+    assert "no longer shows here" in stale.stale
+    assert not stale.expected
+    assert exit_code([stale]) == 1
+    assert "excuses/reference.toml" in failures([stale])
+
+
+def test_a_documented_difference_is_a_contract_only_when_its_remedy_passes() -> None:
+    documented = replace(EXCUSE, documented="https://example.org/doc", remedy={"grouping": "root"})
+    failed = excused(record(Verdict.FAIL, cause=MISMATCH.words()), documented)
+    kept = remedied(failed, documented, record(Verdict.PASS))
+    assert (kept.verdict, kept.documented, kept.expected) == (Verdict.CONTRACT, "https://example.org/doc", True)
+    lost = remedied(failed, documented, record(Verdict.FAIL, cause="still wrong"))
+    assert (lost.verdict, lost.expected) == (Verdict.FAIL, False)
+    assert "the documented remedy" in lost.cause
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_every_shipped_excuse_covers_a_planned_cell(engine: str) -> None:
+    version = engines.info(engine).version()
+    assert version is not None
+    cases = [cell.case for cell in plan(Request(engines=(engine,)), claims) if not cell.unsupported]
+    for excuse in excuses_for(engine):
+        assert any(excuse.covers(case, version) for case in cases), f"{excuse} matches nothing: delete it"
+
+
+def test_who_raised_tells_the_engine_from_the_harness() -> None:
+    package = Path(engines.__file__).parents[1]
+    assert who_raised("builtins.IndexError", "/site-packages/deepspeed/engine.py") is Verdict.CRASH
+    assert who_raised("builtins.IndexError", str(package / "reference" / "engine.py")) is Verdict.CRASH
+    assert who_raised("builtins.RuntimeError", str(package / "workload" / "nets.py")) is Verdict.CRASH
+    assert who_raised("builtins.AttributeError", str(package / "checks" / "bench.py")) is Verdict.ERROR
+    assert who_raised("zharness.errors.EngineContractError", str(package / "checks" / "bench.py")) is Verdict.FAIL
+
+
+def test_exit_codes_say_what_happened() -> None:
+    assert exit_code([record()]) == 0
+    assert exit_code([record(Verdict.UNSUPPORTED), record(Verdict.CONTRACT)]) == 0
+    assert exit_code([record(Verdict.CRASH, excuse="upstream#1")]) == 0
+    assert exit_code([record(), record(Verdict.HANG)]) == 1
+    assert exit_code([record(Verdict.FAIL), record(Verdict.ERROR)]) == 3
+
+
+def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
+    failed = record(Verdict.FAIL, cause=MISMATCH.words(), divergence=MISMATCH)
+    assert "fail 1, pass 1" in matrix([record(), failed])
+    words = failures([record(), failed])
+    assert MISMATCH.words() in words
+    assert f"again: zharness check '{CASE.id}'" in words
+    assert summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
