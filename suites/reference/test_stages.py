@@ -182,7 +182,7 @@ def transform(stage: int) -> None:
     engine, plain = pair(stage, gradient_accumulation_steps=4)
     x = torch.randn(3, 5)
     for of in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
-        wanted, got = (of(lambda v, call=call: call(v).pow(2).sum())(x) for call in (plain, engine))
+        wanted, got = (of(lambda v, call=call: call(v).pow(2).sum())(x).detach() for call in (plain, engine))
         assert torch.equal(got, wanted)
     assert engine.full_grads() == {}
     local = local_grads(plain, plain(x).sum())
@@ -276,6 +276,23 @@ def refuse_stale_graph(stage: int) -> None:
 @world_sizes
 def test_every_rank_refuses_a_graph_that_is_older_than_the_weights(stage: int, world_size: int) -> None:
     run(refuse_stale_graph, stage, world_size=world_size)
+
+
+def refuse_where_nothing_was_updated(stage: int) -> None:
+    def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([leaf for leaf in leaves.values() if leaf.numel()] or [{"params": []}], lr=1.0)
+
+    engine, _ = pair(stage, build, lambda: nn.Linear(2, 1, bias=False))  # two elements: the third rank has none
+    out = engine(torch.ones(1, 2, requires_grad=True))
+    out.sum().backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"changed since|modified by an inplace"):
+        out.sum().backward()
+
+
+@stages
+def test_a_rank_that_owns_no_element_refuses_an_old_graph_too(stage: int) -> None:
+    run(refuse_where_nothing_was_updated, stage, world_size=3)
 
 
 def unfreeze(stage: int) -> None:

@@ -49,7 +49,7 @@ def test_a_case_is_read_back_from_its_id(case: Case) -> None:
 
 @pytest.mark.parametrize("text", ["", "training.grads", "training.grads[reference-w2-fp32-mlp]", "a[b]"])
 def test_what_is_no_id_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="not a case id.*for example"):
+    with pytest.raises(UsageError, match=r"not a case id.*for example"):
         Case.parse(text)
 
 
@@ -118,9 +118,13 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), record_file(tmp_path / "r.jsonl") as file:
-        file.add(record())
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with record_file(tmp_path / "r.jsonl") as file:
+            file.add(record())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert len(read_records(tmp_path / "r.jsonl")) == 1
 
 
