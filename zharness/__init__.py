@@ -1,3 +1,26 @@
-"""zharness answers one question: does a sharded training engine compute what plain PyTorch computes?"""
+"""zharness answers one question: does a sharded training engine compute what plain PyTorch computes?
+
+[Note: a cell from case to verdict]
+``case.py`` says what a cell is. ``run/plan.py`` makes the cells that were asked for, and decides from an engine's
+claims which cannot be run. ``run/runner.py`` takes one cell: it has ``world/`` fork the ranks, in each of which
+``run/cell.py:observe`` lets a check of ``checks/`` drive an engine of ``engines/`` on a model of ``workload/`` and
+write down what it saw. Then ``run/cell.py:judge``, in a process that never saw the engine, holds the evidence against
+the plain model with the bounds of ``parity/``. ``run/excuses.py`` knows the failures that are expected,
+``run/record.py`` is the line that is left, ``report/`` makes it readable, ``cli.py`` and ``plugin.py`` are the doors.
+
+[Note: the house]
+A file imports lower floors or files of its own package; ``suites/meta/test_house.py`` has the table of floors. Where
+the code departs from the first design, the reason is here:
+
+- The engine runs first and the baseline second, in the judge's process: teacher forcing needs the engine's weights, and
+  the judge then needs nothing of the engine's process, whose torch functions an engine may have replaced.
+- The optimizer's replay is a running error analysis and not a closed formula: every operation carries its own rounding,
+  so one class serves AdamW, SGD and whatever comes next.
+- Stage 3 of the reference neither frees nor refills storages: what autograd saved of a gathered parameter becomes a
+  promise to gather it again, one saved tensor at a time (``reference/gathered.py`` and ``reference/promises.py``). The
+  gradients of all reads in one forward meet before they are reduced: a tied weight is rounded as in plain PyTorch.
+- Reproductions are found, run and judged in ``releases/``, because they need its overlays; the command is their door.
+- A cell's seed leaves engine, stage and check out, so that cells that differ in those alone train the same numbers.
+"""
 
 __version__ = "0.1.0"

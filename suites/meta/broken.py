@@ -6,6 +6,9 @@ Each is a factory like any user's, so that the command shows them too, for examp
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +155,31 @@ class Crashing(Around):
         raise IndexError("list index out of range")
 
 
+class Hanging(Around):
+    """Rank 1 never comes back from its backward."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if torch.distributed.get_rank() == 1:
+            threading.Event().wait()
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+class Dying(Around):
+    """Rank 1 dies of a segmentation fault in its backward."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+class WrongNames(Around):
+    """Reports gradients under names that the model does not have."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return {f"module.{name}": grad for name, grad in self.right.full_grads().items()}
+
+
 class NotAnEngine:
     """Has none of the verbs."""
 
@@ -169,6 +197,9 @@ scaled_transform: Factory = ScaledTransform
 zero_grad_forgets_nothing: Factory = ForgetfulZeroGrad
 one_rank_slips: Factory = SlippedRank
 raises_in_backward: Factory = Crashing
+hangs_in_backward: Factory = Hanging
+dies_in_backward: Factory = Dying
+wrong_names: Factory = WrongNames
 
 
 def returns_no_engine(model: nn.Module, config: EngineConfig) -> NotAnEngine:

@@ -36,8 +36,9 @@ KILLS = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    names = sorted({BROKEN + engine for engine, *_ in KILLS} | {BROKEN + "raises_in_backward"})
-    with Runner({name: surroundings(name) for name in names}) as started:
+    faults = {"raises_in_backward", "hangs_in_backward", "dies_in_backward", "wrong_names"}
+    names = sorted(BROKEN + engine for engine in {engine for engine, *_ in KILLS} | faults)
+    with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
 
 
@@ -72,10 +73,21 @@ def test_every_law_is_broken_by_some_engine_here() -> None:
     assert {check for _, check, *_ in KILLS} == set(CHECKS)
 
 
-def test_an_engine_that_raises_is_a_crash_and_not_an_error_of_the_harness(runner: Runner) -> None:
-    record = run_one(runner, Case("training.grads", BROKEN + "raises_in_backward", 0, 2, "fp32", "mlp"))
-    assert record.verdict is Verdict.CRASH
-    assert "IndexError: list index out of range" in record.cause
+FAULTS = {
+    "raises_in_backward": (Verdict.CRASH, "IndexError: list index out of range"),
+    "dies_in_backward": (Verdict.CRASH, "rank 1 was ended by a signal: SIGSEGV"),
+    "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
+    "wrong_names": (Verdict.FAIL, "full_grads has the wrong names"),
+}
+
+
+@pytest.mark.parametrize(("fault", "verdict", "cause"), [(name, *rest) for name, rest in FAULTS.items()], ids=FAULTS)
+def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
+    runner: Runner, fault: str, verdict: Verdict, cause: str
+) -> None:
+    record = run_one(runner, Case("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
+    assert record.verdict is verdict, record.cause
+    assert cause in record.cause
 
 
 def test_the_right_engine_under_the_same_wrapper_passes(runner: Runner) -> None:

@@ -134,7 +134,7 @@ def test_a_line_that_is_no_record_is_refused(line: str) -> None:
         from_json(line)
 
 
-EXCUSE = Excuse("reference", "training", "upstream#1", "because", "step 1, optimizer", releases="<2")
+EXCUSE = Excuse("reference", "training", "upstream#1", "because", ("step 1, optimizer",), releases="<2")
 
 
 def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zharness.errors import UsageError
+from zharness.errors import UsageError, WorldError
 from zharness.world import End, Group, GroupOutcome, RankServer, RanksFailed, run
 from zharness.world.limits import largest_world
+from zharness.world.server import Surroundings
 
 WORLD_SIZES = (2, 4)
 
@@ -198,6 +199,12 @@ def test_closing_the_server_ends_it_and_its_ranks() -> None:
     server.close()
     assert process.exitcode is not None
     assert all(process_group_is_gone(pid) for pid in pids)
+
+
+def test_a_warm_up_that_fails_is_told_at_the_first_request() -> None:
+    words = "warm-up json:nothing_of_the_kind raised AttributeError"
+    with RankServer(Surroundings(warm_up="json:nothing_of_the_kind")) as server, pytest.raises(WorldError, match=words):
+        server.run(sum_of_ranks, world_size=2)
 
 
 def test_values_raises_with_every_failed_rank_in_words() -> None:

@@ -68,7 +68,7 @@ class Trial:
         copies = self.copies(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
         for copy in copies:
-            check_names(label, dict.fromkeys(expected), copy)
+            check_names("full_grads", dict.fromkeys(expected), copy)
         for name in dict(self.baseline.module().named_parameters()):
             if name in expected:
                 known = {

@@ -144,9 +144,14 @@ class Copy:
             )
 
 
-def read(copy: Copy) -> Tensor:
-    """The full parameter, differentiable with respect to its shard. Collective."""
-    return _apply(Gather, copy.original.parameter, copy)
+def stand_in(copy: Copy) -> Tensor:
+    """Where the gradients of all reads of one parameter meet: its full shape, without storage for it."""
+    return _apply(Meet, copy.original.parameter, copy)
+
+
+def read(copy: Copy, stand: Tensor) -> Tensor:
+    """The full parameter, differentiable with respect to ``stand``. Collective."""
+    return _apply(Gather, stand, copy)
 
 
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, copy: Copy) -> Tensor:
@@ -154,16 +159,17 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, copy: Copy) 
     return result
 
 
-class Gather(torch.autograd.Function):
-    """Shard to full parameter; backward sums over ranks and divides, so that no loss is ever scaled.
+class Meet(torch.autograd.Function):
+    """Shard to a stand-in of the full shape; backward sums over ranks and divides, so that no loss is ever scaled.
 
-    Written as forward without ctx plus setup_context, the form that torch.func can transform. The gradient is cast to
-    the shard's dtype before it is reduced, where torch.autocast casts it too.
+    Autograd adds up the gradients of a tensor's uses before it calls what made the tensor. So however often a forward
+    reads a parameter (tied weights, a module called twice), its gradient is whole on this rank before it is reduced,
+    once, and rounded as in plain PyTorch.
     """
 
     @staticmethod
     def forward(shard: Tensor, copy: Copy) -> Tensor:
-        return copy.fill()
+        return shard.new_zeros(()).expand(copy.original.layout.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
@@ -171,7 +177,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _apply(Reduce, grad.to(ctx.copy.original.parameter.dtype), ctx.copy), None
+        return _apply(Reduce, grad, ctx.copy), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: Tensor, copy: Copy) -> Any:
@@ -181,8 +187,32 @@ class Gather(torch.autograd.Function):
         )
 
 
+class Gather(torch.autograd.Function):
+    """A parameter's stand-in to the parameter itself: the all-gather of its shards.
+
+    Written as forward without ctx plus setup_context, the form that torch.func can transform. The gradient is cast to
+    the shard's dtype before it is reduced, where torch.autocast casts it too.
+    """
+
+    @staticmethod
+    def forward(stand: Tensor, copy: Copy) -> Tensor:
+        return copy.fill()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
+        ctx.copy = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.copy.original.parameter.dtype), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, stand: Tensor, copy: Copy) -> Any:
+        raise RuntimeError(f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap")
+
+
 class Reduce(torch.autograd.Function):
-    """Full gradient to the shard of its mean: the backward of Gather, differentiable again for create_graph."""
+    """Full gradient to the shard of its mean: the backward of Meet, differentiable again for create_graph."""
 
     @staticmethod
     def forward(full: Tensor, copy: Copy) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError
 from zharness.reference import torch_private as private
-from zharness.reference.gathered import Copy, Wire, read
+from zharness.reference.gathered import Copy, Wire, read, stand_in
 from zharness.reference.layout import Original
 from zharness.reference.promises import promise
 
@@ -41,6 +41,7 @@ class Reader:
         self._sharded = {original.parameter: original for original in originals.values()}
         self._wire = wire
         self._running: list[Visit] = []
+        self._stands: dict[tuple[nn.Parameter, bool], Tensor] = {}
 
     def read(self, value: Any, owner: type[nn.Module]) -> Any:
         """``value``, or the full tensor where ``value`` is a sharded parameter. Collective then."""
@@ -51,12 +52,26 @@ class Reader:
         key = (value, dtype, torch.is_grad_enabled())
         if key not in visit.seen:
             copy = Copy(self._sharded[value], dtype, self._wire)
-            full = read(copy)
+            full = read(copy, self._stand_in(copy))
             visit.copies.append(copy)
             if private.transforming():
                 return full  # a wrapper of torch.func dies with its transform, which may end before the visit does
             visit.seen[key] = full
         return visit.seen[key]
+
+    def _stand_in(self, copy: Copy) -> Tensor:
+        """One for each parameter in the outermost running forward, so that its reads there are reduced together.
+
+        Made at the first of them and not once and for all: autograd runs the youngest node first, and would leave an
+        old one, with its full gradient, to the end of the backward.
+        """
+        key = (copy.original.parameter, torch.is_grad_enabled())
+        if key in self._stands:
+            return self._stands[key]
+        stand = stand_in(copy)
+        if self._running and not private.transforming():
+            self._stands[key] = stand
+        return stand
 
     def visit(self, forward: Callable[[], Any]) -> Any:
         """Run ``forward``; what its graph saved of the copies read meanwhile becomes promises to gather them again."""
@@ -67,6 +82,8 @@ class Reader:
         finally:
             self._running.pop()
             visit.seen.clear()
+            if not self._running:
+                self._stands.clear()
         if visit.copies:
             promise(output, visit.copies, visit.begin)
         if self._running:

@@ -25,7 +25,7 @@ else:
 class Excuse:
     """Cells that are known to fail, why, and how.
 
-    ``signature`` must occur in the cause or in a rank's report: an excused cell that fails otherwise is not excused.
+    One of ``signatures`` must occur in the cause or in a rank's report: a cell that fails otherwise is not excused.
     Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the address of
     documentation that states the difference, and ``remedy``, the engine options that it names, the cell is run again
     with the remedy; when it passes then, its verdict is ``contract``.
@@ -35,7 +35,7 @@ class Excuse:
     check: str
     upstream: str
     reason: str
-    signature: str
+    signatures: tuple[str, ...]
     releases: str = ""
     stages: tuple[int, ...] = ()
     models: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def excuses_for(engine: str) -> tuple[Excuse, ...]:
 
 def parse(engine: str, entry: Mapping[str, Any]) -> Excuse:
     """One table of the file. Raises HarnessFault for a key that is unknown or missing: the file is package data."""
-    lists = {"stages", "models", "variants"}
+    lists = {"stages", "models", "variants", "signatures"}
     try:
         fields: dict[str, Any] = {key: tuple(value) if key in lists else value for key, value in entry.items()}
         return Excuse(engine=engine, **fields)

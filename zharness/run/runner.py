@@ -183,7 +183,7 @@ def excused(record: Record, excuse: Excuse) -> Record:
     if not record.verdict.broken:
         stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry in excuses/{excuse.engine}.toml"
         return replace(record, stale=stale)
-    if excuse.signature not in record.cause and excuse.signature not in record.details:
+    if not any(sign in text for sign in excuse.signatures for text in (record.cause, record.details)):
         return record
     return replace(record, excuse=excuse.upstream)
 

@@ -139,10 +139,10 @@ def serve(pipe: Connection, parents_end: Connection, surroundings: Surroundings,
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     room = Path(tempfile.mkdtemp(prefix="zharness-"))
     try:
-        prepare(surroundings)
+        trouble = prepare(surroundings)
         while True:
             work = pipe.recv()
-            pipe.send(answer(work if inherited is None else inherited, room, pipe))
+            pipe.send(trouble or answer(work if inherited is None else inherited, room, pipe))
     except (EOFError, OSError, Abandoned):
         pass  # the client is gone
     finally:
@@ -154,13 +154,17 @@ def leave(_signal: int, _frame: object) -> None:
     raise SystemExit(0)
 
 
-def prepare(surroundings: Surroundings) -> None:
-    """Make this process what its ranks should be forked from."""
+def prepare(surroundings: Surroundings) -> str:
+    """Make this process what its ranks should be forked from; in words what went wrong, or the empty string."""
     sys.path[:0] = surroundings.search_path
     os.environ.update(surroundings.environment)
-    if surroundings.warm_up:
-        module, _, function = surroundings.warm_up.partition(":")
-        getattr(importlib.import_module(module), function)()
+    module, _, function = surroundings.warm_up.partition(":")
+    try:
+        if function:
+            getattr(importlib.import_module(module), function)()
+    except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
+        return f"the rank server's warm-up {surroundings.warm_up} raised {type(error).__name__}: {error}"
+    return ""
 
 
 def answer(work: Work, room: Path, client: Connection) -> GroupOutcome | str:
