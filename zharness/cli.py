@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -10,18 +11,20 @@ import click
 import zharness
 from zharness.errors import UsageError, ZHarnessError
 
+SECONDS = click.FloatRange(min=1.0, max=86_400.0)
+
 
 def numbers(_context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     """``0,1,2`` as integers. Raises click.BadParameter for anything else."""
     try:
-        return tuple(dict.fromkeys(int(part) for part in value.split(","))) if value else ()
+        return () if value is None else tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError:
         raise click.BadParameter(f"got {value!r}; expected whole numbers with commas between, as in 0,1,2") from None
 
 
 def words(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     """``fp32,bf16`` as names."""
-    return tuple(dict.fromkeys(part.strip() for part in value.split(","))) if value else ()
+    return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,8 +53,8 @@ def cli() -> None:
 @click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
 @click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
-@click.option("--timeout", default=60.0, show_default=True, metavar="S", help="Seconds for the ranks of one cell.")
-@click.option("--jobs", default=0, metavar="N", help="Cells at a time; one for each core.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
+@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
 @click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line for each cell.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
 def check(
@@ -63,7 +66,7 @@ def check(
     models: tuple[str, ...],
     seed: int,
     timeout: float,
-    jobs: int,
+    jobs: int | None,
     jsonl: Path | None,
     html: Path | None,
 ) -> int:
@@ -78,7 +81,7 @@ def check(
     from zharness.run import Request
 
     request = Request(patterns, engines or ("reference",), stages, world_sizes, dtypes, models)
-    return run(request, Options(timeout, seed, jobs), Outputs(jsonl, html), surroundings)
+    return run(request, Options(timeout, seed, jobs or 0), Outputs(jsonl, html), surroundings)
 
 
 @cli.command(name="list")
@@ -127,6 +130,10 @@ def main() -> None:
         sys.exit(2)
     except ZHarnessError as error:
         click.echo(f"zharness: the harness failed: {error}", err=True)
+        sys.exit(3)
+    except Exception:  # noqa: BLE001 - a bug of this package: shown whole, and never as exit code 1, "a law is broken"
+        traceback.print_exc()
+        click.echo("zharness: the harness failed, see above; please report it", err=True)
         sys.exit(3)
     except (KeyboardInterrupt, click.Abort):
         click.echo("zharness: interrupted; every rank was ended", err=True)

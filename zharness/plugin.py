@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,22 +39,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         try:
             cells = planned_for(metafunc.definition.iter_markers("cells"), metafunc.config)
         except UsageError as error:
-            raise pytest.UsageError(str(error)) from None
+            raise pytest.Collector.CollectError(str(error)) from None
         metafunc.parametrize("cell", cells, ids=[cell.case.id for cell in cells])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
-    from zharness.run.session import start_servers
+    if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
+        from zharness.run.session import start_servers
 
-    start_servers(session)
+        start_servers(session)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the rank servers."""
-    from zharness.run.session import stop_servers
-
-    stop_servers(config)
+    """End the rank servers, where any were started."""
+    session = sys.modules.get("zharness.run.session")
+    if session is not None:
+        session.stop_servers(config)
 
 
 @pytest.fixture

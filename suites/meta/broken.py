@@ -20,10 +20,7 @@ from zharness.engines import Capabilities, Engine, EngineConfig, Feature
 
 CLAIMS = Capabilities(
     stages=frozenset({0}),
-    refuses={
-        Feature.ENGINE_ACCUMULATION: "the caller owns it here",
-        Feature.CHECKPOINT: "no engine broken on purpose is worth keeping",
-    },
+    refuses={Feature.CHECKPOINT: "no engine broken on purpose is worth keeping"},
 )
 
 
@@ -148,6 +145,66 @@ class SlippedRank(Around):
                 parameter.view(-1)[0] = torch.nextafter(parameter.view(-1)[0], torch.tensor(1e9))
 
 
+class StandingCount(Around):
+    """Its AdamW corrects for bias as if every step were the first."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config, "ddp")
+
+    def step(self) -> None:
+        self.right.step()
+        for state in self.right._optimizer.state.values():  # type: ignore[attr-defined]
+            if "step" in state:
+                state["step"].zero_()
+
+
+class ForeignMoments(Around):
+    """Starts from momentum that nobody gave it."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config, "ddp")
+        for parameter in model.parameters():
+            self.right._optimizer.state[parameter] = {  # type: ignore[attr-defined]
+                "momentum_buffer": torch.full_like(parameter, 0.25)
+            }
+
+
+class HastySchedule(Around):
+    """Moves its learning-rate schedule on at every backward, not at every step."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.right._schedule.step()  # type: ignore[attr-defined]
+
+
+class FirstLossStepped(Around):
+    """After a retained backward reports the second loss's gradient, and steps on the first's."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept: dict[str, Tensor] = {}
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        if retain_graph:
+            self.kept = {name: grad.clone() for name, grad in self.right.full_grads().items()}
+
+    def step(self) -> None:
+        now = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        for name, grad in self.kept.items():
+            now[name].copy_(grad)  # type: ignore[union-attr]
+        self.kept = {}
+        self.right.step()
+
+
+class DifferentNames(Around):
+    """Rank 1 reports state of a parameter that no other rank knows."""
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        state = self.right.full_optimizer_state()
+        return {**state, "ghost": {"exp_avg": torch.ones(3)}} if torch.distributed.get_rank() == 1 else state
+
+
 class Crashing(Around):
     """Raises in its backward."""
 
@@ -180,6 +237,13 @@ class WrongNames(Around):
         return {f"module.{name}": grad for name, grad in self.right.full_grads().items()}
 
 
+class ReturnsNothing(Around):
+    """Returns None where gradients are asked for."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return None  # type: ignore[return-value]
+
+
 class NotAnEngine:
     """Has none of the verbs."""
 
@@ -196,6 +260,12 @@ silent_transform: Factory = SilentTransform
 scaled_transform: Factory = ScaledTransform
 zero_grad_forgets_nothing: Factory = ForgetfulZeroGrad
 one_rank_slips: Factory = SlippedRank
+count_stands_still: Factory = StandingCount
+foreign_moments: Factory = ForeignMoments
+hasty_schedule: Factory = HastySchedule
+steps_on_the_first_loss: Factory = FirstLossStepped
+ranks_report_other_names: Factory = DifferentNames
+returns_nothing: Factory = ReturnsNothing
 raises_in_backward: Factory = Crashing
 hangs_in_backward: Factory = Hanging
 dies_in_backward: Factory = Dying

@@ -87,6 +87,11 @@ WRONG = {
     ),
     "an unknown case": (["training.grads[zero9-zero3-w2-fp32-mlp]"], ["unknown engine 'zero9'"]),
     "a directory that is not there": (["--jsonl", "/no/such/place"], ["cannot write '/no/such/place'"]),
+    "no world size at all": (["--world-size", ""], ["got ''", "expected whole numbers"]),
+    "nothing left to run": (["torch_func", "--model", "transformer"], ["nothing to run", "zharness list"]),
+    "less than one job": (["--jobs", "-1"], ["-1 is not in the range"]),
+    "no time at all": (["--timeout", "0"], ["0.0 is not in the range"]),
+    "a page that cannot be written": (["--html", "/no/such/place"], ["cannot write '/no/such/place'"]),
     "an unknown option": (["--colour"], ["No such option"]),
 }
 

@@ -20,10 +20,14 @@ KILLS = {
     ("never_reduces", "training.one_hot_rank", "conv", ""): Part.REDUCTION,
     ("a_ten_thousandth_too_much", "training.one_hot_rank", "mlp", ""): Part.REDUCTION,
     ("a_ten_thousandth_too_much", "training.grads", "conv", ""): Part.REDUCTION,
-    ("loses_a_micro_batch", "training.accumulation", "mlp", ""): Part.ACCUMULATION,
-    ("loses_a_micro_batch", "training.accumulation", "exact", ""): Part.ACCUMULATION,
+    ("loses_a_micro_batch", "training.accumulation", "mlp", "caller"): Part.ACCUMULATION,
+    ("loses_a_micro_batch", "training.accumulation", "exact", "caller"): Part.ACCUMULATION,
     ("wrong_constants", "training.trajectory", "mlp", "adamw"): Part.OPTIMIZER,
     ("wrong_constants", "training.trajectory", "mlp", "sgd"): Part.OPTIMIZER,
+    ("count_stands_still", "training.trajectory", "mlp", "adamw"): Part.OPTIMIZER,
+    ("foreign_moments", "training.trajectory", "mlp", "sgd"): Part.OPTIMIZER,
+    ("hasty_schedule", "training.accumulation", "mlp", "engine"): Part.OPTIMIZER,
+    ("steps_on_the_first_loss", "double_backward.retained_then_zero_grad", "mlp", ""): Part.OPTIMIZER,
     ("steps_late", "training.trajectory", "transformer", "adamw"): Part.OPTIMIZER,
     ("one_rank_slips", "training.trajectory", "mlp", "sgd"): Part.GATHER,
     ("silent_transform", "torch_func.grad", "mlp", ""): Part.LOCAL_GRADIENT,
@@ -34,9 +38,18 @@ KILLS = {
 }
 
 
+FAULTS = {
+    "raises_in_backward": (Verdict.CRASH, "IndexError: list index out of range"),
+    "dies_in_backward": (Verdict.CRASH, "rank 1 was ended by a signal: SIGSEGV"),
+    "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
+    "wrong_names": (Verdict.FAIL, "full_grads has the wrong names"),
+    "returns_nothing": (Verdict.FAIL, "grads: the engine returned a NoneType, expected a dictionary"),
+}
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    faults = {"raises_in_backward", "hangs_in_backward", "dies_in_backward", "wrong_names"}
+    faults = {*FAULTS, "ranks_report_other_names"}
     names = sorted(BROKEN + engine for engine in {engine for engine, *_ in KILLS} | faults)
     with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
@@ -73,14 +86,6 @@ def test_every_law_is_broken_by_some_engine_here() -> None:
     assert {check for _, check, *_ in KILLS} == set(CHECKS)
 
 
-FAULTS = {
-    "raises_in_backward": (Verdict.CRASH, "IndexError: list index out of range"),
-    "dies_in_backward": (Verdict.CRASH, "rank 1 was ended by a signal: SIGSEGV"),
-    "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
-    "wrong_names": (Verdict.FAIL, "full_grads has the wrong names"),
-}
-
-
 @pytest.mark.parametrize(("fault", "verdict", "cause"), [(name, *rest) for name, rest in FAULTS.items()], ids=FAULTS)
 def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
     runner: Runner, fault: str, verdict: Verdict, cause: str
@@ -88,6 +93,13 @@ def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
     record = run_one(runner, Case("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
     assert record.verdict is verdict, record.cause
     assert cause in record.cause
+
+
+def test_ranks_that_report_other_names_break_the_engine_s_contract(runner: Runner) -> None:
+    engine = BROKEN + "ranks_report_other_names"
+    record = run_one(runner, Case("training.trajectory", engine, 0, 2, "fp32", "mlp", "sgd"))
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert "unknown ['ghost/exp_avg']" in record.cause
 
 
 def test_the_right_engine_under_the_same_wrapper_passes(runner: Runner) -> None:

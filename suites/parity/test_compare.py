@@ -45,6 +45,15 @@ def test_a_number_that_is_not_finite_is_a_mismatch_under_any_bound(bad: float) -
     assert found.mismatch.index == (1,)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nothing_is_within_a_bound_that_is_not_finite(bad: float) -> None:
+    one, end = torch.ones(1, dtype=torch.float64), torch.full((1,), bad, dtype=torch.float64)
+    assert within(PLACE, one, torch.tensor([2.0]), end).mismatch is not None
+    assert within(PLACE, end, torch.tensor([1.0]), end).mismatch is not None
+    assert within(PLACE, end, torch.tensor([math.nan]), one).mismatch is None or bad == math.inf
+    assert within(PLACE, one, torch.tensor([1.0]), end).mismatch is None, "the same value always does"
+
+
 def test_a_scalar_and_an_empty_tensor_can_be_compared() -> None:
     assert identical(PLACE, torch.tensor(1.0), torch.tensor(1.0)).mismatch is None
     assert identical(PLACE, torch.zeros(0, 3), torch.zeros(0, 3)).mismatch is None

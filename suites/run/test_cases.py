@@ -95,6 +95,17 @@ def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     cells = plan(Request(patterns=("training.grads",), dtypes=("bf16",)), claims)
     assert all("claims fp32 only" in cell.unsupported for cell in cells)
 
+    def generous(engine: str, stage: int) -> Capabilities:
+        return Capabilities(stages=frozenset(range(4)), dtypes=frozenset({"fp32", "bf16"}))
+
+    cells = plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous)
+    assert all("no law is judged in bf16 yet" in cell.unsupported for cell in cells)
+
+
+def test_a_request_that_leaves_no_cell_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing to run"):
+        plan(Request(patterns=("torch_func",), models=("transformer",)), claims)
+
 
 MISMATCH = Mismatch(1, Part.OPTIMIZER, "a.b", (0, 1), 1, 2, 0, 1.0, math.nan, 0.0, -1, 3, 4, "a hint")
 
@@ -145,6 +156,8 @@ def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
     assert not replace(EXCUSE, variants=("sgd",)).covers(CASE, "1.0")
     as_expected = excused(record(Verdict.FAIL, cause=MISMATCH.words()), EXCUSE)
     assert (as_expected.excuse, as_expected.expected) == ("upstream#1", True)
+    elsewhere = excused(record(Verdict.CRASH, cause="SIGSEGV", details=MISMATCH.words()), EXCUSE)
+    assert not elsewhere.excuse, "what another rank printed excuses nothing"
     otherwise = excused(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
     assert (otherwise.excuse, otherwise.expected) == ("", False)
 
@@ -155,6 +168,11 @@ def test_an_excuse_that_no_longer_fails_is_stale_and_fails_the_run() -> None:
     assert not stale.expected
     assert exit_code([stale]) == 1
     assert "excuses/reference.toml" in failures([stale])
+
+
+def test_a_failure_of_the_harness_is_never_excused_and_never_stale() -> None:
+    failed = excused(record(Verdict.ERROR, cause=MISMATCH.words()), EXCUSE)
+    assert (failed.excuse, failed.stale, exit_code([failed])) == ("", "", 3)
 
 
 def test_a_documented_difference_is_a_contract_only_when_its_remedy_passes() -> None:

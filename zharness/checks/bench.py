@@ -78,13 +78,17 @@ class Bench:
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Keep copies of ``tensors`` on CPU under ``label`` and ``step``."""
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        copies = {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}
         self._snapshots.append(Snapshot(label, step, copies))
 
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
-        state = engine.full_optimizer_state()
-        flat = {f"{name}/{key}": value for name, entries in state.items() for key, value in entries.items()}
+        state = as_dict("full_optimizer_state", engine.full_optimizer_state())
+        flat = {
+            f"{name}/{key}": value
+            for name, entries in state.items()
+            for key, value in as_dict(f"full_optimizer_state()[{name!r}]", entries).items()
+        }
         self.record(label, flat, step)
 
     def owners(self) -> tuple[AccumulationOwner, ...]:
@@ -98,6 +102,22 @@ class Bench:
     def evidence(self) -> Evidence:
         """Everything recorded so far."""
         return Evidence(tuple(self._snapshots), self._layout)
+
+
+def as_dict(what: str, value: Any) -> Mapping[str, Any]:
+    """``value``, which an engine returned. Raises EngineContractError unless it is a dictionary."""
+    if not isinstance(value, Mapping):
+        raise EngineContractError(
+            f"{what}: the engine returned a {type(value).__name__}, expected a dictionary of tensors by original name"
+        )
+    return value
+
+
+def on_cpu(what: str, name: str, value: Any) -> Tensor:
+    """A copy of ``value`` on CPU. Raises EngineContractError unless it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise EngineContractError(f"{what}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor")
+    return value.detach().to("cpu", copy=True)
 
 
 def not_an_engine(thing: object) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
-from zharness.checks.training import FROZEN
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, Feature
 from zharness.parity import Comparison, Tier
@@ -34,6 +35,8 @@ def spelled(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> N
 def observe_retained_then_zero_grad(bench: Bench) -> None:
     engine = bench.engine(optimizer=FROZEN)
     batch = bench.batch(0)
+    bench.record("params", engine.full_params(), 0)
+    bench.record_state("state", engine, 0)
     output = engine(batch.inputs)
     spelled(engine, bench.variant, bench.spec.loss(output, batch.target), retain_graph=True)
     engine.zero_grad()
@@ -41,6 +44,8 @@ def observe_retained_then_zero_grad(bench: Bench) -> None:
     bench.record("second", engine.full_grads())
     engine.step()
     engine.zero_grad()
+    bench.record("params", engine.full_params(), 1)
+    bench.record_state("state", engine, 1)
     spelled(engine, bench.variant, bench.loss(engine, 1), retain_graph=False)
     bench.record("next", engine.full_grads())
     engine.close()
@@ -57,6 +62,8 @@ def judge_retained_then_zero_grad(trial: Trial) -> Iterator[Comparison]:
         "the sum of both losses' gradients": [first, second],
     }
     yield from trial.reduced("second", [second], exact=trial.exact(range(1), objective), suspects=suspects)
+    yield from judge_step(trial, FROZEN, trial.copies("second")[0], Moment(0))
+    yield from everyone_agrees(trial, Moment(1))
     following = trial.locals(1)
     yield from trial.same_loss(1, following)
     yield from trial.reduced("next", [following], exact=trial.exact(range(1, 2)))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
-from zharness.checks.training import FROZEN
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.parity import Comparison, Tier
@@ -67,9 +67,8 @@ def judging(transform: Transform) -> Callable[[Trial], Iterator[Comparison]]:
             }
             for rank in range(trial.world_size)
         ]
-        recorded = {snapshot.label for snapshot in trial.evidence[0].snapshots}
         for steps in ACCUMULATIONS:
-            if f"transformed-{steps}" in recorded:
+            if trial.recorded(f"transformed-{steps}"):
                 yield from trial.same_value(f"transformed-{steps}", wanted)
                 micros = [trial.locals(micro) for micro in range(steps)]
                 yield from trial.reduced(f"grads-{steps}", micros, exact=trial.exact(range(steps)))

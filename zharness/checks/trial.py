@@ -14,6 +14,7 @@ from zharness.parity.baseline import Baseline, Local, Objective
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import certified
 from zharness.parity.compare import Place, check_names
+from zharness.workload import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,6 +35,10 @@ class Trial:
     def copies(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
         """What each rank recorded under ``label`` at ``step``."""
         return [evidence.get(label, step) for evidence in self.evidence]
+
+    def recorded(self, label: str) -> bool:
+        """Whether rank 0 recorded anything under ``label``; another rank that did not is told when it is asked."""
+        return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def place(self, name: str, part: Part, step: int = 0, seen_on: int = 0) -> Place:
         """Where a tensor of that name is, with the owners that the engine declared."""
@@ -116,3 +121,12 @@ def grad_of(local: Local, name: str, micros: Sequence[Sequence[Local]]) -> Tenso
         return local.grads[name]
     other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
     return torch.zeros_like(other)
+
+
+def times(trial: Trial, factor: int, divisor: int) -> Objective:
+    """An objective: the baseline's loss times ``factor`` over ``divisor``, in the order in which a user writes it."""
+
+    def objective(output: Tensor, batch: Batch) -> Tensor:
+        return trial.baseline.objective(output, batch) * float(factor) / divisor
+
+    return objective

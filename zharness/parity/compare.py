@@ -32,7 +32,7 @@ def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
 
 
 def within(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, tier: Tier = Tier.STAGED) -> Comparison:
-    """|actual - expected| <= bound, element by element.
+    """|actual - expected| <= bound, element by element; bitwise where one of the two is not finite.
 
     ``expected`` and ``bound`` are float64, ``actual`` is what the engine holds; ``bound`` broadcasts. Raises
     EngineContractError when the shapes differ.
@@ -44,11 +44,12 @@ def within(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, tier: 
         )
     got = actual.double()
     bound = bound.expand_as(expected)
-    error = (got - expected).abs()
     same = (got == expected) | (got.isnan() & expected.isnan())
-    error = torch.where(same, 0.0, error.nan_to_num(nan=math.inf))
-    wrong = error > bound
-    ratio = torch.where(error == 0, 0.0, error / bound)
+    # Nothing is within a bound that is not a number or has no end: there, only the same value will do.
+    known = expected.isfinite() & bound.isfinite()
+    error = torch.where(same, 0.0, torch.where(known, (got - expected).abs().nan_to_num(nan=math.inf), math.inf))
+    wrong = torch.where(known, error > bound, ~same)
+    ratio = torch.where(error == 0, 0.0, torch.where(known, error / bound, math.inf))
     worst = float(ratio.max()) if ratio.numel() else 0.0
     smallest = smallest_scale_error(expected, bound, actual.dtype)
     if not bool(wrong.any()):

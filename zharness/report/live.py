@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from zharness.case import Case, looks_like_id
 from zharness.report.matrix import exit_code, matrix, outcome
-from zharness.report.page import write_page
+from zharness.report.page import check_writable, write_page
 from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.plan import validate
@@ -59,6 +59,8 @@ def check(
     ``place(engine)`` is what the rank server of an engine needs.
     """
     validate(request)
+    if outputs.html is not None:
+        check_writable(outputs.html)
     places = {name: place(name) for name in engines_of(request)}
     began = time.monotonic()
     with ExitStack() as stack:

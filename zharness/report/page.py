@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment
-
 from zharness.errors import UsageError
 from zharness.report.matrix import matrix, outcome
 from zharness.report.words import summary
@@ -33,13 +31,28 @@ td, th { border-bottom: 1px solid #ccc; padding: .25rem .5rem; text-align: left;
 """
 
 
-def write_page(records: Sequence[Record], seconds: float, path: Path) -> None:
-    """Write the page to a temporary name and rename it. Raises UsageError when it cannot be written."""
-    template = Environment(autoescape=True).from_string(TEMPLATE)
-    text = template.render(records=records, matrix=matrix(records), summary=summary(records, seconds), word=outcome)
-    partial = path.with_name(path.name + ".partial")
+def check_writable(path: Path) -> None:
+    """Raises UsageError when a page cannot be written to ``path``: before a long run, not after it."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        partial_of(path).touch()
+        partial_of(path).unlink()
     except OSError as error:
         raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
+
+
+def partial_of(path: Path) -> Path:
+    """The temporary name beside ``path``, links followed."""
+    return path.resolve().with_name(path.name + ".partial")
+
+
+def write_page(records: Sequence[Record], seconds: float, path: Path) -> None:
+    """Write the page to a temporary name and rename it. Raises UsageError when it cannot be written."""
+    try:
+        from jinja2 import Environment
+    except ImportError:
+        raise UsageError('the page needs jinja2; install it with: pip install "zharness[report]"') from None
+    template = Environment(autoescape=True).from_string(TEMPLATE)
+    text = template.render(records=records, matrix=matrix(records), summary=summary(records, seconds), word=outcome)
+    check_writable(path)
+    partial_of(path).write_text(text, encoding="utf-8")
+    os.replace(partial_of(path), path.resolve())

@@ -98,5 +98,8 @@ def probe(engine: str, stage: int) -> Capabilities:
     if not isinstance(built, Engine):
         raise UsageError(not_an_engine(built).replace("the engine factory", f"factory {engine!r}"))
     claims = built.capabilities
-    built.close()
+    try:
+        built.close()
+    except Exception as error:  # as above
+        raise UsageError(f"close() of the engine of {engine!r} raised {type(error).__name__}: {error}") from error
     return claims

@@ -25,7 +25,7 @@ else:
 class Excuse:
     """Cells that are known to fail, why, and how.
 
-    One of ``signatures`` must occur in the cause or in a rank's report: a cell that fails otherwise is not excused.
+    One of ``signatures`` must occur in the cause: a cell that fails otherwise is not excused.
     Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the address of
     documentation that states the difference, and ``remedy``, the engine options that it names, the cell is run again
     with the remedy; when it passes then, its verdict is ``contract``.

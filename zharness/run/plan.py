@@ -50,6 +50,12 @@ def plan(request: Request, claims: Claims) -> list[Planned]:
     if globs or not ids:
         for engine in request.engines:
             cells.extend(cells_of(engine, request, find_checks(globs), claims))
+    if not cells:
+        raise UsageError(
+            f"nothing to run: no check among {', '.join(request.patterns) or 'all'} uses "
+            f"{'the models ' + ', '.join(request.models) if request.models else 'what was asked for'}; "
+            "`zharness list checks` and `zharness list models` say what there is"
+        )
     return list({cell.case: cell for cell in cells}.values())
 
 
@@ -91,11 +97,21 @@ def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims)
 
 def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:
     """The stages to run: the engine's among those asked for. Raises UsageError when it has none of them."""
-    offered = claims(engine, min(asked, default=0)).stages
+    offered = any_claims(engine, asked or STAGES, claims).stages
     found = tuple(stage for stage in (asked or STAGES) if stage in offered)
     if not found:
         raise UsageError.unknown(f"stage of engine {engine!r}", ", ".join(map(str, asked)), sorted(offered))
     return found
+
+
+def any_claims(engine: str, stages: tuple[int, ...], claims: Claims) -> Capabilities:
+    """The claims at the first of ``stages`` at which the engine can be built at all. Raises UsageError at none."""
+    for stage in stages[:-1]:
+        try:
+            return claims(engine, stage)
+        except UsageError:
+            continue
+    return claims(engine, stages[-1])
 
 
 def cases_of(check: Check, engine: str, stage: int, request: Request) -> Iterator[Case]:
@@ -112,6 +128,8 @@ def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why this cell is not run, decided from claims alone; the empty string when it is."""
     if case.dtype not in capabilities.dtypes:
         return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+    if case.dtype != "fp32":
+        return f"no law is judged in {case.dtype} yet: the baseline's low-precision parameters are still to be written"
     for feature in check.features(case.variant):
         refusal = capabilities.refusal(feature)
         if refusal is not None:

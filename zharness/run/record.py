@@ -177,10 +177,13 @@ class RecordFile:
 def record_file(path: Path) -> Iterator[RecordFile]:
     """A RecordFile that appears under ``path`` when the block ends, also by an interrupt.
 
+    A name that stands for a terminal, a pipe or a device is written to as it is: such a thing must not be replaced.
     Until then it is ``path`` with ``.partial`` behind it, so that a reader never meets half a run under the real name,
     and a killed run still leaves what it had finished. Raises UsageError when it cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    path = path.resolve()
+    in_place = path.exists() and not path.is_file()
+    partial = path if in_place else path.with_name(path.name + ".partial")
     try:
         stream = partial.open("w", encoding="utf-8")
     except OSError as error:
@@ -189,7 +192,8 @@ def record_file(path: Path) -> Iterator[RecordFile]:
         with stream:
             yield RecordFile(stream)
     finally:
-        os.replace(partial, path)
+        if not in_place:
+            os.replace(partial, path)
 
 
 def read_records(path: Path) -> list[Record]:

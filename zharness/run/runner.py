@@ -24,7 +24,7 @@ from zharness.run import cell, excuses
 from zharness.run.excuses import Excuse
 from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
-from zharness.world import End, Group, GroupOutcome, RankServer
+from zharness.world import End, Group, GroupOutcome, RankServer, Work
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
@@ -43,8 +43,6 @@ class Runner:
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
         self.seed = seed
-        self._room = Path(tempfile.mkdtemp(prefix="zharness-cells-"))
-        self._owner = os.getpid()
         self._servers = {name: RankServer(place) for name, place in places.items()}
         self._judges = RankServer()
         self._claims: dict[tuple[str, int], Capabilities] = {}
@@ -53,18 +51,8 @@ class Runner:
         """What an engine claims at a stage; one known by its factory alone is built once, in a rank, to tell."""
         key = (engine, stage)
         if key not in self._claims:
-            self._claims[key] = engines.capabilities(engine, stage) or self._probe(engine, stage)
+            self._claims[key] = claims_of(self._servers[engine], engine, stage)
         return self._claims[key]
-
-    def _probe(self, engine: str, stage: int) -> Capabilities:
-        outcome = self._servers[engine].run(cell.probe, engine, stage, timeout=self.timeout)
-        failed = outcome.cause
-        if failed is None:
-            claims: Capabilities = outcome.ranks[0].value
-            return claims
-        if failed.exception.startswith("zharness.errors."):
-            raise UsageError(failed.cause.partition(": ")[2])
-        raise UsageError(f"engine {engine!r} could not be built at stage {stage}: {failed.words()}")
 
     def run(self, planned: Planned) -> Record:
         """The record of one cell; its ranks, its judge and its files are gone when it returns."""
@@ -82,7 +70,7 @@ class Runner:
 
     def _tried(self, case: Case, blank: Record, options: Mapping[str, Any]) -> Record:
         """One go at a cell with these engine options; its files are gone afterwards."""
-        room = Path(tempfile.mkdtemp(dir=self._room))
+        room = Path(tempfile.mkdtemp(dir=self._judges.room))
         try:
             return self._observed(case, room, blank, options)
         finally:
@@ -94,33 +82,42 @@ class Runner:
 
     def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
         claims = self.claims(case.engine, case.stage)
-        outcome = self._servers[case.engine].run(
-            cell.observe,
-            case,
-            self.seed,
-            str(room),
-            claims,
-            options,
-            world_size=case.world_size,
-            timeout=self.timeout,
-        )
+        arguments = (case, self.seed, str(room), claims, options)
+        work = Work(cell.observe, arguments, case.world_size, self.timeout)
+        outcome = self._servers[case.engine].submit(work)
         if outcome.cause is not None:
             return broken(outcome, blank)
         judged = self._judges.run(cell.judge, case, self.seed, str(room), timeout=JUDGE_TIMEOUT, group=Group.NONE)
         return judged_record(judged, blank)
 
     def close(self) -> None:
-        """End every server, and remove what the cells wrote."""
+        """End every server; what the cells wrote lies in a server's room, and goes with it."""
         for server in (*self._servers.values(), self._judges):
             server.close()
-        if os.getpid() == self._owner:
-            shutil.rmtree(self._room, ignore_errors=True)
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def claims_of(server: RankServer, engine: str, stage: int) -> Capabilities:
+    """What an engine claims at a stage; one known by its factory alone is built once, in a rank, to tell.
+
+    Raises UsageError when it cannot be built.
+    """
+    known = engines.capabilities(engine, stage)
+    if known is not None:
+        return known
+    outcome = server.run(cell.probe, engine, stage)
+    failed = outcome.cause
+    if failed is None:
+        claims: Capabilities = outcome.ranks[0].value
+        return claims
+    if failed.exception.startswith("zharness.errors."):
+        raise UsageError(failed.cause.partition(": ")[2])
+    raise UsageError(f"engine {engine!r} could not be built at stage {stage}: {failed.words()}")
 
 
 def surroundings(name: str) -> Surroundings:
@@ -180,10 +177,12 @@ def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
 
 def excused(record: Record, excuse: Excuse) -> Record:
     """``record`` with the excuse that covers it, or with the word that the excuse is stale."""
+    if record.verdict is Verdict.ERROR:
+        return record
     if not record.verdict.broken:
         stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry in excuses/{excuse.engine}.toml"
         return replace(record, stale=stale)
-    if not any(sign in text for sign in excuse.signatures for text in (record.cause, record.details)):
+    if not any(signature in record.cause for signature in excuse.signatures):
         return record
     return replace(record, excuse=excuse.upstream)
 

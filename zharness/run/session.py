@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from zharness import engines
 from zharness.engines import Capabilities
-from zharness.run import cell
-from zharness.run.plan import Planned, Request, plan, validate
+from zharness.errors import UsageError
+from zharness.run.plan import Planned, Request, any_claims, plan, validate
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import Runner, surroundings
-from zharness.world import run as run_ranks
+from zharness.run.runner import Runner, claims_of, surroundings
+from zharness.world import RankServer
 
 RUNNER = pytest.StashKey[Runner]()
 
@@ -22,27 +23,34 @@ def claims(engine: str, stage: int) -> Capabilities:
     known = engines.capabilities(engine, stage)
     if known is not None:
         return known
-    claimed: Capabilities = run_ranks(cell.probe, engine, stage)[0]
-    return claimed
+    with RankServer(surroundings(engine)) as server:
+        return claims_of(server, engine, stage)
 
 
 def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[Planned]:
     """The cells of all ``cells`` markers of one test, as ``--engine`` and ``--stage`` narrow or replace them.
 
-    Raises UsageError for an engine or a stage that does not exist.
+    Raises UsageError for an engine, a release or a stage that is not there.
     """
     requests = [request_of(*marker.args, **marker.kwargs) for marker in markers]
     asked = tuple(config.getoption("--engine"))
-    stages = tuple(int(stage) for stage in config.getoption("--stage").split(",") if stage)
+    stages = stages_from(config.getoption("--stage"))
     validate(Request(engines=asked or ("reference",), stages=stages))
-    if asked:
-        requests = narrowed(requests, asked)
     found: list[Planned] = []
-    for request in requests:
-        offered = claims(request.engines[0], min(stages, default=0)).stages
-        if not stages or offered.intersection(stages):
-            found.extend(plan(Request(engines=request.engines, stages=stages, world_sizes=request.world_sizes), claims))
+    for request in narrowed(requests, asked) if asked else requests:
+        (engine,) = request.engines
+        surroundings(engine)
+        if asked or not stages or any_claims(engine, stages, claims).stages.intersection(stages):
+            found.extend(plan(replace(request, stages=stages), claims))
     return found
+
+
+def stages_from(text: str) -> tuple[int, ...]:
+    """``0,1,2`` as integers. Raises UsageError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"--stage {text!r}: expected whole numbers with commas between, as in 0,1,2") from None
 
 
 def request_of(engine: str, world_sizes: tuple[int, ...] = (2,)) -> Request:
@@ -60,17 +68,18 @@ def start_servers(session: pytest.Session) -> None:
     """Fork one server for each engine that the collected cells need; none where nothing is to be run here."""
     if session.config.option.collectonly or is_xdist_controller(session.config):
         return
-    cells = [item.callspec.params["cell"] for item in session.items if has_cell(item)]  # type: ignore[attr-defined]
+    cells = [cell for cell in map(cell_of, session.items) if cell is not None]
     names = sorted({planned.case.engine for planned in cells if not planned.unsupported})
     if names:
         timeout = session.config.getoption("--cell-timeout")
         session.config.stash[RUNNER] = Runner({name: surroundings(name) for name in names}, timeout=timeout)
 
 
-def has_cell(item: pytest.Item) -> bool:
-    """Whether an item was parametrized with a cell."""
+def cell_of(item: pytest.Item) -> Planned | None:
+    """The cell that an item was parametrized with, if it was; an empty parameter set holds none."""
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and "cell" in callspec.params
+    found = callspec.params.get("cell") if callspec is not None else None
+    return found if isinstance(found, Planned) else None
 
 
 def is_xdist_controller(config: pytest.Config) -> bool:

@@ -62,7 +62,7 @@ def fork(work: Work, rank: int, room: Path) -> Member:
     """A new rank; the writing end of its pipe stays open in the rank alone, so that its death closes the pipe."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=ranks.live, args=(work, rank, room, writer), name=f"rank {rank}")
+    process = context.Process(target=ranks.live, args=(work, rank, room, writer, os.getpid()), name=f"rank {rank}")
     process.start()
     writer.close()
     return Member(rank, process, reader, end_of(process))

@@ -11,15 +11,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``by`` when ``parent`` ends, however that ends.
 
     Linux only; elsewhere the rank server's own watch has to do. The parent may be gone already: then end at once.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:
         os._exit(1)
 
 

@@ -34,13 +34,13 @@ def stack_file(room: Path, rank: int) -> Path:
     return room / f"stack.{rank}"
 
 
-def live(work: Work, rank: int, room: Path, report: Connection) -> None:
+def live(work: Work, rank: int, room: Path, report: Connection, server: int) -> None:
     """Run ``work`` as ``rank`` and send one RankOutcome through ``report``; the process ends with status 0 then.
 
     ``room`` is a private directory that the whole group shares; it holds the rendezvous file.
     """
     os.setpgid(0, 0)  # children that the rank leaves behind are killed with its process group
-    die_with_parent()
+    die_with_parent(server)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's own handler came along with the fork
     redirect(output_file(room, rank))

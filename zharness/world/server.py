@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -47,7 +48,9 @@ class RankServer:
         """Fork the server. ``inherited`` is work that reaches it by the fork, so that nothing in it is pickled."""
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited)
+        # A private directory that the server removes when it ends, also when that is because this process was killed.
+        self.room = Path(tempfile.mkdtemp(prefix="zharness-"))
+        arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited, self.room, os.getpid())
         self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
         self._process.start()
         theirs.close()
@@ -127,18 +130,24 @@ def _inherited() -> None:
     """Stands in a message for the work that the server got by fork."""
 
 
-def serve(pipe: Connection, parents_end: Connection, surroundings: Surroundings, inherited: Work | None) -> None:
+def serve(
+    pipe: Connection,
+    parents_end: Connection,
+    surroundings: Surroundings,
+    inherited: Work | None,
+    room: Path,
+    parent: int,
+) -> None:
     """The server's loop: one Work in, one GroupOutcome out, until SIGTERM or the client's end closes."""
     parents_end.close()  # while this process held it too, the client's death would not close the pipe
     os.setpgid(0, 0)
-    die_with_parent()
-    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
+    adopt_orphans()
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    room = Path(tempfile.mkdtemp(prefix="zharness-"))
     try:
+        die_with_parent(parent, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
         trouble = prepare(surroundings)
         while True:
             work = pipe.recv()
@@ -164,6 +173,9 @@ def prepare(surroundings: Surroundings) -> str:
             getattr(importlib.import_module(module), function)()
     except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
         return f"the rank server's warm-up {surroundings.warm_up} raised {type(error).__name__}: {error}"
+    # Ranks share this process's memory until they write to it, and a garbage collection writes to every object it sees.
+    gc.collect()
+    gc.freeze()
     return ""
 
 

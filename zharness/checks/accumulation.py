@@ -1,0 +1,85 @@
+"""The law of accumulation: several micro-batches, one boundary, one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from zharness.checks.bench import Bench
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.trial import Trial, times
+from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
+from zharness.parity import Comparison
+from zharness.parity.certificate import is_power_of_two
+
+ACCUMULATIONS = (1, 2, 3)
+BOUNDARIES = 2
+# A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
+FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
+MOVING = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))
+OPTIMIZERS = {"frozen": FROZEN, "moving": MOVING}
+
+
+def observe_accumulation(bench: Bench) -> None:
+    owner = AccumulationOwner(bench.variant)
+    own_kernels = bench.config.stage in bench.capabilities.own_kernels
+    # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
+    chosen = "frozen" if own_kernels else "moving"
+    for steps in ACCUMULATIONS:
+        if is_power_of_two(steps) or not own_kernels:
+            observe_boundaries(bench, owner, chosen, steps)
+
+
+def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, steps: int) -> None:
+    """Train BOUNDARIES boundaries of ``steps`` micro-batches on an engine of their own."""
+    label = f"{chosen}-{steps}"
+    engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=OPTIMIZERS[chosen])
+    for boundary in range(BOUNDARIES):
+        bench.record(f"params-{label}", engine.full_params(), boundary)
+        bench.record_state(f"state-{label}", engine, boundary)
+        accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps))
+        bench.record(f"grads-{label}", engine.full_grads(), boundary)
+        engine.step()
+        engine.zero_grad()
+    bench.record(f"params-{label}", engine.full_params(), BOUNDARIES)
+    bench.record_state(f"state-{label}", engine, BOUNDARIES)
+    engine.close()
+
+
+def accumulate(bench: Bench, engine: Engine, owner: AccumulationOwner, window: range) -> None:
+    """Forward and backward of every micro-step of ``window``, up to the boundary but not over it."""
+    for micro in window:
+        loss = bench.loss(engine, micro)
+        engine.backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
+        if owner is AccumulationOwner.ENGINE and micro != window[-1]:
+            engine.step()
+
+
+def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
+    for chosen, optimizer in OPTIMIZERS.items():
+        for steps in ACCUMULATIONS:
+            label = f"{chosen}-{steps}"
+            if trial.recorded(f"grads-{label}"):
+                for boundary in range(BOUNDARIES):
+                    yield from judge_boundary(trial, label, boundary, steps)
+                    moment = Moment(boundary, f"params-{label}", f"state-{label}")
+                    grads = trial.copies(f"grads-{label}", boundary)[0]
+                    yield from judge_step(trial, optimizer, grads, moment)
+                    yield from everyone_agrees(trial, Moment(boundary + 1, moment.params, moment.state))
+
+
+def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
+    """One boundary's gradients. An engine that owns the division may divide the loss or the gradient: both are right,
+    and by anything but a power of two they round apart, so it has to match one of the two throughout.
+    """
+    window = range(boundary * steps, (boundary + 1) * steps)
+    params: Mapping[str, Tensor] = trial.copies(f"params-{label}", boundary)[0]
+    exact = trial.exact(window) and (boundary == 0 or label.startswith("frozen"))
+    divided = [trial.locals(micro, params, times(trial, 1, steps)) for micro in window]
+    by_loss = list(trial.reduced(f"grads-{label}", divided, boundary, exact, scale=steps))
+    if trial.variant == AccumulationOwner.ENGINE.value and any(found.mismatch for found in by_loss):
+        whole = [trial.locals(micro, params) for micro in window]
+        yield from trial.reduced(f"grads-{label}", whole, boundary, exact)
+    else:
+        yield from by_loss

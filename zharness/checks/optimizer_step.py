@@ -1,0 +1,98 @@
+"""One optimizer step, judged on its own: the replay of its formula on the numbers that the engine had before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import GroupSpec, OptimizerSpec
+from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
+from zharness.parity.compare import check_names
+from zharness.parity.replay import replay
+
+State = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Labels and step under which weights and optimizer state were recorded."""
+
+    step: int
+    params: str = "params"
+    state: str = "state"
+
+
+def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], moment: Moment) -> Iterator[Comparison]:
+    """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
+
+    ``moment.step`` is also how many steps the optimizer has made, so the engine's own count has to agree.
+    """
+    step = moment.step
+    before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
+    kept, state = unflatten(trial.copies(moment.state, step)[0]), unflatten(trial.copies(moment.state, step + 1)[0])
+    yield from same_count(trial, kept, step, step)
+    for name, weight in before.items():
+        if name not in grads:
+            yield identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
+            continue
+        own = {"step": torch.tensor(float(step))} | dict(kept.get(name, {}))
+        expected, moments = replay(spec.name, weight, grads[name], own, hyper(spec, name, step))
+        for key, value in moments.items():
+            found = state.get(name, {}).get(key, torch.full_like(weight, torch.nan))
+            place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)
+            yield within(place, value.value, found, value.error, Tier.STAGED)
+        comparison = within(trial.place(name, Part.OPTIMIZER, step), expected.value, after[name], expected.error)
+        yield hinted(comparison, weight, after[name])
+    yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, step + 1, step)
+
+
+def same_count(trial: Trial, state: State, steps: int, at: int) -> Iterator[Comparison]:
+    """Where the engine counts the steps of a parameter, there are ``steps``; before the first, moments are zero."""
+    for name, entries in state.items():
+        for key, tensor in entries.items():
+            place = trial.place(f"{name}/{key}", Part.OPTIMIZER, at)
+            if key == "step":
+                yield identical(place, torch.tensor(float(steps)), tensor.double().reshape(()))
+            elif steps == 0:
+                yield identical(place, torch.zeros_like(tensor), tensor)
+
+
+def hinted(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
+    """Say so when the wrong weight is a weight that did not move at all."""
+    if comparison.mismatch is None or not torch.equal(before, after):
+        return comparison
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint="the step did not move this parameter"))
+
+
+def hyper(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:
+    """The arguments that hold for one parameter in one step: its group's overrides, the schedule's factor on lr."""
+    group = next((g for g in spec.groups if fnmatchcase(name, g.pattern)), GroupSpec(name, {}))
+    merged = {**spec.args, **group.overrides}
+    factor = spec.schedule[min(step, len(spec.schedule) - 1)]
+    return {**merged, "lr": merged["lr"] * factor}
+
+
+def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """``parameter/key`` entries as a dictionary for each parameter."""
+    nested: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in flat.items():
+        name, _, key = path.rpartition("/")
+        nested.setdefault(name, {})[key] = tensor
+    return nested
+
+
+def everyone_agrees(trial: Trial, moment: Moment) -> Iterator[Comparison]:
+    """Every rank reports the same weights and the same state, under the same names."""
+    for label in (moment.params, moment.state):
+        copies = trial.copies(label, moment.step)
+        for copy in copies[1:]:
+            check_names(f"what a rank reports as {label}, beside rank 0's,", copies[0], copy)
+        for name in copies[0]:
+            place = trial.place(name, Part.GATHER, moment.step - 1)
+            yield from ranks_agree(place, [copy[name] for copy in copies])
