@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -118,6 +119,7 @@ def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
 
 def main() -> None:
     """The console command: every error of the user's one sentence, every exit code as documented."""
+    signal.signal(signal.SIGTERM, terminated)
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.exceptions.Exit as exit_:
@@ -131,10 +133,15 @@ def main() -> None:
     except ZHarnessError as error:
         click.echo(f"zharness: the harness failed: {error}", err=True)
         sys.exit(3)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("zharness: interrupted; every rank was ended", err=True)
+        sys.exit(130)
     except Exception:  # noqa: BLE001 - a bug of this package: shown whole, and never as exit code 1, "a law is broken"
         traceback.print_exc()
         click.echo("zharness: the harness failed, see above; please report it", err=True)
         sys.exit(3)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("zharness: interrupted; every rank was ended", err=True)
-        sys.exit(130)
+
+
+def terminated(_signal: int, _frame: object) -> None:
+    """Unwind on SIGTERM, so that ranks are ended and finished records take their name."""
+    raise SystemExit(143)

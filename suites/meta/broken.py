@@ -190,9 +190,9 @@ class FirstLossStepped(Around):
             self.kept = {name: grad.clone() for name, grad in self.right.full_grads().items()}
 
     def step(self) -> None:
-        now = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        reduced = self.right.engine._gradients.reduced() if self.kept else {}  # type: ignore[attr-defined]
         for name, grad in self.kept.items():
-            now[name].copy_(grad)  # type: ignore[union-attr]
+            reduced[name].copy_(grad)
         self.kept = {}
         self.right.step()
 

@@ -145,7 +145,7 @@ def test_a_line_that_is_no_record_is_refused(line: str) -> None:
         from_json(line)
 
 
-EXCUSE = Excuse("reference", "training", "upstream#1", "because", ("step 1, optimizer",), releases="<2")
+EXCUSE = Excuse("reference", "training", "upstream#1", "because", "fail", ("step 1, optimizer",), releases="<2")
 
 
 def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
@@ -158,6 +158,8 @@ def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
     assert (as_expected.excuse, as_expected.expected) == ("upstream#1", True)
     elsewhere = excused(record(Verdict.CRASH, cause="SIGSEGV", details=MISMATCH.words()), EXCUSE)
     assert not elsewhere.excuse, "what another rank printed excuses nothing"
+    hung = excused(record(Verdict.HANG, cause=MISMATCH.words()), EXCUSE)
+    assert not hung.excuse, "another verdict is another failure"
     otherwise = excused(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
     assert (otherwise.excuse, otherwise.expected) == ("", False)
 

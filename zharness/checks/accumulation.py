@@ -38,7 +38,7 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     for boundary in range(BOUNDARIES):
         bench.record(f"params-{label}", engine.full_params(), boundary)
         bench.record_state(f"state-{label}", engine, boundary)
-        accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps))
+        accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps), f"loss-{label}")
         bench.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
         engine.zero_grad()
@@ -47,10 +47,10 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     engine.close()
 
 
-def accumulate(bench: Bench, engine: Engine, owner: AccumulationOwner, window: range) -> None:
+def accumulate(bench: Bench, engine: Engine, owner: AccumulationOwner, window: range, label: str) -> None:
     """Forward and backward of every micro-step of ``window``, up to the boundary but not over it."""
     for micro in window:
-        loss = bench.loss(engine, micro)
+        loss = bench.loss(engine, micro, label)
         engine.backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
         if owner is AccumulationOwner.ENGINE and micro != window[-1]:
             engine.step()
@@ -75,11 +75,13 @@ def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Itera
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = trial.copies(f"params-{label}", boundary)[0]
+    whole = [trial.locals(micro, params) for micro in window]
+    for micro, local in zip(window, whole, strict=True):
+        yield from trial.same_loss(micro, local, f"loss-{label}")
     exact = trial.exact(window) and (boundary == 0 or label.startswith("frozen"))
     divided = [trial.locals(micro, params, times(trial, 1, steps)) for micro in window]
     by_loss = list(trial.reduced(f"grads-{label}", divided, boundary, exact, scale=steps))
     if trial.variant == AccumulationOwner.ENGINE.value and any(found.mismatch for found in by_loss):
-        whole = [trial.locals(micro, params) for micro in window]
         yield from trial.reduced(f"grads-{label}", whole, boundary, exact)
     else:
         yield from by_loss

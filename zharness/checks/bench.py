@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, EngineConfig, EngineFactory, Feature
-from zharness.errors import EngineContractError
+from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity import Evidence, Snapshot
 from zharness.parity.snapshot import Placement
 from zharness.workload import Batch, ModelSpec
@@ -59,7 +59,7 @@ class Bench:
             raise EngineContractError(not_an_engine(engine))
         self._layout = {
             name: tuple(Placement(piece.rank, piece.start, piece.stop) for piece in pieces)
-            for name, pieces in engine.layout().items()
+            for name, pieces in as_dict("layout", engine.layout()).items()
             if name in names
         }
         return engine
@@ -69,15 +69,20 @@ class Bench:
         batch = self.spec.micro_batch(self.seed, self.rank, step)
         return Batch(batch.inputs.to(self.device), batch.target.to(self.device))
 
-    def loss(self, call: Callable[[Tensor], Tensor] | Engine | nn.Module, step: int) -> Tensor:
-        """Forward of this rank's micro-batch and its loss, a scalar; recorded as ``loss`` of that step."""
+    def loss(self, call: Callable[[Tensor], Tensor] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
+        """Forward of this rank's micro-batch and its loss, a scalar; recorded under ``label`` and that step."""
         batch = self.batch(step)
         loss = self.spec.loss(call(batch.inputs), batch.target)
-        self.record("loss", {"loss": loss}, step)
+        self.record(label, {"loss": loss}, step)
         return loss
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
-        """Keep copies of ``tensors`` on CPU under ``label`` and ``step``."""
+        """Keep copies of ``tensors`` on CPU under ``label`` and ``step``.
+
+        Raises HarnessFault when there is such a record, of which a judge would see the first alone.
+        """
+        if any((kept.label, kept.step) == (label, step) for kept in self._snapshots):
+            raise HarnessFault(f"{label!r} was recorded twice at step {step}")
         copies = {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}
         self._snapshots.append(Snapshot(label, step, copies))
 

@@ -36,6 +36,7 @@ def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], m
     step = moment.step
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
     kept, state = unflatten(trial.copies(moment.state, step)[0]), unflatten(trial.copies(moment.state, step + 1)[0])
+    check_names("full_params", before, after)
     yield from same_count(trial, kept, step, step)
     for name, weight in before.items():
         if name not in grads:

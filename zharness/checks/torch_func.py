@@ -46,7 +46,7 @@ def observing(transform: Transform) -> Callable[[Bench], None]:
             engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=FROZEN)
             bench.record(f"transformed-{steps}", transform(engine, bench.spec, bench.batch(0)))
             for micro in range(steps):
-                engine.backward(bench.loss(engine, micro))
+                engine.backward(bench.loss(engine, micro, f"loss-{steps}"))
                 if micro == steps - 1:
                     bench.record(f"grads-{steps}", engine.full_grads())
                 engine.step()
@@ -71,6 +71,8 @@ def judging(transform: Transform) -> Callable[[Trial], Iterator[Comparison]]:
             if trial.recorded(f"transformed-{steps}"):
                 yield from trial.same_value(f"transformed-{steps}", wanted)
                 micros = [trial.locals(micro) for micro in range(steps)]
+                for micro, local in enumerate(micros):
+                    yield from trial.same_loss(micro, local, f"loss-{steps}")
                 yield from trial.reduced(f"grads-{steps}", micros, exact=trial.exact(range(steps)))
 
     return judge

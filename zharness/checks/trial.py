@@ -44,10 +44,10 @@ class Trial:
         """Where a tensor of that name is, with the owners that the engine declared."""
         return Place(name, part, step, seen_on, tuple(self.evidence[seen_on].layout.get(name, ())))
 
-    def same_loss(self, step: int, expected: Sequence[Local], part: Part = Part.FORWARD) -> Iterator[Comparison]:
+    def same_loss(self, step: int, expected: Sequence[Local], label: str = "loss") -> Iterator[Comparison]:
         """Every rank's loss equals the baseline's of its own micro-batch, bitwise."""
-        for rank, copy in enumerate(self.copies("loss", step)):
-            yield identical(self.place("loss", part, step, rank), expected[rank].loss, copy["loss"])
+        for rank, copy in enumerate(self.copies(label, step)):
+            yield identical(self.place("loss", Part.FORWARD, step, rank), expected[rank].loss, copy["loss"])
 
     def same_value(self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0) -> Iterator[Comparison]:
         """Every rank's tensors equal the baseline's for that rank, bitwise; they are rank-local."""

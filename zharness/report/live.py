@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +45,7 @@ class Options:
     lanes: int = 0
 
     def width(self) -> int:
-        """Cells at a time: as asked, else two for each two cores, since half of a cell is start and judgement."""
+        """Cells at a time: as asked, else one for each core, since half of a cell is start and judgement."""
         return self.lanes or max(1, os.cpu_count() or 1)
 
 
@@ -99,6 +100,7 @@ def run_all(cells: Sequence[Planned], runners: Sequence[Runner]) -> Iterator[Rec
         for future in as_completed([pool.submit(one, cell) for cell in cells]):
             yield future.result()
     except BaseException:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning up after the first
         pool.shutdown(wait=False, cancel_futures=True)
         for runner in runners:
             runner.close()

@@ -16,7 +16,7 @@ from zharness.case import Case
 from zharness.checks import DTYPES, Bench, Trial, check_named
 from zharness.checks.bench import not_an_engine
 from zharness.engines import Capabilities, Engine, EngineConfig
-from zharness.errors import UsageError
+from zharness.errors import HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.snapshot import read, write
@@ -73,6 +73,8 @@ def summarize(comparisons: Iterable[Comparison]) -> Judgement:
         seen.append(comparison)
         if comparison.mismatch is not None:
             break
+    if not seen:
+        raise HarnessFault("the check compared nothing, so it cannot have passed")
     tiers = list(Tier)
     caught = [found.smallest for found in seen if math.isfinite(found.smallest)]
     return Judgement(

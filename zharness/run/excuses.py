@@ -25,8 +25,8 @@ else:
 class Excuse:
     """Cells that are known to fail, why, and how.
 
-    One of ``signatures`` must occur in the cause: a cell that fails otherwise is not excused.
-    Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the address of
+    The cell has to end with ``verdict`` and one of ``signatures`` to occur in its cause: a cell that fails otherwise is
+    not excused. Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the address of
     documentation that states the difference, and ``remedy``, the engine options that it names, the cell is run again
     with the remedy; when it passes then, its verdict is ``contract``.
     """
@@ -35,6 +35,7 @@ class Excuse:
     check: str
     upstream: str
     reason: str
+    verdict: str
     signatures: tuple[str, ...]
     releases: str = ""
     stages: tuple[int, ...] = ()

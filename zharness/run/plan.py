@@ -88,11 +88,12 @@ def named(case: Case, claims: Claims) -> Planned:
 
 def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims) -> Iterator[Planned]:
     """Every cell of one engine."""
-    for stage in stages_of(engine, request.stages, claims):
-        capabilities = claims(engine, stage)
+    offered = stages_of(engine, request.stages, claims)
+    for stage in request.stages or offered:
+        lacking = "" if stage in offered else f"{engine} has no stage {stage}"
         for check in checks:
             for case in cases_of(check, engine, stage, request):
-                yield Planned(case, unsupported(check, case, capabilities))
+                yield Planned(case, lacking or unsupported(check, case, claims(engine, stage)))
 
 
 def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from zharness import engines
 from zharness.case import Case
 from zharness.engines import Capabilities
 from zharness.engines.registry import is_path, split
-from zharness.errors import UsageError
+from zharness.errors import UsageError, WorldError
 from zharness.run import cell, excuses
 from zharness.run.excuses import Excuse
 from zharness.run.plan import Planned
@@ -73,6 +73,8 @@ class Runner:
         room = Path(tempfile.mkdtemp(dir=self._judges.room))
         try:
             return self._observed(case, room, blank, options)
+        except WorldError as error:
+            return replace(blank, cause=str(error))
         finally:
             shutil.rmtree(room, ignore_errors=True)
 
@@ -182,7 +184,8 @@ def excused(record: Record, excuse: Excuse) -> Record:
     if not record.verdict.broken:
         stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry in excuses/{excuse.engine}.toml"
         return replace(record, stale=stale)
-    if not any(signature in record.cause for signature in excuse.signatures):
+    alike = any(signature in record.cause for signature in excuse.signatures)
+    if record.verdict.value != excuse.verdict or not alike:
         return record
     return replace(record, excuse=excuse.upstream)
 

@@ -61,6 +61,7 @@ def run_group(work: Work, room: Path, client: Connection | None = None) -> Group
 def fork(work: Work, rank: int, room: Path) -> Member:
     """A new rank; the writing end of its pipe stays open in the rank alone, so that its death closes the pipe."""
     context = multiprocessing.get_context("fork")
+    ranks.stack_file(room, rank).touch()  # a rank may be asked for its stacks before it gets to run
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=ranks.live, args=(work, rank, room, writer, os.getpid()), name=f"rank {rank}")
     process.start()
