@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from zharness.report.matrix import counts, outcome
 from zharness.run.record import Record, Verdict
 
-SHOWN = ("stale", "error", "fail", "crash", "hang", "excused", "contract")
+ALONE = ("stale", "error", "fail", "crash", "hang")
+EXPECTED = ("excused", "contract")
 LONGEST = 400  # characters of a cause in a list; the JSON line has all of it
 
 
 def failures(records: Iterable[Record]) -> str:
-    """What did not pass: a paragraph for each cause, with a command for each cell; excuses are folded."""
+    """What did not pass: a paragraph for each cause, with a command for each cell; what was expected is folded."""
     records = list(records)
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if outcome(record) in SHOWN and outcome(record) != "excused":
+        if outcome(record) in ALONE:
             groups.setdefault((outcome(record), record.stale or record.cause), []).append(record)
     return "\n\n".join([*map(paragraph, groups.values()), *folded(records), *unsupported(records)])
 
@@ -32,15 +33,15 @@ def paragraph(alike: Sequence[Record]) -> str:
 
 
 def folded(records: Sequence[Record]) -> list[str]:
-    """One paragraph for each upstream issue that excuses failures."""
-    groups: dict[str, list[Record]] = {}
+    """One paragraph for each upstream issue, or documented difference, that stands behind expected failures."""
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if outcome(record) == "excused":
-            groups.setdefault(record.excuse, []).append(record)
+        if outcome(record) in EXPECTED:
+            groups.setdefault((outcome(record), record.documented or record.excuse), []).append(record)
     return [
-        f"EXCUSED {len(found)} cells by {upstream}\n  for example {found[0].case.id}\n"
+        f"{word.upper()} {len(found)} cells by {source}\n  for example {found[0].case.id}\n"
         f"  {shortened(found[0].cause)}\n  again: {found[0].command}"
-        for upstream, found in groups.items()
+        for (word, source), found in groups.items()
     ]
 
 

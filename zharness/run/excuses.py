@@ -26,9 +26,9 @@ class Excuse:
     """Cells that are known to fail, why, and how.
 
     The cell has to end with ``verdict`` and one of ``signatures`` to occur in its cause: a cell that fails otherwise is
-    not excused. Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the address of
-    documentation that states the difference, and ``remedy``, the engine options that it names, the cell is run again
-    with the remedy; when it passes then, its verdict is ``contract``.
+    not excused. Empty tuples match everything; ``releases`` is a version specifier (PEP 440). With ``documented``, the
+    address of documentation that states the difference, and ``remedy``, the engine options that it names, the cell is
+    run again with the remedy; when it passes then, its verdict is ``contract``.
     """
 
     engine: str

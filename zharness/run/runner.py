@@ -80,7 +80,7 @@ class Runner:
 
     def _blank(self, case: Case) -> Record:
         version = split(case.engine)[1] or engines.info(case.engine).version()
-        return Record(case, self.seed, Verdict.ERROR, version or "unknown", torch.__version__)
+        return Record(case, self.seed, Verdict.ERROR, version or "(no release)", torch.__version__)
 
     def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
         claims = self.claims(case.engine, case.stage)
