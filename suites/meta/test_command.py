@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,28 @@ def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: 
     assert not [pid for pid in below if is_alive(pid)]
     assert len(records(path)) >= 2
     assert not partial.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the end of foreign processes is told by a pidfd")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "records.jsonl.partial"
+    arguments = ["check", "--jsonl", str(tmp_path / "records.jsonl")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
+        os.sched_yield()
+    ends = {os.pidfd_open(pid) for pid in descendants(process.pid) if is_alive(pid)}
+    process.send_signal(number)
+    process.wait(timeout=60)
+    assert ends
+    open_still = set(ends)
+    while open_still and (ready := wait(open_still, timeout=30)):
+        open_still -= set(ready)  # type: ignore[arg-type]
+    assert not open_still
+    assert not list(tmp_path.glob("zharness-*")), "temporary files go as well"
+    for end in ends:
+        os.close(end)
 
 
 def test_help_teaches() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from zharness.engines import Piece
 from zharness.errors import EngineContractError
 from zharness.parity import Evidence, Part, Snapshot, Tier, identical, ranks_agree, within
 from zharness.parity.attribution import attribute
@@ -14,10 +15,10 @@ from zharness.parity.baseline import Baseline
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import certified
 from zharness.parity.compare import Place, check_names, ulps
-from zharness.parity.snapshot import Placement, read, write
+from zharness.parity.snapshot import read, write
 from zharness.workload import MODELS, model_spec
 
-PLACE = Place("layer.weight", Part.REDUCTION, step=2, seen_on=1, pieces=(Placement(0, 0, 4), Placement(1, 4, 6)))
+PLACE = Place("layer.weight", Part.REDUCTION, step=2, seen_on=1, pieces=(Piece(0, 0, 4), Piece(1, 4, 6)))
 
 
 def test_equal_tensors_have_ratio_zero_and_no_mismatch() -> None:
@@ -130,9 +131,9 @@ def test_no_other_model_is_certified(name: str) -> None:
 
 def test_evidence_survives_the_file_without_pickled_code(tmp_path) -> None:
     snapshot = Snapshot("grads", 3, {"a.b": torch.arange(6.0).view(2, 3)})
-    write(tmp_path, 1, Evidence((snapshot,), {"a.b": (Placement(0, 0, 6),)}))
+    write(tmp_path, 1, Evidence((snapshot,), {"a.b": (Piece(0, 0, 6),)}))
     found = read(tmp_path, 1)
     assert torch.equal(found.get("grads", 3)["a.b"], snapshot.tensors["a.b"])
-    assert found.layout["a.b"] == (Placement(0, 0, 6),)
+    assert found.layout["a.b"] == (Piece(0, 0, 6),)
     with pytest.raises(EngineContractError, match="nothing was recorded under 'grads' at step 0"):
         found.get("grads")

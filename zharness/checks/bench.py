@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, EngineConfig, EngineFactory, Feature
+from zharness.engines.protocol import (
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    EngineConfig,
+    EngineFactory,
+    Feature,
+    Piece,
+)
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity import Evidence, Snapshot
-from zharness.parity.snapshot import Placement
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import SAMPLES
 
@@ -45,7 +52,7 @@ class Bench:
         self.device = device
         self._factory = factory
         self._snapshots: list[Snapshot] = []
-        self._layout: Mapping[str, tuple[Placement, ...]] = {}
+        self._layout: Mapping[str, tuple[Piece, ...]] = {}
 
     def engine(self, **overrides: Any) -> Engine:
         """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
@@ -57,11 +64,12 @@ class Bench:
         engine = self._factory(model, replace(self.config, **overrides))
         if not isinstance(engine, Engine):
             raise EngineContractError(not_an_engine(engine))
-        self._layout = {
-            name: tuple(Placement(piece.rank, piece.start, piece.stop) for piece in pieces)
-            for name, pieces in as_dict("layout", engine.layout()).items()
-            if name in names
-        }
+        layout = as_dict("layout", engine.layout())
+        if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
+            raise EngineContractError(
+                "layout: the engine returned something else than tuples of zharness.engines.Piece"
+            )
+        self._layout = {name: tuple(pieces) for name, pieces in layout.items() if name in names}
         return engine
 
     def batch(self, step: int) -> Batch:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError
 from zharness.parity.bounds import unit_roundoff
 from zharness.parity.facts import Comparison, Mismatch, Part, Tier
-from zharness.parity.snapshot import Placement
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Place:
     part: Part
     step: int = 0
     seen_on: int = 0
-    pieces: tuple[Placement, ...] = ()
+    pieces: tuple[Piece, ...] = ()
 
 
 def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
@@ -88,7 +88,7 @@ def mismatch(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, erro
     )
 
 
-def owner_of(pieces: Sequence[Placement], flat: int) -> tuple[int | None, int]:
+def owner_of(pieces: Sequence[Piece], flat: int) -> tuple[int | None, int]:
     """The rank that holds element ``flat``, and the element's place in that rank's piece."""
     for piece in pieces:
         if piece.start <= flat < piece.stop:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError
 
 
@@ -22,20 +23,11 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Elements ``start`` to ``stop`` of a flattened original tensor live on ``rank``."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Evidence:
     """Everything one rank recorded: its snapshots in order, and who owns what."""
 
     snapshots: tuple[Snapshot, ...]
-    layout: Mapping[str, tuple[Placement, ...]]
+    layout: Mapping[str, tuple[Piece, ...]]
 
     def get(self, label: str, step: int = 0) -> Mapping[str, Tensor]:
         """The tensors recorded under ``label`` at ``step``. Raises EngineContractError when there are none."""
@@ -67,5 +59,5 @@ def read(room: Path, rank: int) -> Evidence:
     plain = torch.load(path_of(room, rank), weights_only=True)
     return Evidence(
         tuple(Snapshot(label, step, tensors) for label, step, tensors in plain["snapshots"]),
-        {name: tuple(Placement(*piece) for piece in pieces) for name, pieces in plain["layout"].items()},
+        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in plain["layout"].items()},
     )

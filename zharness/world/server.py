@@ -160,6 +160,7 @@ def serve(
 
 def leave(_signal: int, _frame: object) -> None:
     """Unwind on SIGTERM: the ``finally`` blocks on the way end the ranks and remove the files."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt them
     raise SystemExit(0)
 
 
