@@ -18,9 +18,14 @@ from zharness.world.server import Surroundings
 WORLD_SIZES = (2, 4)
 
 
-def outcome_of(function, *args, world_size=2, timeout=30.0):
+def outcome_of(function, *args, world_size=2, timeout=30.0, group=Group.DEFAULT):
     with RankServer() as server:
-        return server.run(function, *args, world_size=world_size, timeout=timeout)
+        return server.run(function, *args, world_size=world_size, timeout=timeout, group=group)
+
+
+def outcome_alone(function):
+    """Ranks that form no group: none of them is disturbed by another's end."""
+    return outcome_of(function, group=Group.NONE)
 
 
 def process_group_is_gone(pid: int) -> bool:
@@ -107,7 +112,7 @@ def exit_by_exception() -> None:
 
 
 def test_sys_exit_is_told_as_the_exception_that_it_is() -> None:
-    outcome = outcome_of(exit_by_exception)
+    outcome = outcome_alone(exit_by_exception)
     assert [rank.cause for rank in outcome.ranks] == ["SystemExit: 5", "SystemExit: 5"]
 
 
@@ -149,7 +154,7 @@ def raise_unpicklable() -> None:
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_all_the_same() -> None:
-    outcome = outcome_of(raise_unpicklable)
+    outcome = outcome_alone(raise_unpicklable)
     assert [rank.cause for rank in outcome.ranks] == ["Unpicklable: planted"] * 2
 
 
@@ -158,7 +163,7 @@ def return_unpicklable() -> object:
 
 
 def test_a_value_that_cannot_be_pickled_is_the_rank_s_failure() -> None:
-    outcome = outcome_of(return_unpicklable)
+    outcome = outcome_alone(return_unpicklable)
     assert all("cannot pickle" in rank.cause for rank in outcome.ranks)
 
 
@@ -169,7 +174,7 @@ def print_much_then_raise() -> None:
 
 
 def test_much_output_is_cut_to_its_end() -> None:
-    outcome = outcome_of(print_much_then_raise)
+    outcome = outcome_alone(print_much_then_raise)
     assert all(rank.output.endswith("the last words") for rank in outcome.ranks)
     assert all(len(rank.output) < 10_000 for rank in outcome.ranks)
 

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from zharness.world.orphans import die_with_parent
+
 
 def import_what(use: Callable[[], None]) -> tuple[str, ...]:
     """Import in this process every module that ``use`` makes a forked child import; their names.
@@ -28,8 +30,10 @@ def import_what(use: Callable[[], None]) -> tuple[str, ...]:
 def _imported_by(use: Callable[[], None]) -> tuple[str, ...]:
     before = set(sys.modules)
     reader, writer = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
+        die_with_parent(parent)
         os.close(reader)
         try:
             use()

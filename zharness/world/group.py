@@ -69,6 +69,16 @@ def fork(work: Work, rank: int, room: Path) -> Member:
     return Member(rank, process, reader, end_of(process))
 
 
+def wait_for_end(process: ForkProcess, seconds: float) -> None:
+    """Wait until ``process`` has ended, or for that many seconds."""
+    if process.exitcode is not None:
+        return
+    ended = end_of(process)
+    wait([ended], timeout=seconds)
+    if ended != process.sentinel:
+        os.close(ended)
+
+
 def end_of(process: ForkProcess) -> int:
     """A descriptor that becomes readable at the end of ``process``.
 

@@ -43,7 +43,10 @@ def live(work: Work, rank: int, room: Path, report: Connection, server: int) -> 
     die_with_parent(server)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's own handler came along with the fork
-    redirect(output_file(room, rank))
+    try:
+        redirect(output_file(room, rank))
+    except FileNotFoundError:
+        os._exit(1)  # the server was told to leave, and took the room with it, while this rank was being forked
     with stack_file(room, rank).open("w") as stacks:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

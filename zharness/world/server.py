@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from zharness.errors import WorldError
-from zharness.world.group import Abandoned, run_group
+from zharness.world.group import Abandoned, run_group, wait_for_end
 from zharness.world.limits import check_world_size
-from zharness.world.orphans import adopt_orphans, die_with_parent
+from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group
 from zharness.world.outcome import GroupOutcome
 from zharness.world.work import Group, Work
 
@@ -39,6 +39,9 @@ class Surroundings:
     search_path: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     warm_up: str = ""
+
+
+PATIENCE = 5.0  # seconds that a server gets to end its ranks before it is killed
 
 
 class RankServer:
@@ -94,10 +97,11 @@ class RankServer:
         atexit.unregister(self.close)
         # By signal, not by closing the pipe: a thread that still reads the pipe keeps it open and would never wake up.
         self._process.terminate()
-        self._process.join(5)
+        wait_for_end(self._process, PATIENCE)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
+            shutil.rmtree(self.room, ignore_errors=True)
         with suppress(OSError):
             self._pipe.close()
 
@@ -142,7 +146,7 @@ def serve(
     parents_end.close()  # while this process held it too, the client's death would not close the pipe
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, lambda *_: leave(room))
     adopt_orphans()
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -158,10 +162,18 @@ def serve(
         shutil.rmtree(room, ignore_errors=True)
 
 
-def leave(_signal: int, _frame: object) -> None:
-    """Unwind on SIGTERM: the ``finally`` blocks on the way end the ranks and remove the files."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt them
-    raise SystemExit(0)
+def leave(room: Path) -> NoReturn:
+    """End the ranks, remove the files, and end this process, from within a signal handler.
+
+    Not by raising: an exception out of a handler is lost where it happens to meet a callback that cannot raise, and
+    foreign code that is being imported may catch it.
+    """
+    for child in multiprocessing.active_children():
+        if child.pid is not None:
+            child.kill()
+            end_process_group(child.pid)
+    shutil.rmtree(room, ignore_errors=True)
+    os._exit(0)
 
 
 def prepare(surroundings: Surroundings) -> str:
