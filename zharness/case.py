@@ -65,6 +65,14 @@ class Case:
         )
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """``0,1,2`` as integers, each once: the values of one axis of the matrix. Raises UsageError for anything else."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise UsageError(f"got {text!r}; expected whole numbers with commas between, as in 0,1,2") from None
+
+
 def looks_like_id(text: str) -> bool:
     """Whether ``text`` has the form of a case id."""
     return _ID.fullmatch(text) is not None

@@ -10,17 +10,18 @@ from pathlib import Path
 import click
 
 import zharness
+from zharness.case import numbers
 from zharness.errors import UsageError, ZHarnessError
 
 SECONDS = click.FloatRange(min=1.0, max=86_400.0)
 
 
-def numbers(_context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+def integers(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     """``0,1,2`` as integers. Raises click.BadParameter for anything else."""
     try:
-        return () if value is None else tuple(dict.fromkeys(int(part) for part in value.split(",")))
-    except ValueError:
-        raise click.BadParameter(f"got {value!r}; expected whole numbers with commas between, as in 0,1,2") from None
+        return () if value is None else numbers(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def words(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -49,8 +50,8 @@ def cli() -> None:
 @click.option(
     "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
 )
-@click.option("--stage", "stages", callback=numbers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
-@click.option("--world-size", "world_sizes", callback=numbers, default="2", metavar="1,2,4", show_default=True)
+@click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
+@click.option("--world-size", "world_sizes", callback=integers, default="2", metavar="1,2,4", show_default=True)
 @click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
 @click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")

@@ -16,7 +16,9 @@ def surroundings(name: str) -> Surroundings:
     """
     release = split(name)[1]
     info = engines.info(name)
-    if release is None or release == info.version() or info.distribution != name.partition("==")[0]:
+    # Only an engine that is its package can be had in another release here: torch under this process stays torch.
+    is_its_package = info.distribution == info.name
+    if release is None or release == info.version() or not is_its_package:
         return runner.surroundings(name)
     path = overlay.ensure(info.distribution, release)
     return Surroundings((str(path),), overlay.environment(path), info.warm_up)

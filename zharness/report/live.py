@@ -69,7 +69,7 @@ def check(
         cells = plan(request, runners[0].claims)
         file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
         found = list(recorded(run_all(cells, runners), file, len(cells)))
-    order = {cell.case: place for place, cell in enumerate(cells)}
+    order = {cell.case: position for position, cell in enumerate(cells)}
     records = sorted(found, key=lambda record: order[record.case])
     conclude(records, time.monotonic() - began, outputs)
     return exit_code(records)

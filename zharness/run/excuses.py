@@ -6,6 +6,7 @@ import importlib.resources
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -56,8 +57,9 @@ class Excuse:
         )
 
 
+@cache
 def excuses_for(engine: str) -> tuple[Excuse, ...]:
-    """The excuses of one engine, in the order of its file; none where it has no file."""
+    """The excuses of one engine, in the order of its file; none where it has no file. Read once a process."""
     name = split(engine)[0]
     file = importlib.resources.files("zharness") / "excuses" / f"{name}.toml"
     if not file.is_file():

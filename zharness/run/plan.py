@@ -90,10 +90,11 @@ def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims)
     """Every cell of one engine."""
     offered = stages_of(engine, request.stages, claims)
     for stage in request.stages or offered:
-        lacking = "" if stage in offered else f"{engine} has no stage {stage}"
+        capabilities = claims(engine, stage) if stage in offered else None
         for check in checks:
             for case in cases_of(check, engine, stage, request):
-                yield Planned(case, lacking or unsupported(check, case, claims(engine, stage)))
+                lacking = f"{engine} has no stage {stage}"
+                yield Planned(case, lacking if capabilities is None else unsupported(check, case, capabilities))
 
 
 def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:

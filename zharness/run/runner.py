@@ -51,7 +51,7 @@ class Runner:
         """What an engine claims at a stage; one known by its factory alone is built once, in a rank, to tell."""
         key = (engine, stage)
         if key not in self._claims:
-            self._claims[key] = claims_of(self._servers[engine], engine, stage)
+            self._claims[key] = engines.capabilities(engine, stage) or probed(self._servers[engine], engine, stage)
         return self._claims[key]
 
     def run(self, planned: Planned) -> Record:
@@ -104,14 +104,8 @@ class Runner:
         self.close()
 
 
-def claims_of(server: RankServer, engine: str, stage: int) -> Capabilities:
-    """What an engine claims at a stage; one known by its factory alone is built once, in a rank, to tell.
-
-    Raises UsageError when it cannot be built.
-    """
-    known = engines.capabilities(engine, stage)
-    if known is not None:
-        return known
+def probed(server: RankServer, engine: str, stage: int) -> Capabilities:
+    """What an engine that is built in a rank claims there. Raises UsageError when it cannot be built."""
     outcome = server.run(cell.probe, engine, stage)
     failed = outcome.cause
     if failed is None:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from zharness import engines
+from zharness.case import numbers
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.run.plan import Planned, Request, any_claims, plan, validate
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import Runner, claims_of, surroundings
+from zharness.run.runner import Runner, probed, surroundings
 from zharness.world import RankServer
 
 RUNNER = pytest.StashKey[Runner]()
 
 
+@cache
 def claims(engine: str, stage: int) -> Capabilities:
     """What an engine claims; one known by its factory alone is built once, in a rank of its own, to tell."""
     known = engines.capabilities(engine, stage)
     if known is not None:
         return known
     with RankServer(surroundings(engine)) as server:
-        return claims_of(server, engine, stage)
+        return probed(server, engine, stage)
 
 
 def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[Planned]:
@@ -46,11 +49,11 @@ def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[P
 
 
 def stages_from(text: str) -> tuple[int, ...]:
-    """``0,1,2`` as integers. Raises UsageError for anything else."""
+    """The stages of ``--stage``, none where it was not given. Raises UsageError for anything but numbers."""
     try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise UsageError(f"--stage {text!r}: expected whole numbers with commas between, as in 0,1,2") from None
+        return numbers(text) if text else ()
+    except UsageError as error:
+        raise UsageError(f"--stage: {error}") from None
 
 
 def request_of(engine: str, world_sizes: tuple[int, ...] = (2,)) -> Request:
