@@ -56,6 +56,13 @@ def cli() -> None:
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
 @click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
+@click.option(
+    "--isolation",
+    type=click.Choice(["fresh", "pooled"]),
+    default="fresh",
+    show_default=True,
+    help="New ranks for every cell, or ranks that live on for the cells of one engine and stage.",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
 @click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line for each cell.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
@@ -68,6 +75,7 @@ def check(
     models: tuple[str, ...],
     seed: int,
     timeout: float,
+    isolation: str,
     jobs: int | None,
     jsonl: Path | None,
     html: Path | None,
@@ -81,9 +89,10 @@ def check(
     from zharness.report.live import Options, Outputs
     from zharness.report.live import check as run
     from zharness.run import Request
+    from zharness.world import Isolation
 
     request = Request(patterns, engines or ("reference",), stages, world_sizes, dtypes, models)
-    return run(request, Options(timeout, seed, jobs or 0), Outputs(jsonl, html), surroundings)
+    return run(request, Options(timeout, seed, jobs or 0, Isolation(isolation)), Outputs(jsonl, html), surroundings)
 
 
 @cli.command(name="list")

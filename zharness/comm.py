@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -37,14 +37,19 @@ class Tally:
         return Tally(self.calls + 1, self.elements + elements)
 
 
+Observer = Callable[[Collective, Tensor], None]
+
+
 class Comm:
     """Blocking collectives over ``group`` (the default group when None), with one tally per collective and dtype.
 
-    World size 1 takes the same path: the collectives run and are counted, they only move nothing.
+    World size 1 takes the same path: the collectives run and are counted, they only move nothing. ``observer`` is
+    called with each collective and its full tensor before it runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, observer: Observer | None = None) -> None:
         self.group = group
+        self._observer = observer
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
@@ -90,5 +95,7 @@ class Comm:
         return tensor
 
     def _count(self, kind: Collective, full: Tensor) -> None:
+        if self._observer is not None:
+            self._observer(kind, full)
         key = (kind, full.dtype)
         self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())

@@ -1,8 +1,10 @@
-"""The pytest plugin: options, the ``cells`` marker, and the ``record`` fixture that runs a cell."""
+"""The pytest plugin: tests in ranks (marker ``world_size``) and cells (marker ``cells``), as options and fixtures."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +12,11 @@ import pytest
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from zharness.comm import Comm
     from zharness.run import Planned, Record
 
 # Nothing of torch is imported here: every pytest run in the environment loads this file, also those of other projects.
@@ -21,18 +28,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine", action="append", default=[], help="run this engine's cells; NAME or module:factory")
     group.addoption("--stage", default="", help="run the cells of these ZeRO stages only, as in 0,1,2,3")
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
-    config.addinivalue_line(
-        "markers",
-        "cells(engine, world_sizes=(2,)): parametrize the fixture `cell` with every planned case of an engine",
+    ranks = parser.getgroup("ranks", "tests that run on several ranks (marker world_size)")
+    ranks.addoption(
+        "--isolation",
+        choices=["fresh", "pooled"],
+        default="fresh",
+        help="new ranks for every test, or ranks that live on from one test to the next (%(default)s)",
+    )
+    ranks.addoption("--rank-timeout", type=seconds, default=60.0, help="seconds for one test in ranks (%(default)s)")
+    ranks.addoption(
+        "--collectives",
+        choices=["checked", "trusted"],
+        default="checked",
+        help="compare every collective between the ranks before it runs, up to 16 ranks (%(default)s)",
+    )
+    ranks.addoption(
+        "--pdb-rank", type=int, default=0, help="the rank that --pdb and breakpoint() stop on (%(default)s)"
     )
 
 
+def seconds(text: str) -> float:
+    """A time-out of the command line."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
+    return value
+
+
+CULPRIT = pytest.StashKey[str]()  # on the config: the file whose import initialised CUDA
+
+
+MARKERS = (
+    "cells(engine, world_sizes=(2,)): parametrize the fixture `cell` with every planned case of an engine",
+    "world_size(2, 4): run the test with all its fixtures inside each of that many ranks, once for each size",
+    'isolation("fresh" or "pooled", group="kept", "new" or "none"): the ranks of this test, whatever --isolation says',
+    "rank_timeout(S): seconds for this test in ranks, whatever --rank-timeout says",
+    'warm("deepspeed"): fork the ranks of this test from a server that has imported this engine',
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers."""
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each planned cell; its id is the case's."""
+    """One test for each world size, and one for each planned cell; its id is the case's."""
+    if metafunc.definition.get_closest_marker("world_size") is not None:
+        from zharness.items.placement import parametrize
+
+        try:
+            parametrize(metafunc)
+        except UsageError as error:
+            raise pytest.Collector.CollectError(str(error)) from None
     if "cell" in metafunc.fixturenames:
         from zharness.run.session import planned_for
 
@@ -43,12 +92,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", cells, ids=[cell.case.id for cell in cells])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Remember what was being imported when CUDA was initialised: ranks cannot be forked after that."""
+    report = yield
+    torch = sys.modules.get("torch")
+    if torch is not None and CULPRIT not in collector.config.stash and torch.cuda.is_initialized():
+        collector.config.stash[CULPRIT] = collector.nodeid or "a conftest.py or a plugin"
+    return report
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
+    if any(item.get_closest_marker("world_size") for item in session.items) and runs_here(session.config):
+        from zharness.items.conductor import Conductor
+        from zharness.world.server import refuse_cuda
+
+        try:
+            refuse_cuda(session.config.stash.get(CULPRIT, ""))
+            # Registered last, so that it is asked first: pytest-forked would run the test in one process.
+            session.config.pluginmanager.register(Conductor(session), "zharness-conductor")
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
     if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
         from zharness.run.session import start_servers
 
         start_servers(session)
+
+
+def runs_here(config: pytest.Config) -> bool:
+    """Whether tests run in this process: not while tests are only listed, and not in xdist's controller."""
+    controls = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
+    return not (config.option.collectonly or controls)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -64,3 +141,49 @@ def record(cell: Planned, pytestconfig: pytest.Config) -> Record:
     from zharness.run.session import run_cell
 
     return run_cell(cell, pytestconfig)
+
+
+@pytest.fixture
+def _world(request: pytest.FixtureRequest) -> int:
+    """The parameter behind the marker ``world_size``."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="session")
+def rank() -> int:
+    """This process's rank; 0 in a test that runs in pytest's own process."""
+    from zharness.world.here import here, is_rank
+
+    return here().rank if is_rank() else 0
+
+
+@pytest.fixture(scope="session")
+def world_size() -> int:
+    """How many ranks there are; 1 in a test that runs in pytest's own process."""
+    from zharness.world.here import here, is_rank
+
+    return here().world_size if is_rank() else 1
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """This rank's device: a GPU of its own where ``ZHARNESS_DEVICE=cuda`` asks for it, else the CPU."""
+    from zharness.items.fixtures import make_device
+
+    return make_device()
+
+
+@pytest.fixture
+def comm() -> Comm:
+    """The collectives of the test's default group, counted, and compared between the ranks at every world size."""
+    from zharness.items.fixtures import make_comm
+
+    return make_comm()
+
+
+@pytest.fixture
+def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
+    """A temporary directory that all ranks of the test share; ``tmp_path`` is private to each."""
+    from zharness.items.fixtures import make_shared
+
+    return make_shared(request)

@@ -20,6 +20,7 @@ FLOORS = {
     "workload": 1,
     "reference": 1,
     "engines": 2,
+    "items": 3,
     "parity": 3,
     "checks": 4,
     "mutants": 4,

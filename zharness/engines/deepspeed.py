@@ -343,7 +343,7 @@ class _LinearPatch:
 
 def _prepare(device_type: str) -> Any:
     """The deepspeed module, with the process made ready for deepspeed.initialize on ``device_type``."""
-    deepspeed = _import(device_type)
+    deepspeed = imported(device_type)
     local = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
     # Read by DeepSpeed instead of the process group: the local rank by its argument check, the number of ranks on this
     # machine by its CPU accelerator. A rank is a process of its own, so nobody else sees them.
@@ -357,7 +357,8 @@ def _prepare(device_type: str) -> Any:
     return deepspeed
 
 
-def _import(device_type: str) -> Any:
+def imported(device_type: str) -> Any:
+    """The deepspeed module, without the build that ranks would race for. Raises MissingEngine."""
     os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; _prepare names a decision for another device
     try:
         import deepspeed
@@ -378,7 +379,7 @@ def _import(device_type: str) -> Any:
 
 def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
     """Import in this process, which will fork the ranks, what DeepSpeed imports lazily; the names."""
-    _import(device_type)
+    imported(device_type)
     return warm.import_what(partial(_throw_away, device_type))
 
 

@@ -25,6 +25,7 @@ from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.plan import validate
 from zharness.run.record import RecordFile, record_file
 from zharness.run.runner import surroundings
+from zharness.world import Isolation
 from zharness.world.server import Surroundings
 
 
@@ -38,11 +39,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Options:
-    """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time."""
+    """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time, whose ranks."""
 
     timeout: float = 60.0
     seed: int = 0
     lanes: int = 0
+    isolation: Isolation = Isolation.FRESH
 
     def width(self) -> int:
         """Cells at a time: as asked, else one for each core, since half of a cell is start and judgement."""
@@ -65,7 +67,10 @@ def check(
     places = {name: place(name) for name in engines_of(request)}
     began = time.monotonic()
     with ExitStack() as stack:
-        runners = [stack.enter_context(Runner(places, options.timeout, options.seed)) for _ in range(options.width())]
+        runners = [
+            stack.enter_context(Runner(places, options.timeout, options.seed, options.isolation))
+            for _ in range(options.width())
+        ]
         cells = plan(request, runners[0].claims)
         file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
         found = list(recorded(run_all(cells, runners), file, len(cells)))

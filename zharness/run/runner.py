@@ -24,7 +24,7 @@ from zharness.run import cell, excuses
 from zharness.run.excuses import Excuse
 from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
-from zharness.world import End, Group, GroupOutcome, RankServer, Work
+from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, Work
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
@@ -38,11 +38,19 @@ class Runner:
     A context manager: on leaving, every server and every rank is gone.
     """
 
-    def __init__(self, places: Mapping[str, Surroundings], timeout: float = 60.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, Surroundings],
+        timeout: float = 60.0,
+        seed: int = 0,
+        isolation: Isolation = Isolation.FRESH,
+    ) -> None:
+        """``isolation`` says whether the cells of one engine and stage may share ranks, one after the other."""
         # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
         self.seed = seed
+        self.isolation = isolation
         self._servers = {name: RankServer(place) for name, place in places.items()}
         self._judges = RankServer()
         self._claims: dict[tuple[str, int], Capabilities] = {}
@@ -85,11 +93,28 @@ class Runner:
     def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
         claims = self.claims(case.engine, case.stage)
         arguments = (case, self.seed, str(room), claims, options)
-        work = Work(cell.observe, arguments, case.world_size, self.timeout)
+        # What an engine leaves in its process is left to cells of the same engine and stage alone, and with it the
+        # group: DeepSpeed keeps the first one for good. The judge's process never sees an engine.
+        work = Work(
+            cell.observe,
+            arguments,
+            case.world_size,
+            self.timeout,
+            group=Group.KEPT,
+            isolation=self.isolation,
+            pool=f"stage {case.stage}",
+        )
         outcome = self._servers[case.engine].submit(work)
         if outcome.cause is not None:
             return broken(outcome, blank)
-        judged = self._judges.run(cell.judge, case, self.seed, str(room), timeout=JUDGE_TIMEOUT, group=Group.NONE)
+        judging = Work(
+            cell.judge,
+            (case, self.seed, str(room)),
+            timeout=JUDGE_TIMEOUT,
+            group=Group.NONE,
+            isolation=self.isolation,
+        )
+        judged = self._judges.submit(judging)
         return judged_record(judged, blank)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from zharness.errors import UsageError
 from zharness.run.plan import Planned, Request, any_claims, plan, validate
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner, probed, surroundings
-from zharness.world import RankServer
+from zharness.world import Isolation, RankServer
 
 RUNNER = pytest.StashKey[Runner]()
 
@@ -75,7 +75,9 @@ def start_servers(session: pytest.Session) -> None:
     names = sorted({planned.case.engine for planned in cells if not planned.unsupported})
     if names:
         timeout = session.config.getoption("--cell-timeout")
-        session.config.stash[RUNNER] = Runner({name: surroundings(name) for name in names}, timeout=timeout)
+        isolation = Isolation(session.config.getoption("--isolation"))
+        places = {name: surroundings(name) for name in names}
+        session.config.stash[RUNNER] = Runner(places, timeout=timeout, isolation=isolation)
 
 
 def cell_of(item: pytest.Item) -> Planned | None:

@@ -27,7 +27,7 @@ def available_memory() -> int:
 def largest_world() -> tuple[int, str]:
     """The largest world size that can be started here, and what limits it."""
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a server raises its limit to the hard one
     limits = {
         "the largest world that was tried on one machine": LARGEST,
         "free memory": available_memory() // RANK_BYTES,
@@ -35,7 +35,7 @@ def largest_world() -> tuple[int, str]:
     if processes != resource.RLIM_INFINITY:
         limits["the limit on processes, ulimit -u"] = processes // 2
     if files != resource.RLIM_INFINITY:
-        limits["the limit on open files, ulimit -n"] = (files - 32) // 4
+        limits["the limit on open files, ulimit -n"] = (files - 64) // 6
     reason = min(limits, key=lambda name: limits[name])
     return max(1, limits[reason]), reason
 
@@ -48,3 +48,9 @@ def check_world_size(world_size: int) -> None:
             f"world size {world_size} cannot be started here; allowed: 1 to {largest} ({reason}); "
             "ask for fewer ranks or raise that limit"
         )
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: a server holds four for every rank."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from zharness.errors import ZHarnessError
+from zharness.world.messages import Note, Standing
 
 
 class End(Enum):
@@ -27,13 +28,27 @@ class End(Enum):
 _PRECEDENCE = {End.SIGNALLED: 0, End.EXITED: 0, End.RAISED: 1, End.HUNG: 2, End.STOPPED: 3}
 
 
+MISMATCH = "zharness.world.CollectiveMismatch"  # the ``exception`` of ranks that the server found to disagree
+TAIL = 4000  # characters of a rank's output in a description
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a rank wrote to ``stream`` ("stdout" or "stderr") while it was in the phase ``label``; cut in the middle."""
+
+    label: str
+    stream: str
+    text: str
+
+
 @dataclass(frozen=True)
 class RankOutcome:
     """One rank's end.
 
     ``at_ns`` is CLOCK_MONOTONIC, comparable between processes of one machine. ``payload`` is the pickled return value.
     ``innermost`` is the file of the innermost frame of a raised exception. ``stack`` is where a hung or stopped rank
-    stood. ``output`` is the end of what the rank printed.
+    stood, and ``site`` the collective in which it waited then, if it did. ``phase`` is the last label under which it
+    printed. ``notes`` are what it told before its end, ``left_behind`` the threads and processes that it did not end.
     """
 
     rank: int
@@ -44,13 +59,32 @@ class RankOutcome:
     innermost: str = ""
     traceback: str = ""
     stack: str = ""
-    output: str = ""
+    site: str = ""
+    phase: str = ""
     payload: bytes = b""
+    notes: tuple[Note, ...] = ()
+    printed: tuple[Printed, ...] = ()
+    left_behind: tuple[str, ...] = ()
+
+    @property
+    def output(self) -> str:
+        """The end of what the rank printed, stream by stream."""
+        return "".join(part.text for part in self.printed)[-TAIL:].strip()
+
+    @property
+    def sound(self) -> bool:
+        """Whether the rank returned, and told of no failure before."""
+        return self.end is End.RETURNED and all(note.standing is not Standing.FAILED for note in self.notes)
 
     @property
     def value(self) -> Any:
         """What the rank's function returned. The bytes were written by a rank that this process started."""
         return pickle.loads(self.payload)  # noqa: S301 - see the docstring
+
+    @property
+    def precedence(self) -> int:
+        """Which ends are causes of which, whatever the clocks say; a mismatch may make a peer abort."""
+        return 0 if self.exception == MISMATCH else _PRECEDENCE[self.end]
 
     def words(self) -> str:
         """One sentence: which rank, how it ended, why."""
@@ -66,9 +100,9 @@ class GroupOutcome:
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
-        """The ranks that did not return, the cause first."""
+        """The ranks that did not return, the cause first; of hung ranks, those for which the others wait."""
         failed = [outcome for outcome in self.ranks if outcome.end is not End.RETURNED]
-        return tuple(sorted(failed, key=lambda outcome: (_PRECEDENCE[outcome.end], outcome.at_ns)))
+        return tuple(sorted(failed, key=lambda one: (one.precedence, bool(one.site), one.at_ns)))
 
     @property
     def cause(self) -> RankOutcome | None:
@@ -83,11 +117,11 @@ class GroupOutcome:
 
     def describe(self) -> str:
         """Every failed rank in words, the cause first, with tracebacks, stacks and output."""
-        blocks = []
+        blocks: dict[str, list[RankOutcome]] = {}
         for outcome in self.failures:
             details = [outcome.traceback, outcome.stack, outcome.output and f"output:\n{outcome.output}"]
-            blocks.append("\n".join([outcome.words(), *(text.rstrip() for text in details if text)]))
-        return "\n\n".join(blocks)
+            blocks.setdefault("\n".join(text.rstrip() for text in details if text), []).append(outcome)
+        return "\n\n".join("\n".join([*(one.words() for one in alike), text]) for text, alike in blocks.items())
 
 
 class RanksFailed(ZHarnessError):

@@ -1,32 +1,60 @@
-"""Life of one rank, from its fork to its report."""
+"""Life of one rank, from its fork to its end."""
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import faulthandler
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore  # torch.distributed.FileStore, which has no public stub
 
+# torch.distributed's names for these are public, but have no stubs.
+from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
+
+from zharness.errors import WorldError
+from zharness.world.here import Here, become
+from zharness.world.messages import Announced, Hold, Leave, Note, NoVotes, Standing, Vote, Votes
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import End, RankOutcome
-from zharness.world.work import Group, Work
+from zharness.world.streams import marker
+from zharness.world.work import CHECKED_UP_TO, Collectives, Group, Work
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+# The deadline of a piece of work is its server's to keep: it knows of builds, and of people in a debugger. This one,
+# of the collectives alone, comes only after every other.
+LAST_RESORT = datetime.timedelta(hours=2)
 
 
-def output_file(room: Path, rank: int) -> Path:
-    """Where rank's standard output and standard error go."""
-    return room / f"output.{rank}"
+@dataclass(frozen=True)
+class Seat:
+    """What makes a process this rank. ``room`` is a private directory of the group; ``server`` is a process id."""
+
+    rank: int
+    world_size: int
+    room: Path
+    server: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A rank's ends of its pipes: control, standard output, standard error."""
+
+    control: Connection
+    out: int
+    err: int
 
 
 def stack_file(room: Path, rank: int) -> Path:
@@ -34,54 +62,128 @@ def stack_file(room: Path, rank: int) -> Path:
     return room / f"stack.{rank}"
 
 
-def live(work: Work, rank: int, room: Path, report: Connection, server: int) -> None:
-    """Run ``work`` as ``rank`` and send one RankOutcome through ``report``; the process ends with status 0 then.
+class ServerChannel:
+    """A rank's line to its server. Only the thread that runs the work may wait on it; any thread may tell."""
 
-    ``room`` is a private directory that the whole group shares; it holds the rendezvous file.
-    """
+    def __init__(self, seat: Seat, ends: Ends) -> None:
+        self._seat = seat
+        self._ends = ends
+        self._lock = threading.Lock()
+        self._announced = 0
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._ends.control.send(message)
+
+    def receive(self) -> Any:
+        return self._ends.control.recv()
+
+    def note(self, standing: Standing, payload: object, at_ns: int) -> None:
+        """Tell something before the end of the work; ``payload`` is pickled."""
+        self.send(Note(self._seat.rank, at_ns, standing, pickle.dumps(payload)))
+
+    def hold(self, reason: str) -> None:
+        """Switch the deadline off while a person looks at this rank; with the empty reason, on again."""
+        self.send(Hold(self._seat.rank, reason))
+
+    def exchange(self, value: bytes) -> tuple[bytes, ...]:
+        self.send(Vote(self._seat.rank, value))
+        answer = self.receive()
+        if isinstance(answer, Votes):
+            return answer.values
+        if isinstance(answer, NoVotes):
+            raise WorldError(answer.reason)
+        raise WorldError(f"the exchange was answered with {answer!r}")
+
+    def announce(self, what: str, site: str) -> None:
+        self._announced += 1
+        self.send(Announced(self._seat.rank, self._announced, time.monotonic_ns(), what, site))
+
+    def begin(self) -> None:
+        """Count announced collectives from 1 again."""
+        self._announced = 0
+
+    def label(self, phase: str) -> None:
+        """Let what is printed from now on belong to ``phase``."""
+        flush()
+        for stream in (self._ends.out, self._ends.err):
+            try:
+                os.write(stream, marker(phase))
+            except OSError:
+                continue  # the test closed it; there is nothing left to be labelled
+
+
+def live(seat: Seat, ends: Ends, work: Work, inherited: Callable[..., Any] | None) -> NoReturn:
+    """Run ``work``, then whatever else the server sends, until it says to leave. Never returns."""
     os.setpgid(0, 0)  # children that the rank leaves behind are killed with its process group
-    die_with_parent(server)
+    die_with_parent(seat.server)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's own handler came along with the fork
+    atexit._clear()  # what the parent registered is the parent's to run  # no public way; nothing breaks if it goes
+    redirect(ends)
+    channel = ServerChannel(seat, ends)
+    become(Here(seat.rank, seat.world_size, channel))
+    torch.set_num_threads(1)
     try:
-        redirect(output_file(room, rank))
+        stacks = stack_file(seat.room, seat.rank).open("w")
     except FileNotFoundError:
         os._exit(1)  # the server was told to leave, and took the room with it, while this rank was being forked
-    with stack_file(room, rank).open("w") as stacks:
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        report.send(attempt(work, rank, room))
-    report.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    faulthandler.enable(
+        file=os.dup(ends.err)
+    )  # a copy, so that a test that redirects descriptor 2 still tells its death
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    announce_environment(seat)
+    while True:
+        stacks.truncate(0)
+        channel.begin()
+        channel.send(attempt(work, seat, inherited))
+        message = channel.receive()
+        if isinstance(message, Leave):
+            leave()
+        work = message
 
 
-def redirect(path: Path) -> None:
-    """Send file descriptors 1 and 2, C code's output included, to ``path``."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with path.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def leave() -> NoReturn:
+    """End with status 0, having run what was registered to run at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    flush()
+    os._exit(0)
+
+
+def flush() -> None:
+    """Empty Python's own buffers; streams that a test closed have none."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def redirect(ends: Ends) -> None:
+    """Send file descriptors 1 and 2, C code's output included, into the rank's pipes."""
+    flush()
+    os.dup2(ends.out, 1)
+    os.dup2(ends.err, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
 
 
-def attempt(work: Work, rank: int, room: Path) -> RankOutcome:
+def attempt(work: Work, seat: Seat, inherited: Callable[..., Any] | None) -> RankOutcome:
     """The outcome of ``work`` on this rank; every exception, SystemExit included, becomes part of it."""
     try:
-        torch.set_num_threads(1)
-        if work.group is Group.DEFAULT:
-            join_group(rank, work.world_size, room, work.timeout)
-        value = work.function(*work.args)
+        form_group(work, seat)
+        function = inherited if work.function is by_inheritance and inherited is not None else work.function
+        value = function(*work.args)
         payload = pickle.dumps(value)
-        # Leave together: a rank that is gone while a peer still connects or sends would look like a fault.
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        return RankOutcome(rank, End.RETURNED, time.monotonic_ns(), payload=payload)
+        return RankOutcome(seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload)
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
-        return raised(rank, error)
+        return raised(seat.rank, error)
+
+
+def by_inheritance() -> None:
+    """Stands in a message for the function that the server got by its fork."""
 
 
 def raised(rank: int, error: BaseException) -> RankOutcome:
@@ -100,25 +202,41 @@ def raised(rank: int, error: BaseException) -> RankOutcome:
     )
 
 
-def join_group(rank: int, world_size: int, room: Path, timeout: float) -> None:
-    """Set the variables that launchers set, and form the default group over the loopback interface."""
+def announce_environment(seat: Seat) -> None:
+    """Set the variables that launchers set."""
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size),
+        RANK=str(seat.rank),
+        LOCAL_RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.world_size),
+        LOCAL_WORLD_SIZE=str(seat.world_size),
+        LOCAL_SIZE=str(seat.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
         GLOO_SOCKET_IFNAME=LOOPBACK.get(sys.platform, "lo"),
     )
-    device = rank_device(rank, world_size)
+
+
+def form_group(work: Work, seat: Seat) -> None:
+    """Have the default group that ``work`` asks for, over the loopback interface; the one of the work before is left.
+
+    Every rank has ended the work before, so nobody is waited for that has still to leave.
+    """
+    if dist.is_initialized():
+        if work.group is Group.KEPT and dist.get_world_size() == seat.world_size:
+            return
+        dist.destroy_process_group()
+    if work.group is Group.NONE:
+        return
+    checked = work.collectives is Collectives.CHECKED and seat.world_size <= CHECKED_UP_TO
+    if checked and "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
+        set_debug_level(DebugLevel.DETAIL)
+    device = rank_device(seat.rank, seat.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(str(room / "rendezvous"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
+        store=FileStore(str(seat.room / f"rendezvous.{work.serial}"), seat.world_size),
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=LAST_RESORT,
         device_id=device if device.type == "cuda" else None,
     )
 

@@ -14,17 +14,23 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zharness.errors import WorldError
-from zharness.world.group import Abandoned, run_group, wait_for_end
-from zharness.world.limits import check_world_size
+import torch
+
+from zharness.errors import UsageError, WorldError
+from zharness.world.limits import check_world_size, raise_file_limit
 from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group
 from zharness.world.outcome import GroupOutcome
-from zharness.world.work import Group, Work
+from zharness.world.pools import Pools
+from zharness.world.rank import by_inheritance
+from zharness.world.team import wait_for_end
+from zharness.world.watch import Abandoned
+from zharness.world.work import Dismissal, Group, Work
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,14 @@ class Surroundings:
 
     ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
     os.environ, and ``warm_up`` (``module:function``, no arguments) runs once before the first rank: it may import, but
-    must not run a tensor operation, or the children of this process hang in torch's thread pool.
+    must not run a tensor operation, or the children of this process hang in torch's thread pool. ``echo`` has what the
+    ranks print written to standard output as well, line by line with the rank in front.
     """
 
     search_path: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     warm_up: str = ""
+    echo: bool = False
 
 
 PATIENCE = 5.0  # seconds that a server gets to end its ranks before it is killed
@@ -47,8 +55,12 @@ PATIENCE = 5.0  # seconds that a server gets to end its ranks before it is kille
 class RankServer:
     """A handle on a rank server process. Use it as a context manager, or call ``close``."""
 
-    def __init__(self, surroundings: Surroundings | None = None, inherited: Work | None = None) -> None:
-        """Fork the server. ``inherited`` is work that reaches it by the fork, so that nothing in it is pickled."""
+    def __init__(self, surroundings: Surroundings | None = None, inherited: Callable[..., Any] | None = None) -> None:
+        """Fork the server. ``inherited`` reaches its ranks by the fork, so that nothing in it is pickled.
+
+        Raises UsageError when this process has initialised CUDA, which no fork of it could use.
+        """
+        refuse_cuda()
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         # A private directory that the server removes when it ends, also when that is because this process was killed.
@@ -75,20 +87,32 @@ class RankServer:
         check_world_size(world_size)
         return self.submit(Work(function, args, world_size, timeout, group))
 
+    def call(self, *args: Any, **how: Any) -> GroupOutcome:
+        """``run`` for the function that the server inherited; ``how`` are fields of Work."""
+        return self.submit(Work(by_inheritance, args, **how))
+
     def submit(self, work: Work) -> GroupOutcome:
         """``run`` for a Work. An interrupt while ranks run ends the server and its ranks."""
+        answer = self._ask(work)
+        if isinstance(answer, GroupOutcome):
+            return answer
+        raise WorldError(str(answer))
+
+    def dismiss(self, pool: str, world_size: int) -> GroupOutcome | None:
+        """End the ranks of one pool and tell how they ended; None when there are none."""
+        answer = self._ask(Dismissal(pool, world_size))
+        return answer if isinstance(answer, GroupOutcome) else None
+
+    def _ask(self, request: Work | Dismissal) -> object:
         try:
-            self._pipe.send(work)
-            answer = self._pipe.recv()
+            self._pipe.send(request)
+            return self._pipe.recv()
         except (EOFError, OSError) as error:
             self.close()
             raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
         except BaseException:
             self.close()
             raise
-        if isinstance(answer, GroupOutcome):
-            return answer
-        raise WorldError(str(answer))
 
     def close(self) -> None:
         """End the server and whatever it still runs. A fork of the owner leaves it alone."""
@@ -125,20 +149,24 @@ def run(
     a rank does not return, UsageError for a world size that cannot be had.
     """
     check_world_size(world_size)
-    work = Work(function, args, world_size, timeout, group)
-    with RankServer(inherited=work) as server:
-        return server.submit(Work(_inherited)).values()
+    with RankServer(inherited=partial(function, *args)) as server:
+        return server.call(world_size=world_size, timeout=timeout, group=group).values()
 
 
-def _inherited() -> None:
-    """Stands in a message for the work that the server got by fork."""
+def refuse_cuda(culprit: str = "") -> None:
+    """Raises UsageError when CUDA is initialised in this process; ``culprit`` is who did it, where that is known."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"CUDA was initialised in this process{culprit and f' by {culprit}'}, so no rank can be forked from it: "
+            "expected that nothing touches a GPU before the ranks do; move that into a test, a fixture or the function"
+        )
 
 
 def serve(
     pipe: Connection,
     parents_end: Connection,
     surroundings: Surroundings,
-    inherited: Work | None,
+    inherited: Callable[..., Any] | None,
     room: Path,
     parent: int,
 ) -> None:
@@ -150,15 +178,18 @@ def serve(
     adopt_orphans()
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    raise_file_limit()
+    pools = Pools(room, inherited, surroundings.echo)
     try:
         die_with_parent(parent, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
         trouble = prepare(surroundings)
         while True:
-            work = pipe.recv()
-            pipe.send(trouble or answer(work if inherited is None else inherited, room, pipe))
+            request = pipe.recv()
+            pipe.send(trouble or answer(request, pools, pipe))
     except (EOFError, OSError, Abandoned):
         pass  # the client is gone
     finally:
+        pools.end()
         shutil.rmtree(room, ignore_errors=True)
 
 
@@ -192,9 +223,11 @@ def prepare(surroundings: Surroundings) -> str:
     return ""
 
 
-def answer(work: Work, room: Path, client: Connection) -> GroupOutcome | str:
-    """The outcome of ``work``, or in words why no group could be made."""
+def answer(request: Work | Dismissal, pools: Pools, client: Connection) -> GroupOutcome | str:
+    """The outcome of work, or in words why there is none."""
     try:
-        return run_group(work, room, client)
+        if isinstance(request, Dismissal):
+            return pools.dismiss(request, client) or "there is no such pool"
+        return pools.run(request, client)
     except OSError as error:
-        return f"cannot start {work.world_size} ranks: {error}"
+        return f"cannot start {request.world_size} ranks: {error}"

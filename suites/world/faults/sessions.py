@@ -1,0 +1,232 @@
+"""Sessions of pytest inside the tests: started in a process of their own, recorded, and searched for what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TAG = "ZHARNESS_SUITE_TAG"  # a variable whose value every process of one session has
+LIMIT = 300.0  # seconds for one session
+GONE = 5.0  # seconds in which everything has to be gone
+
+# The recorder: what pytest logs and when, for the process that runs the session alone (ranks are forks of it). Where a
+# test noted process ids, it waits at the next test until they are gone, and records those that are not.
+RECORDER = """
+import json, os, threading, time
+from pathlib import Path
+
+ME, RECORD, NOTES = os.getpid(), Path(__file__).with_name("record.jsonl"), Path(__file__).with_name("notes")
+
+def record(**what):
+    if os.getpid() == ME:
+        with RECORD.open("a") as file:
+            file.write(json.dumps({"at": time.monotonic(), **what}) + "\\n")
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        global record
+        record = lambda **what: None
+
+def pytest_runtest_logstart(nodeid):
+    if os.getpid() == ME:
+        began = time.monotonic()
+        pids = [int(line) for file in NOTES.glob("*.pids") for line in file.read_text().split()]
+        while any(map(alive, pids)) and time.monotonic() < began + GONE:
+            threading.Event().wait(0.02)
+        record(kind="left", pids=[pid for pid in pids if alive(pid)], seconds=time.monotonic() - began)
+        for file in NOTES.glob("*.pids"):
+            file.unlink()
+    record(kind="start", nodeid=nodeid)
+
+def pytest_runtest_logfinish(nodeid):
+    record(kind="finish", nodeid=nodeid)
+
+def pytest_runtest_logreport(report):
+    crash = getattr(report.longrepr, "reprcrash", None)
+    record(
+        kind="report", nodeid=report.nodeid, when=report.when, outcome=report.outcome, text=report.longreprtext,
+        headline=getattr(crash, "message", report.longreprtext), sections=report.sections,
+        wasxfail=getattr(report, "wasxfail", None), duration=report.duration,
+    )
+"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report as pytest logged it. ``headline`` is the message that the short summary shows."""
+
+    when: str
+    outcome: str
+    headline: str
+    text: str
+    sections: tuple[tuple[str, str], ...]
+    wasxfail: str | None
+
+
+@dataclass
+class Told:
+    """All that was logged of one test; ``left`` are the processes it noted that outlived it by ``GONE`` seconds."""
+
+    reports: list[Report] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    left: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the test to the last word on it."""
+        return self.ended - self.began
+
+    def outcome(self, when: str) -> str | None:
+        """That of one phase; None without a report, all of them where there are several."""
+        return ", ".join(report.outcome for report in self.reports if report.when == when) or None
+
+
+@dataclass(frozen=True)
+class Done:
+    """A session that has ended; ``tests`` by the last part of their ids."""
+
+    status: int
+    output: str
+    tests: Mapping[str, Told]
+    seconds: float
+    leftovers: tuple[str, ...]
+
+    def verdicts(self) -> dict[str, str]:
+        """``call passed`` or the like for every test: the first phase that did not pass."""
+        return {
+            name: next((f"{r.when} {r.outcome}" for r in told.reports if r.outcome != "passed"), "passed")
+            for name, told in self.tests.items()
+        }
+
+
+class Session:
+    """A pytest of its own over files in ``folder``, with a private place for temporary files."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        (folder / "notes").mkdir()
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(GONE)))
+        for name, text in files.items():
+            (folder / name).write_text(textwrap.dedent(text))
+        self._tag = uuid.uuid4().hex
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}"]
+        self._output = (folder / "output.txt").open("w+")
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=folder,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """This process's, without what pytest and xdist have put into it."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ZHARNESS"))}
+        return {**own, TAG: self._tag, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
+
+    def done(self) -> Done:
+        """Wait for the end, and for everything that it started to be gone."""
+        try:
+            status = self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGINT)
+            self._end_everything()
+            status = -1
+        seconds = time.monotonic() - self._began
+        left = tuple(self._left())
+        self._end_everything()
+        with self._output:
+            self._output.seek(0)
+            output = self._output.read()
+        return Done(status, output, told_in(self.folder / "record.jsonl"), seconds, left)
+
+    def _left(self) -> Iterator[str]:
+        """What is still there ``GONE`` seconds after the end: processes, and the servers' directories."""
+        until = time.monotonic() + GONE
+        while (self.processes() or self._rooms()) and time.monotonic() < until:
+            threading.Event().wait(0.05)
+        for pid, words in self.processes().items():
+            yield f"process {pid}: {words}"
+        yield from (f"directory {room.name}" for room in self._rooms())
+
+    def _rooms(self) -> list[Path]:
+        return list(self.temporary.glob("zharness-*"))
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of all living processes of this session."""
+        return {pid: words for pid, words in tagged(f"{TAG}={self._tag}".encode())}
+
+    def _end_everything(self) -> None:
+        """Leave nothing to the tests that follow."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def tagged(tag: bytes) -> Iterator[tuple[int, str]]:
+    """Living processes with ``tag`` in the environment that they were started with."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if tag in (entry / "environ").read_bytes():
+                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue  # it has ended, or is not ours
+
+
+def told_in(path: Path) -> dict[str, Told]:
+    """The tests of a session, from the recorder's file."""
+    tests: dict[str, Told] = {}
+    last = ""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        data = json.loads(line)
+        if data["kind"] == "left":
+            if last:
+                tests[last].left = tuple(data["pids"])
+            continue
+        last = data["nodeid"].rpartition("::")[2]
+        told = tests.setdefault(last, Told())
+        if data["kind"] == "start":
+            told.began = data["at"]
+        told.ended = data["at"]
+        if data["kind"] == "report":
+            sections = tuple((title, text) for title, text in data["sections"])
+            words = (data["when"], data["outcome"], data["headline"], data["text"], sections, data["wasxfail"])
+            told.reports.append(Report(*words))
+    return tests
+
+
+def run(folder: Path, source: str | Mapping[str, str], *arguments: str) -> Done:
+    """A session over one file, or several, from its start to its end."""
+    files = {"test_it.py": source} if isinstance(source, str) else source
+    return Session(folder, files, *arguments).done()
+
+
+def lines_marked(text: str, mark: str = "# site") -> Iterable[int]:
+    """The numbers of the lines that end in ``mark``."""
+    return [number for number, line in enumerate(text.splitlines(), 1) if line.endswith(mark)]

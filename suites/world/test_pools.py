@@ -1,0 +1,120 @@
+"""Ranks that live on: reused, replaced after a fault, and gone when they are dismissed."""
+
+import os
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+
+from zharness.world import Collectives, End, Group, Isolation, RankServer, Work
+
+
+def pooled(function, *args, world_size=2, group=Group.KEPT, pool="", **more):
+    return Work(function, args, world_size, group=group, isolation=Isolation.POOLED, pool=pool, **more)
+
+
+def who() -> tuple[int, int, float]:
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return os.getpid(), id(dist.group.WORLD), total.item()
+
+
+def test_pooled_ranks_take_one_piece_of_work_after_the_other() -> None:
+    with RankServer() as server:
+        first = server.submit(pooled(who)).values()
+        second = server.submit(pooled(who)).values()
+    assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
+    assert [group for _, group, _ in first] == [group for _, group, _ in second]
+    assert [total for _, _, total in second] == [1.0, 1.0]
+
+
+def count_groups() -> tuple[int, float]:
+    return os.getpid(), who()[2]
+
+
+def test_a_new_group_in_living_ranks_is_a_new_group() -> None:
+    with RankServer() as server:
+        found = [server.submit(pooled(count_groups, group=Group.DEFAULT)).values() for _ in range(5)]
+    assert all(values == found[0] for values in found)
+
+
+def test_pools_of_different_names_and_sizes_share_no_rank() -> None:
+    with RankServer() as server:
+        pids = [
+            pid
+            for pool, world_size in (("a", 2), ("b", 2), ("a", 4))
+            for pid, _, _ in server.submit(pooled(who, pool=pool, world_size=world_size)).values()
+        ]
+    assert len(set(pids)) == 8
+
+
+def fall(culprit: int) -> None:
+    if dist.get_rank() == culprit:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_after_a_fault_only_the_affected_ranks_are_replaced() -> None:
+    with RankServer() as server:
+        bystanders = server.submit(pooled(who, pool="other")).values()
+        before = server.submit(pooled(who)).values()
+        outcome = server.submit(pooled(fall, 1))
+        assert outcome.cause is not None
+        assert (outcome.cause.rank, outcome.cause.end) == (1, End.SIGNALLED)
+        after = server.submit(pooled(who)).values()
+        assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}
+        assert server.submit(pooled(who, pool="other")).values() == bystanders
+
+
+def die_later() -> None:
+    threading.Timer(0.05, os._exit, (3,)).start()
+
+
+def test_ranks_that_died_between_two_pieces_of_work_are_replaced() -> None:
+    with RankServer() as server:
+        server.submit(pooled(die_later))
+        threading.Event().wait(0.5)
+        assert [total for _, _, total in server.submit(pooled(who)).values()] == [1.0, 1.0]
+
+
+def test_dismissed_ranks_are_gone_and_told_about() -> None:
+    with RankServer() as server:
+        pids = [pid for pid, _, _ in server.submit(pooled(who)).values()]
+        outcome = server.dismiss("", 2)
+        assert outcome is not None
+        assert not outcome.failures
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        assert server.dismiss("", 2) is None
+
+
+def leave_badly() -> None:
+    import atexit
+
+    atexit.register(os._exit, 3)
+
+
+def test_a_rank_that_leaves_with_a_bad_status_is_told_when_it_is_dismissed() -> None:
+    with RankServer() as server:
+        server.submit(pooled(leave_badly)).values()
+        outcome = server.dismiss("", 2)
+    assert outcome is not None
+    assert [rank.end for rank in outcome.ranks] == [End.EXITED, End.EXITED]
+    assert "exit status 3, after its function had returned" in outcome.describe()
+
+
+def mismatch() -> None:
+    tensor = torch.ones(4)
+    if dist.get_rank() == 1:
+        dist.broadcast(tensor, 0)
+    else:
+        dist.all_reduce(tensor)
+
+
+def test_checked_collectives_name_a_mismatch_of_raw_torch_calls_within_two_seconds() -> None:
+    with RankServer() as server:
+        outcome = server.submit(Work(mismatch, (), 2, collectives=Collectives.CHECKED))
+    told = outcome.describe()
+    assert "mismatch between collectives" in told
+    assert told.count("in mismatch") == 2, "both call sites"
+    assert outcome.seconds < 2.0

@@ -1,0 +1,77 @@
+"""What ranks settle beside their collectives: exchanges, joint assertions, and that they call the same collectives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zharness.comm import Comm
+from zharness.errors import WorldError
+from zharness.items.fixtures import announce
+from zharness.world import End, RankServer, assert_together, exchange, is_rank, run
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_an_exchange_gives_every_rank_every_value_in_rank_order(world_size: int) -> None:
+    def body():
+        return [exchange(("round", number, dist.get_rank())) for number in range(3)]
+
+    expected = [[("round", number, rank) for rank in range(world_size)] for number in range(3)]
+    assert run(body, world_size=world_size) == [expected] * world_size
+
+
+def test_an_exchange_with_a_rank_that_has_ended_raises_and_names_it() -> None:
+    def body():
+        if dist.get_rank() == 0:
+            return None
+        with pytest.raises(WorldError, match="rank 0 ended before it took part"):
+            exchange(1)
+        return "told"
+
+    assert run(body, world_size=2) == [None, "told"]
+
+
+def test_a_joint_assertion_fails_on_all_ranks_and_names_those_where_it_does_not_hold() -> None:
+    def body():
+        with pytest.raises(AssertionError, match=r"1 of 3 ranks: rank 1: got 1"):
+            assert_together(dist.get_rank() != 1, f"got {dist.get_rank()}")
+        assert_together(True)
+        dist.barrier()  # nobody is left behind in it
+        return True
+
+    assert run(body, world_size=3) == [True] * 3
+
+
+def test_outside_of_ranks_an_exchange_says_what_to_do() -> None:
+    assert not is_rank()
+    with pytest.raises(WorldError, match="world_size"):
+        exchange(1)
+
+
+def differ(culprit: int, what: str) -> None:
+    comm = Comm(observer=announce)
+    comm.all_reduce(torch.ones(4))
+    if dist.get_rank() != culprit:
+        comm.all_reduce(torch.ones(4))
+    elif what == "shape":
+        comm.all_reduce(torch.ones(5))
+    elif what == "dtype":
+        comm.all_reduce(torch.ones(4, dtype=torch.float64))
+    else:
+        comm.broadcast(torch.ones(4))
+
+
+# 20 ranks are more than TORCH_DISTRIBUTED_DEBUG=DETAIL is asked to compare.
+@pytest.mark.parametrize("world_size", [2, 20])
+@pytest.mark.parametrize(
+    ("what", "words"), [("shape", "float32[5]"), ("dtype", "float64[4]"), ("operation", "broadcast float32[4]")]
+)
+def test_collectives_that_differ_are_named_with_both_call_sites(world_size: int, what: str, words: str) -> None:
+    with RankServer() as server:
+        outcome = server.run(differ, 1, what, world_size=world_size)
+    assert outcome.cause is not None
+    assert outcome.cause.end is End.RAISED
+    assert outcome.cause.cause.startswith("collective 2 differs: rank ")
+    told = outcome.describe()
+    assert f"rank 1 calls {words if what == 'operation' else f'all_reduce {words}'} (test_together.py, line " in told
+    assert "calls all_reduce float32[4] (test_together.py, line " in told
+    assert outcome.seconds < 2.0

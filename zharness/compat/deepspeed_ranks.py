@@ -1,0 +1,108 @@
+"""What a rank needs before the body of a DeepSpeed test: variables, DeepSpeed's communication, shared directories."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zharness.engines.deepspeed import imported
+from zharness.errors import UsageError
+from zharness.items.fixtures import make_shared
+from zharness.items.inside import BASE
+from zharness.world import exchange, here
+from zharness.world.rank import rank_device
+
+# What launchers set, and what a test with set_dist_env = False does not get.
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The attributes of a test class that matter inside its ranks."""
+
+    backend: str
+    init_distributed: bool
+    set_dist_env: bool
+    requires_cuda_env: bool
+
+
+@contextmanager
+def ready(wishes: Wishes) -> Iterator[None]:
+    """This rank as a DeepSpeed test expects it, until the test is over."""
+    me = here()
+    device = rank_device(me.rank, me.world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NCCL_DEBUG", raising=False)
+        patch.setenv("MASTER_PORT", master_port())
+        deepspeed = installed(device.type)
+        skip_without_devices(deepspeed, device, wishes)
+        if wishes.init_distributed:
+            init_distributed(deepspeed, wishes)
+        if not wishes.set_dist_env:
+            for name in LAUNCHED:
+                patch.delenv(name, raising=False)
+        yield
+
+
+def master_port() -> str:
+    """A port that was free a moment ago, the same on all ranks, for tests that form a group from the environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(exchange(probe.getsockname()[1])[0])
+
+
+def installed(device_type: str) -> Any:
+    """The deepspeed module, as talkative as the test files expect it; None where it is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    deepspeed = imported(device_type)
+    wanted = os.environ.get("DEEPSPEED_LOG_LEVEL", os.environ.get("DLTS_LOG_LEVEL", "WARNING"))
+    logging.getLogger("DeepSpeed").setLevel(wanted.upper())
+    return deepspeed
+
+
+def skip_without_devices(deepspeed: Any, device: torch.device, wishes: Wishes) -> None:
+    """Skip on every rank alike where DeepSpeed's own classes do, for want of an accelerator or of enough devices."""
+    if deepspeed is None or not wishes.requires_cuda_env:
+        return
+    if not deepspeed.accelerator.get_accelerator().is_available():
+        pytest.skip("only supported in accelerator environments.")
+    if device.type == "cuda" and torch.cuda.device_count() < here().world_size:
+        pytest.skip(f"not enough GPUs are available: {here().world_size} required, {torch.cuda.device_count()} found")
+
+
+def init_distributed(deepspeed: Any, wishes: Wishes) -> None:
+    """Have deepspeed.comm use the group of the ranks. Raises UsageError for a backend that it has not."""
+    backend = dist.get_backend()
+    if wishes.backend not in ("", backend):
+        raise UsageError(f"got backend {wishes.backend!r}; the group of these ranks is {backend!r}")
+    if deepspeed is not None:
+        deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def test_directory(request: pytest.FixtureRequest) -> Path:
+    """The directory that the ranks of one test share."""
+    return make_shared(request)
+
+
+def class_directory(request: pytest.FixtureRequest) -> Path:
+    """The directory that the ranks of all tests of one class share."""
+    node = request.node
+    base = node.config.stash.get(BASE, None)
+    if base is None:
+        raise UsageError("class_tmpdir is a directory of ranks; this test runs in pytest's own process")
+    path: Path = base / f"{node.name}-{zlib.crc32(node.nodeid.encode()):08x}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path

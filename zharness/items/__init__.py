@@ -1,0 +1,1 @@
+"""Test items that run inside ranks."""

@@ -1,0 +1,144 @@
+"""Fixtures that run elsewhere: on ranks of their own, before those of the test that asks for them.
+
+[Note: a fixture on other ranks]
+Ranks cannot start ranks, so nothing of this happens inside the test. Before the conductor sends a test out, it looks
+for such fixtures among those the test asks for, and for each of them it has the same test set up on as many ranks as
+the fixture wants: with the test's parameters and marks, without its body, and with no more fixtures than this one, what
+it needs, and those that are used without being asked for. There the fixture's function runs; in the test's own ranks
+it is an empty fixture. What the one group leaves for the other it writes into a directory that both can see.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from zharness.errors import UsageError
+from zharness.items.joint import joint_reports
+from zharness.items.placement import Placement
+from zharness.world import GroupOutcome, Isolation, is_rank
+from zharness.world.work import Group
+
+RUNNING = pytest.StashKey[str]()  # on an item, in a rank that is there for one fixture: the name of that fixture
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A fixture and the ranks it runs on. ``timeout`` None is the test's own; ``name`` is the one tests ask for."""
+
+    name: str
+    world_size: int
+    group: Group = Group.DEFAULT
+    timeout: float | None = None
+
+    def placed(self, test: Placement) -> Placement:
+        """Its ranks: new ones, forked by the server of the test."""
+        timeout = test.timeout if self.timeout is None else self.timeout
+        return replace(test, world_size=self.world_size, isolation=Isolation.FRESH, group=self.group, timeout=timeout)
+
+
+_registered: dict[Callable[..., Any], Elsewhere] = {}  # by the function that pytest knows as the fixture's
+
+
+def fixture(function: Callable[..., object], where: Elsewhere) -> Any:
+    """A pytest fixture that runs ``function`` elsewhere; its parameters are fixtures, and its value is None."""
+
+    def stand_in(request: pytest.FixtureRequest, **given: Any) -> None:
+        if not is_rank():
+            raise UsageError(
+                f"the fixture {where.name} runs on {where.world_size} ranks of its own, before those of a test in "
+                "ranks; got a test in pytest's own process; mark it with @pytest.mark.world_size(N)"
+            )
+        running = request.node.stash.get(RUNNING, "")
+        if running == where.name:
+            function(**given)
+        elif not running and where.name not in request.node.fixturenames:
+            raise UsageError(
+                f"the fixture {where.name} runs before its test, on {where.world_size} ranks of its own, so a test "
+                "asks for it as a parameter; got request.getfixturevalue"
+            )
+
+    wanted = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.Parameter.empty)
+        for one in inspect.signature(function).parameters.values()
+        if one.default is inspect.Parameter.empty and one.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # pytest reads a fixture's needs from its signature; so what the function needs is set up first, and parametrized.
+    stand_in.__signature__ = inspect.Signature([request, *(one for one in wanted if one.name != "request")])  # type: ignore[attr-defined]
+    stand_in.__name__ = stand_in.__qualname__ = where.name
+    stand_in.__doc__ = function.__doc__
+    _registered[stand_in] = where
+    return pytest.fixture(name=where.name)(stand_in)
+
+
+def wanted_by(item: pytest.Item) -> list[Elsewhere]:
+    """The fixtures that a test asks for and that run elsewhere, each behind those it asks for itself."""
+    if not _registered:
+        return []
+    found: dict[str, Elsewhere | None] = {}
+    for name in getattr(item, "fixturenames", ()):
+        _find(item, name, found)
+    return [where for where in found.values() if where is not None]
+
+
+def _find(item: pytest.Item, name: str, found: dict[str, Elsewhere | None]) -> None:
+    # There is no public way from a test to the definitions of its fixtures.
+    info = getattr(item, "_fixtureinfo", None)
+    known = info.name2fixturedefs.get(name, ()) if info is not None else ()
+    if name in found or not known:
+        return
+    for needed in known[-1].argnames:
+        if needed != name:
+            _find(item, needed, found)
+    found[name] = _registered.get(known[-1].func)
+
+
+def prepare(item: pytest.Item, name: str) -> None:
+    """Have this rank, which ends with this work, do no more of ``item`` than the fixture ``name`` needs."""
+    item.stash[RUNNING] = name
+    if not name:
+        return
+    info: Any = item._fixtureinfo  # type: ignore[attr-defined]
+    wanted = {name, *info.initialnames} - ({*info.argnames} - {name})
+    fixtures: list[str] = item.fixturenames  # type: ignore[attr-defined]
+    fixtures[:] = [one for one in fixtures if one in wanted]
+    item.config.option.setuponly = True
+
+
+def called(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | None:
+    """The report of the body that such a rank leaves out, so that nobody misses it; None where none was left out."""
+    if not item.stash.get(RUNNING, "") or not setup.passed:
+        return None
+    now = time.time()
+    return pytest.TestReport(
+        item.nodeid, item.location, keywords={}, outcome="passed", longrepr=None, when="call", start=now, stop=now
+    )
+
+
+def failed_setup(item: pytest.Item, where: Elsewhere, outcome: GroupOutcome) -> list[pytest.TestReport]:
+    """What ended the test before it began, as the reports of its setup and teardown; empty when nothing did."""
+    reports = joint_reports(item, outcome)
+    first = next((report for report in reports if not report.passed), None)
+    if first is None:
+        return []
+    setup = copy.copy(first)
+    setup.when = "setup"
+    setup.sections = [("Fixture", in_words(where, first)), *first.sections]
+    teardown = copy.copy(reports[0])
+    teardown.when, teardown.outcome, teardown.longrepr = "teardown", "passed", None
+    teardown.sections, teardown.duration = [], 0.0
+    vars(teardown).pop("wasxfail", None)
+    return [setup, teardown]
+
+
+def in_words(where: Elsewhere, report: pytest.TestReport) -> str:
+    """The sentence that tells this setup from one of the test's own ranks."""
+    many = "1 rank" if where.world_size == 1 else f"{where.world_size} ranks"
+    return f"{where.name} {report.outcome} on {many} of its own, in {report.when}; the test was not run"

@@ -1,0 +1,155 @@
+"""Where a test runs: on how many ranks, in which mode, until when; read from its markers and from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from zharness.errors import UsageError
+from zharness.world.limits import check_world_size
+from zharness.world.work import Collectives, Group, Isolation
+
+# "kept" is the group of the test before in ranks that live on; fresh ranks have none, and form one.
+GROUPS = {"kept": Group.KEPT, "new": Group.DEFAULT, "none": Group.NONE}
+WORLD = "_world"  # the name under which the world size is a parameter of the test, so that it is part of its id
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of one test. ``warm`` names the engine that their server has imported, or is empty."""
+
+    world_size: int
+    isolation: Isolation
+    group: Group
+    timeout: float
+    collectives: Collectives
+    warm: str
+
+
+def closest(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """The marker that counts: of the function before the class before the module, of a class before its bases.
+
+    pytest's own get_closest_marker takes the first of a class, which is the one of its most distant base.
+    """
+    for node in reversed(item.listchain()):
+        marks = [mark for mark in node.own_markers if mark.name == name]
+        if marks:
+            return marks[-1] if isinstance(node, pytest.Class) else marks[0]
+    return None
+
+
+def sizes(marker: pytest.Mark) -> tuple[int, ...]:
+    """The world sizes of a ``world_size`` marker. Raises UsageError for anything but whole numbers from 1 up."""
+    # One list is DeepSpeed's spelling: world_size([2, 4]).
+    listed = len(marker.args) == 1 and isinstance(marker.args[0], (list, tuple))
+    found = tuple(marker.args[0]) if listed else marker.args
+    wrong = [size for size in found if not isinstance(size, int) or isinstance(size, bool) or size < 1]
+    if not found or wrong or len(set(found)) != len(found) or marker.kwargs:
+        got = ", ".join([*map(repr, found), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
+        raise UsageError(
+            f"world_size({got}): expected one or more different whole numbers from 1 up, "
+            "as in @pytest.mark.world_size(2, 4)"
+        )
+    return tuple(found)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """One test for each world size, with the id ``w2``."""
+    marker = closest(metafunc.definition, "world_size")
+    if marker is not None and not is_parametrized(metafunc.definition):
+        found = sizes(marker)
+        metafunc.fixturenames.append(WORLD)
+        metafunc.parametrize(WORLD, found, ids=[f"w{size}" for size in found], indirect=True)
+
+
+def is_parametrized(item: pytest.Item) -> bool:
+    """Whether ``parametrize("world_size", ...)`` already says on how many ranks each test runs."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+        if "world_size" in (names.replace(",", " ").split() if isinstance(names, str) else names):
+            return True
+    return False
+
+
+def placement_of(item: pytest.Item) -> Placement | None:
+    """The placement of a test that has a world size; None for one that runs in pytest's own process.
+
+    Raises UsageError for a marker that says what cannot be.
+    """
+    size = world_size_of(item)
+    if size is None:
+        return None
+    isolation, group = mode_of(item)
+    return Placement(
+        world_size=size,
+        isolation=isolation,
+        group=group,
+        timeout=timeout_of(item),
+        collectives=Collectives(item.config.getoption("--collectives")),
+        warm=warm_of(item),
+    )
+
+
+def world_size_of(item: pytest.Item) -> int | None:
+    """From the parameter; from the marker where a test cannot be parametrized, as a unittest.TestCase."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    if WORLD in parameters:
+        return int(parameters[WORLD])
+    marker = closest(item, "world_size")
+    if marker is None:
+        return None
+    if is_parametrized(item) and isinstance(parameters.get("world_size"), int):
+        return int(parameters["world_size"])
+    found = sizes(marker)
+    if len(found) > 1:
+        raise UsageError(f"{item.nodeid}: a test that cannot be parametrized takes one world size, got {found}")
+    return found[0]
+
+
+def mode_of(item: pytest.Item) -> tuple[Isolation, Group]:
+    """``isolation("pooled", group="new")`` or ``isolation("fresh", group="none")``, or what the command line says."""
+    marker = closest(item, "isolation")
+    words = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
+    options = dict(marker.kwargs) if marker is not None else {}
+    group = options.pop("group", "kept")
+    allowed = [mode.value for mode in Isolation]
+    if len(words) != 1 or words[0] not in allowed or group not in GROUPS or options:
+        raise UsageError(
+            f"{item.nodeid}: isolation marker with {words} and {marker.kwargs if marker else {}}; "
+            f"expected one of {allowed}, and group= one of {list(GROUPS)}"
+        )
+    return Isolation(words[0]), GROUPS[group]
+
+
+def timeout_of(item: pytest.Item) -> float:
+    """``rank_timeout(S)``, or what the command line says; seconds."""
+    marker = closest(item, "rank_timeout")
+    if marker is None:
+        return float(item.config.getoption("--rank-timeout"))
+    seconds = marker.args[0] if len(marker.args) == 1 and not marker.kwargs else None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise UsageError(f"{item.nodeid}: rank_timeout({marker.args}): expected one number of seconds above 0")
+    return float(seconds)
+
+
+def warm_of(item: pytest.Item) -> str:
+    """The engine that ``warm("deepspeed")`` names, or the empty string."""
+    marker = closest(item, "warm")
+    if marker is None:
+        return ""
+    if len(marker.args) != 1 or not isinstance(marker.args[0], str):
+        raise UsageError(f'{item.nodeid}: warm{marker.args}: expected the name of one engine, as in warm("deepspeed")')
+    return marker.args[0]
+
+
+def check_all(items: Sequence[pytest.Item]) -> None:
+    """Raises UsageError for the first test whose ranks cannot be had."""
+    for item in items:
+        placement = placement_of(item)
+        if placement is not None:
+            try:
+                check_world_size(placement.world_size)
+            except UsageError as error:
+                raise UsageError(f"{item.nodeid}: {error}") from None

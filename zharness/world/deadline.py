@@ -1,0 +1,63 @@
+"""When to stop waiting for ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+
+GRACE = 0.5  # seconds that the other ranks get to end by themselves once one has failed
+RECHECK = 0.5  # seconds between two looks at a rank that builds or imports
+BUILD_LIMIT = 600.0  # seconds that builds and first imports may take on top of the time-out
+
+
+class Deadline:
+    """The end of the waiting: cut short by a failure, put off by builds, switched off while a person looks."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+        self._next_look = math.inf
+        self._holds: set[int] = set()
+        self._was_building = False
+
+    def remaining(self) -> float | None:
+        """Seconds until something has to be looked at; None while a person looks at a rank."""
+        if self._holds:
+            return None
+        return max(0.0, min(self._end, self._next_look) - time.monotonic())
+
+    def is_over(self) -> bool:
+        """Whether the time is up, rather than only the time for a look."""
+        return time.monotonic() >= self._end
+
+    def cut(self, seconds: float) -> None:
+        """End in at most that many seconds."""
+        self._end = min(self._end, time.monotonic() + seconds)
+
+    def look_in(self, seconds: float) -> None:
+        """Have the ranks looked at in that many seconds."""
+        self._next_look = time.monotonic() + seconds
+
+    def extend(self, building: bool) -> bool:
+        """Put the end off while an engine is built or a module imported, and once by the whole time-out afterwards.
+
+        False when there is no reason to, or when building has taken longer than anything that was ever built here.
+        """
+        if building and time.monotonic() < self._began + self._seconds + BUILD_LIMIT:
+            self._was_building = True
+            self._end = time.monotonic() + RECHECK
+            return True
+        if self._was_building:
+            self._was_building = False
+            self._end = time.monotonic() + self._seconds
+            return True
+        return False
+
+    def hold(self, rank: int, reason: str) -> None:
+        """Off while ``reason`` is not empty; afterwards the time starts anew."""
+        if reason:
+            self._holds.add(rank)
+        else:
+            self._holds.discard(rank)
+            self._end = time.monotonic() + self._seconds

@@ -1,0 +1,79 @@
+"""The teams of one server: forked for one piece of work, or living on from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from zharness.world.outcome import End, GroupOutcome
+from zharness.world.team import Team
+from zharness.world.watch import Watch
+from zharness.world.work import Dismissal, Isolation, Work
+
+
+class Pools:
+    """Gives every piece of work its team. ``inherited`` is what the ranks call where a Work says so."""
+
+    def __init__(self, room: Path, inherited: Callable[..., Any] | None, echo: bool) -> None:
+        self._room = room
+        self._inherited = inherited
+        self._echo = echo
+        self._serials = count(1)
+        self._teams: dict[tuple[str, int], Team] = {}
+
+    def run(self, work: Work, client: Connection | None) -> GroupOutcome:
+        """The outcome of ``work``. Raises Abandoned when the client is gone, OSError when no rank can be started."""
+        work = replace(work, serial=next(self._serials))
+        if work.isolation is Isolation.FRESH:
+            team = Team(work, self._inherited, self._room, self._echo)
+            try:
+                return Watch(team, work, client).outcome()
+            finally:
+                team.end()
+        return self._run_pooled(work, client)
+
+    def _run_pooled(self, work: Work, client: Connection | None) -> GroupOutcome:
+        """Ranks of which one ended, raised or was stopped are not used again; the rest is the client's to judge."""
+        key = (work.pool, work.world_size)
+        team = self._teams.pop(key, None)
+        if team is not None and not team.alive():
+            team.end()
+            team = None
+        if team is None:
+            team = Team(work, self._inherited, self._room, self._echo)
+        else:
+            team.give(work)
+        fit = False
+        try:
+            outcome = Watch(team, work, client).outcome()
+            fit = all(rank.end is End.RETURNED for rank in outcome.ranks)
+            return outcome
+        finally:
+            if fit:
+                self._teams[key] = team
+            else:
+                team.end()
+
+    def dismiss(self, which: Dismissal, client: Connection | None) -> GroupOutcome | None:
+        """End one team, and tell how each of its ranks ended; None when there is none."""
+        team = self._teams.pop((which.pool, which.world_size), None)
+        if team is None:
+            return None
+        try:
+            return Watch(team, Work(_nothing, world_size=which.world_size), client).parting()
+        finally:
+            team.end()
+
+    def end(self) -> None:
+        """End every team that lives on."""
+        while self._teams:
+            _, team = self._teams.popitem()
+            team.end()
+
+
+def _nothing() -> None:
+    """Work of which only the end is of interest."""

@@ -1,0 +1,173 @@
+"""The ranks of one group: forked together, given work, ended together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+from zharness.world import rank as ranks
+from zharness.world.messages import Leave
+from zharness.world.orphans import end_process_group
+from zharness.world.streams import Stream, echo_for
+from zharness.world.work import Work
+
+
+class Member:
+    """One forked rank as its server sees it.
+
+    ``ended`` becomes readable at the end of the process. ``closed`` tells whether the rank closed its end of the
+    control pipe while it lived.
+    """
+
+    def __init__(self, rank: int, process: ForkProcess, control: Connection, streams: tuple[Stream, Stream]) -> None:
+        self.rank = rank
+        self.process = process
+        self.control = control
+        self.streams = streams
+        self.ended = end_of(process)
+
+    @property
+    def phase(self) -> str:
+        """The label under which the rank prints."""
+        return self.streams[1].label
+
+    def tell(self, message: object) -> None:
+        """Send; a rank that is gone, or that closed its pipe, hears nothing."""
+        with suppress(OSError):
+            self.control.send(message)
+
+    def close(self) -> None:
+        """Give back this process's ends of everything."""
+        for stream in self.streams:
+            stream.close()
+        self.control.close()
+        if self.ended != self.process.sentinel:
+            os.close(self.ended)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a descriptor of the selector stands for: a member's ``control``, ``ended`` or stream, or the ``client``."""
+
+    member: Member | None
+    source: str | Stream
+
+
+class Team:
+    """``world_size`` ranks and the selector that watches them all. ``room`` is theirs alone."""
+
+    def __init__(self, work: Work, inherited: Callable[..., Any] | None, room: Path, echo: bool) -> None:
+        """Fork the ranks; each begins with ``work``. Raises OSError when the machine has no room for them."""
+        self.room = Path(tempfile.mkdtemp(dir=room))
+        self.members: list[Member] = []
+        self.selector = selectors.DefaultSelector()
+        try:
+            for rank in range(work.world_size):
+                self._fork(rank, work, inherited, echo)
+        except BaseException:
+            self.end()
+            raise
+
+    def _fork(self, rank: int, work: Work, inherited: Callable[..., Any] | None, echo: bool) -> None:
+        ranks.stack_file(self.room, rank).touch()  # a rank may be asked for its stacks before it gets to run
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        seat = ranks.Seat(rank, work.world_size, self.room, os.getpid())
+        ends = ranks.Ends(theirs, out_end, err_end)
+
+        def main() -> None:
+            # Whoever else held these ends would keep a rank's pipes open after its death.
+            for member in self.members:
+                member.close()
+            ours.close()
+            os.close(out)
+            os.close(err)
+            self.selector.close()
+            ranks.live(seat, ends, work, inherited)
+
+        process = context.Process(target=main, name=f"rank {rank}")
+        process.start()
+        theirs.close()
+        os.close(out_end)
+        os.close(err_end)
+        words = echo_for(rank) if echo else None
+        member = Member(rank, process, ours, (Stream("stdout", out, words), Stream("stderr", err, words)))
+        self.members.append(member)
+        self._watch(member)
+
+    def _watch(self, member: Member) -> None:
+        register = self.selector.register
+        register(member.control, selectors.EVENT_READ, Event(member, "control"))
+        register(member.ended, selectors.EVENT_READ, Event(member, "ended"))
+        for stream in member.streams:
+            register(stream.source, selectors.EVENT_READ, Event(member, stream))
+
+    def unwatch(self, descriptor: object) -> None:
+        """Stop watching one descriptor, if it is watched."""
+        with suppress(KeyError, ValueError):
+            self.selector.unregister(descriptor)  # type: ignore[arg-type]  # Connection has fileno()
+
+    def give(self, work: Work) -> None:
+        """Hand ``work`` to ranks that wait for it."""
+        for member in self.members:
+            member.tell(work)
+
+    def dismiss(self) -> None:
+        """Tell every rank that there is nothing left to do."""
+        for member in self.members:
+            member.tell(Leave())
+
+    def alive(self) -> bool:
+        """Whether every rank lives."""
+        return not wait([member.ended for member in self.members], timeout=0)
+
+    def end(self) -> None:
+        """Kill whatever is left of the ranks, the children they started included, and forget them."""
+        for member in self.members:
+            pid = member.process.pid
+            assert pid is not None, "forked, so it has a pid"
+            if member.process.exitcode is None:
+                member.process.kill()
+        for member in self.members:
+            member.process.join()
+            end_process_group(member.process.pid or 0)
+            for descriptor in (member.control, member.ended, *(stream.source for stream in member.streams)):
+                self.unwatch(descriptor)
+            member.close()
+            member.process.close()
+        self.members = []
+        self.selector.close()
+        shutil.rmtree(self.room, ignore_errors=True)
+
+
+def wait_for_end(process: ForkProcess, seconds: float) -> None:
+    """Wait until ``process`` has ended, or for that many seconds."""
+    if process.exitcode is not None:
+        return
+    ended = end_of(process)
+    wait([ended], timeout=seconds)
+    if ended != process.sentinel:
+        os.close(ended)
+
+
+def end_of(process: ForkProcess) -> int:
+    """A descriptor that becomes readable at the end of ``process``.
+
+    A pidfd where the system has them: the sentinel of multiprocessing is a pipe, which children that the rank leaves
+    behind keep open.
+    """
+    if process.pid is None or not hasattr(os, "pidfd_open"):
+        return process.sentinel
+    return os.pidfd_open(process.pid)
