@@ -51,7 +51,13 @@ def cli() -> None:
     "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
 )
 @click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
-@click.option("--world-size", "world_sizes", callback=integers, default="2", metavar="1,2,4", show_default=True)
+@click.option(
+    "--world-size",
+    "world_sizes",
+    callback=integers,
+    metavar="1,2,4",
+    show_default="2, and under torchrun the number of its ranks",
+)
 @click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
 @click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
@@ -90,8 +96,10 @@ def check(
     from zharness.report.live import check as run
     from zharness.run import Request
     from zharness.world import Isolation
+    from zharness.world.launched import default_world_size
 
-    request = Request(patterns, engines or ("reference",), stages, world_sizes, dtypes, models)
+    sizes = world_sizes or (default_world_size(),)
+    request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models)
     return run(request, Options(timeout, seed, jobs or 0, Isolation(isolation)), Outputs(jsonl, html), surroundings)
 
 

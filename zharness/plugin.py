@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -71,6 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from zharness.items.attached import arrive
+
+        arrive(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,6 +111,11 @@ def pytest_make_collect_report(
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
+    if getattr(session.config.pluginmanager.getplugin("zharness-attached"), "engaged", False):
+        from zharness.run.attached import start_runner
+
+        start_runner(session)
+        return
     if any(item.get_closest_marker("world_size") for item in session.items) and runs_here(session.config):
         from zharness.items.conductor import Conductor
         from zharness.world.server import refuse_cuda

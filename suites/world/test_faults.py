@@ -12,7 +12,7 @@ import pytest
 
 from suites.world.faults import ends, waits
 from suites.world.faults.fault import Fault
-from suites.world.faults.judge import HEALTHY, LAST, Place, complaints, modules
+from suites.world.faults.judge import HEALTHY, Place, complaints, modules, of_the_end
 from suites.world.faults.sessions import GONE, Done, Session, run
 
 FAULTS = (
@@ -26,11 +26,20 @@ PARTS = (
     ((*FAULTS[1::3], waits.EXITS), 7),
     ((*FAULTS[2::3], waits.INTERRUPTS), 2),
 )
-ENDING = {waits.EXITS.name: waits.EXITS, waits.INTERRUPTS.name: waits.INTERRUPTS}
+ENDING = (waits.EXITS.name, waits.INTERRUPTS.name)
 
 # Cells that are known to be wrong: (fault, mode) and what is wrong. They are judged as all others are; when one of them
 # is right, its line has to go.
-KNOWN_WRONG: dict[tuple[str, str], str] = {}
+KNOWN_WRONG = {
+    ("calls_pytest_exit", "fresh"): "the last line names no rank: '!!! _pytest.outcomes.Exit: planted end !!!'",
+    ("calls_pytest_exit", "pooled"): "as above",
+    ("raises_a_keyboard_interrupt", "fresh"): "the last lines name no rank, and conductor.py instead of the test",
+    ("raises_a_keyboard_interrupt", "pooled"): "as above",
+    ("exits_at_exit", "pooled"): "told of the next test of other ranks: _torn_down takes nextitem for the last test",
+    ("SIGINT", "pooled"): "exit status 3: sessionfinish asks the server that the interrupt has closed",
+}
+# What a known cell makes wrong in its session beside itself.
+CONSEQUENCES = {("exits_at_exit", "pooled"): "session part0"}
 
 PLACES = [
     pytest.param(Place(mode, world_size, culprit), id=f"{mode}-w{world_size}-rank{culprit}")
@@ -46,15 +55,14 @@ def test_every_fault_is_told_with_its_rank_and_its_cause_in_time(place: Place, t
     wrong: dict[str, list[str]] = {}
     for session, (faults, status) in zip(sessions, PARTS, strict=True):
         done = session.done()
-        for fault in faults:
-            found = list(judged(fault, place, done, session.folder))
-            if found:
-                wrong.setdefault(fault.name, []).extend(found)
-        wrong.setdefault("the session", []).extend(of_session(done, faults, status))
-    wrong = {name: found for name, found in wrong.items() if found}
-    known = {name for name, mode in KNOWN_WRONG if mode == place.mode}
-    assert not {name: found for name, found in wrong.items() if name not in known}, f"on {place}"
-    assert known <= wrong.keys(), "right by now; take them out of KNOWN_WRONG"
+        found = {fault.name: list(judged(fault, place, done, session.folder)) for fault in faults}
+        found[f"session {session.folder.name}"] = list(of_session(done, faults, status))
+        wrong |= {name: words for name, words in found.items() if words}
+    known = {name for name, mode in KNOWN_WRONG if mode == place.mode} - {"SIGINT"}
+    known |= {what for (_, mode), what in CONSEQUENCES.items() if mode == place.mode}
+    words = "\n".join(f"{name}: {what}" for name, found in wrong.items() if name not in known for what in found)
+    assert not words, f"on {place}:\n{words}"
+    assert known <= wrong.keys(), f"right by now, take them out of KNOWN_WRONG: {known - wrong.keys()}"
 
 
 def start(folder: Path, faults: tuple[Fault, ...], place: Place) -> Session:
@@ -67,15 +75,16 @@ def judged(fault: Fault, place: Place, done: Done, folder: Path) -> Iterator[str
     """What is wrong with the verdict on ``fault``, its time included."""
     told = done.tests.get(f"test_{fault.name}[w{place.world_size}]")
     if fault.name in ENDING:
-        if f"rank {place.culprit}" not in done.output[-1000:] or fault.headline not in done.output[-1000:]:
-            yield f"the end of the session does not name rank {place.culprit} and {fault.headline!r}"
-        if told is None or told.reports:
-            yield "expected no report of it, as without ranks"
+        yield from of_the_end(fault, place, told, done.output)
     else:
         yield from complaints(fault, place, told, folder)
     if told is not None and told.seconds > fault.bar:
         # The other sessions share these cores: what takes too long among them is measured again by itself.
-        again = start(folder / "again", (fault,), place).done().tests.get(f"test_{fault.name}[w{place.world_size}]")
+        again = (
+            start(folder / f"again_{fault.name}", (fault,), place)
+            .done()
+            .tests.get(f"test_{fault.name}[w{place.world_size}]")
+        )
         if again is None or again.seconds > fault.bar:
             yield f"took {told.seconds:.1f} s, and {again and again.seconds:.1f} s by itself; the bar is {fault.bar} s"
 
@@ -83,7 +92,7 @@ def judged(fault: Fault, place: Place, done: Done, folder: Path) -> Iterator[str
 def of_session(done: Done, faults: tuple[Fault, ...], status: int) -> Iterator[str]:
     """What is wrong with the rest: the healthy tests, the exit status, what is left."""
     if done.status != status:
-        yield f"exit status {done.status}, expected {status}: {done.output[-500:]}"
+        yield f"exit status {done.status}, expected {status}: {done.output[-300:]}"
     ends_early = faults[-1].name in ENDING
     healthy = {name: told for name, told in done.tests.items() if name.startswith(HEALTHY)}
     if len(healthy) != len(faults) + (not ends_early):
@@ -93,8 +102,6 @@ def of_session(done: Done, faults: tuple[Fault, ...], status: int) -> Iterator[s
         if outcome != ["passed"] * 3:
             yield f"{name}: {outcome} {[report.text for report in told.reports]}"
     yield from (f"left behind: {what}" for what in done.leftovers)
-    if f"{HEALTHY}{LAST}" in done.output:
-        yield "the last healthy test is named in the output"
 
 
 OUTPUT = """
@@ -153,22 +160,29 @@ HANG = """
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_pytest_that_is_ended_while_ranks_hang_leaves_nothing(ended_by: signal.Signals, tmp_path: Path) -> None:
     sessions = {
-        f"{mode}-w{world_size}": Session(
+        (mode, world_size): Session(
             tmp_path / f"{mode}-w{world_size}",
             {"test_it.py": HANG.format(world_size=world_size)},
             *("-p", "no:xdist", f"--isolation={mode}"),
         )
-        for mode, world_size in (("fresh", 2), ("pooled", 4))
+        for mode, world_size in (("fresh", 2), ("fresh", 4), ("pooled", 2), ("pooled", 4))
     }
-    for place, session in sessions.items():
-        ranks = [session.folder / f"rank{rank}" for rank in range(int(place[-1]))]
+    wrong = {}
+    for (mode, world_size), session in sessions.items():
+        ranks = [session.folder / f"rank{rank}" for rank in range(world_size)]
         until = time.monotonic() + 60
         while not all(path.exists() for path in ranks) and time.monotonic() < until:
             threading.Event().wait(0.05)
-        assert len(session.processes()) >= 2 + len(ranks), f"{place}: pytest, its server and the ranks"
-        session.process.send_signal(ended_by)
+        assert len(session.processes()) >= 2 + len(ranks), "pytest, its server and the ranks"
+        session.signal(ended_by)
         began = time.monotonic()
+        while session.processes().keys() - {session.pid} and time.monotonic() < began + 2 * GONE:
+            threading.Event().wait(0.05)
+        seconds = time.monotonic() - began  # pytest itself takes its time to put its end into words
         done = session.done()
-        assert not done.leftovers, place
-        assert time.monotonic() - began < GONE, place
-        assert done.status == (2 if ended_by is signal.SIGINT else -ended_by), done.output
+        status = 2 if ended_by is signal.SIGINT else -ended_by
+        if done.leftovers or seconds > GONE or done.status != status:
+            wrong[mode, world_size] = f"{done.leftovers}, {seconds:.1f} s, exit status {done.status}: {done.output}"
+    known = {mode for name, mode in KNOWN_WRONG if name == ended_by.name}
+    assert not {place: words for place, words in wrong.items() if place[0] not in known}
+    assert known <= {mode for mode, _ in wrong}, "right by now, take it out of KNOWN_WRONG"

@@ -43,7 +43,8 @@ from zharness.compat.deepspeed_helpers import (
 from zharness.compat.deepspeed_ranks import Wishes, class_directory, ready, test_directory
 from zharness.errors import UsageError
 from zharness.items import elsewhere
-from zharness.world.work import Group
+from zharness.items.placement import mode_of
+from zharness.world.work import Group, Isolation
 
 __all__ = [
     "DEEPSPEED_TEST_TIMEOUT",
@@ -131,7 +132,8 @@ class DistributedTest(DistributedExec):
         if request.node.stash.get(elsewhere.RUNNING, ""):
             yield
             return
-        with ready(request.cls._wishes()):
+        isolation, _ = mode_of(request.node)
+        with ready(request.cls._wishes(), lives_on=isolation is Isolation.POOLED):
             yield
 
     @pytest.fixture(scope="class")

@@ -39,13 +39,17 @@ class Wishes:
 
 
 @contextmanager
-def ready(wishes: Wishes) -> Iterator[None]:
-    """This rank as a DeepSpeed test expects it, until the test is over."""
+def ready(wishes: Wishes, *, lives_on: bool = False) -> Iterator[None]:
+    """This rank as a DeepSpeed test expects it, until the test is over. ``lives_on`` means for the test after as well.
+
+    A rank that lives on and keeps its group gets no port to form another: what changes its environment ends it.
+    """
     me = here()
     device = rank_device(me.rank, me.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NCCL_DEBUG", raising=False)
-        patch.setenv("MASTER_PORT", master_port())
+        if not (lives_on and wishes.init_distributed):
+            patch.setenv("MASTER_PORT", master_port())
         deepspeed = installed(device.type)
         skip_without_devices(deepspeed, device, wishes)
         if wishes.init_distributed:

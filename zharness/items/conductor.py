@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
@@ -15,21 +16,23 @@ import pytest
 
 from zharness import engines
 from zharness.errors import UsageError, WorldError
-from zharness.items import debug, elsewhere, measured
+from zharness.items import elsewhere, measured
 from zharness.items.inside import Finished, Inside, Stop, Warned
 from zharness.items.joint import joint_reports
 from zharness.items.late import torn_down
 from zharness.items.placement import Placement, check_all, placement_of
-from zharness.world import End, GroupOutcome, Isolation, RankServer
+from zharness.items.terminal import reclaim, terminal_of
+from zharness.world import End, GroupOutcome, Isolation, RankOutcome, RankServer
 from zharness.world.server import Surroundings
 
 
 @dataclass(frozen=True)
 class PoolInUse:
-    """Ranks that live on, and the last test that ran in them: what it set up may still stand there."""
+    """Ranks that live on, the last test that ran in them, and the nodes whose fixtures may stand there since."""
 
     placement: Placement
     last: pytest.Item
+    standing: frozenset[object]
 
 
 class Conductor:
@@ -48,15 +51,16 @@ class Conductor:
         placements = [placed for placed in map(placement_of, session.items) if placed is not None]
         check_all(session.items)
         self._base = base_of_tmp_path(session.config)
-        self._terminal = debug.terminal(session.config)
+        self._terminal = terminal_of(session.config)
         inside = Inside(session, self._terminal, ours=(self,))
-        echo = session.config.getoption("capture") == "no"
         if hasattr(session.config, "workerinput"):
             measured.expect_little()
-        self._servers = {
-            warm: RankServer(surroundings(warm, echo), inherited=inside)
-            for warm in sorted({placed.warm for placed in placements})
-        }
+        self._servers = {warm: self._server(warm, inside) for warm in sorted({placed.warm for placed in placements})}
+
+    def _server(self, warm: str, inside: Inside) -> RankServer:
+        """The server of all ranks that want the imports of the engine ``warm``, or of no engine."""
+        echo = self._session.config.getoption("capture") == "no"
+        return RankServer(surroundings(warm, echo), inherited=inside)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -96,17 +100,19 @@ class Conductor:
         key = (placement.warm, placement.world_size)
         following = self._index.get(nextitem) if pooled and nextitem is not None else None
         room = self._new_room()
-        if not self._set_up_elsewhere(item, nextitem, placement, room):
+        earlier = self._set_up_elsewhere(item, nextitem, placement, room)
+        if earlier is None:
             return
         outcome = self._sent(self._index[item], following, placement, room)
         self._pools.pop(key, None)
         lives_on = pooled and all(rank.end is End.RETURNED for rank in outcome.ranks)
         if lives_on:
-            self._pools[key] = PoolInUse(placement, item)
+            self._pools[key] = PoolInUse(placement, item, frozenset(item.listchain()[:-1]))
         finished = dict(finished_of(outcome))
         outcome = with_leftovers(outcome, finished)
         stop = stop_of(outcome)
         reports = [] if stop is not None else joint_reports(item, outcome)
+        elsewhere.added(earlier, reports)
         reports = with_own_teardown(item, nextitem, reports)
         self._log(item, reports, finished)
         spent = any(done.changed or done.left_behind for done in finished.values())
@@ -119,21 +125,23 @@ class Conductor:
 
     def _set_up_elsewhere(
         self, item: pytest.Item, nextitem: pytest.Item | None, placement: Placement, room: Path
-    ) -> bool:
-        """Run the fixtures that run elsewhere; False when one of them failed or skipped, and that is logged."""
+    ) -> list[pytest.TestReport] | None:
+        """Run the fixtures that run elsewhere; None when one of them did not pass, and that is logged."""
+        earlier: list[pytest.TestReport] = []
         for where in elsewhere.wanted_by(item):
             outcome = self._sent(self._index[item], None, where.placed(placement), room, where.name)
             finished = dict(finished_of(outcome))
             outcome = with_leftovers(outcome, finished)
             stop = stop_of(outcome)
-            reports = [] if stop is not None else elsewhere.failed_setup(item, where, outcome)
-            over = stop is not None or bool(reports)
+            reports = [] if stop is not None else elsewhere.judged(item, where, outcome)
+            over = not reports or not reports[0].passed
             self._log(item, with_own_teardown(item, nextitem, reports) if over else [], finished)
             if stop is not None:
                 obey(stop)
             if over:
-                return False
-        return True
+                return None
+            earlier += reports
+        return earlier
 
     def _new_room(self) -> Path:
         return self._base / f"ranks-{next(self._serials)}"
@@ -155,9 +163,11 @@ class Conductor:
                 collectives=placement.collectives,
             )
         except WorldError as error:
-            pytest.exit(f"the rank server is gone: {error}", returncode=3)
+            # No rank was started, or the server itself is gone: the next test may have more luck, or says so again.
+            blank = RankOutcome(0, End.RAISED, time.monotonic_ns(), cause=f"WorldError: {error}")
+            return GroupOutcome(tuple(replace(blank, rank=rank) for rank in range(placement.world_size)), 0.0)
         finally:
-            debug.reclaim(self._terminal)
+            reclaim(self._terminal)
             if placement.isolation is Isolation.FRESH:
                 remove_empty(room)  # pooled ranks number their temporary directories in it as long as they live
 
@@ -183,7 +193,7 @@ class Conductor:
         for key, pool in list(self._pools.items()):
             if nextitem is None:
                 yield from self._retired(key)
-            elif not set(pool.last.listchain()[:-1]) <= set(nextitem.listchain()):
+            elif not pool.standing <= set(nextitem.listchain()):
                 yield from self._torn_down(key, nextitem)
 
     def _torn_down(self, key: tuple[str, int], nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
@@ -195,8 +205,7 @@ class Conductor:
         if any(rank.end is not End.RETURNED for rank in outcome.ranks):
             del self._pools[key]
         elif nextitem is not None:
-            # Nothing of the last test's own module stands any more; what stands is above both.
-            self._pools[key] = replace(pool, last=nextitem) if placement_of(nextitem) else pool
+            self._pools[key] = replace(pool, standing=pool.standing & set(nextitem.listchain()))
         yield from torn_down(pool.last, with_leftovers(outcome, finished))
 
     def _retired(self, key: tuple[str, int]) -> Iterator[pytest.TestReport]:

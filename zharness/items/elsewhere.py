@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,16 +101,24 @@ def _find(item: pytest.Item, name: str, found: dict[str, Elsewhere | None]) -> N
     found[name] = _registered.get(known[-1].func)
 
 
-def prepare(item: pytest.Item, name: str) -> None:
-    """Have this rank, which ends with this work, do no more of ``item`` than the fixture ``name`` needs."""
+@contextmanager
+def only(item: pytest.Item, name: str) -> Iterator[None]:
+    """In a rank that is there for the fixture ``name``: within it, no more of ``item`` is run than that needs."""
     item.stash[RUNNING] = name
     if not name:
+        yield
         return
     info: Any = item._fixtureinfo  # type: ignore[attr-defined]
     wanted = {name, *info.initialnames} - ({*info.argnames} - {name})
     fixtures: list[str] = item.fixturenames  # type: ignore[attr-defined]
+    all_of_them, option = list(fixtures), item.config.option
+    before, option.setuponly = option.setuponly, True
     fixtures[:] = [one for one in fixtures if one in wanted]
-    item.config.option.setuponly = True
+    try:
+        yield
+    finally:
+        fixtures[:] = all_of_them
+        option.setuponly = before
 
 
 def called(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | None:
@@ -122,14 +131,15 @@ def called(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | N
     )
 
 
-def failed_setup(item: pytest.Item, where: Elsewhere, outcome: GroupOutcome) -> list[pytest.TestReport]:
-    """What ended the test before it began, as the reports of its setup and teardown; empty when nothing did."""
+def judged(item: pytest.Item, where: Elsewhere, outcome: GroupOutcome) -> list[pytest.TestReport]:
+    """The report of the test's setup as far as it got, and behind one that did not pass that of its teardown."""
     reports = joint_reports(item, outcome)
     first = next((report for report in reports if not report.passed), None)
-    if first is None:
-        return []
-    setup = copy.copy(first)
+    setup = copy.copy(first or reports[0])
     setup.when = "setup"
+    setup.duration = outcome.seconds
+    if first is None:
+        return [setup]
     setup.sections = [("Fixture", in_words(where, first)), *first.sections]
     teardown = copy.copy(reports[0])
     teardown.when, teardown.outcome, teardown.longrepr = "teardown", "passed", None
@@ -142,3 +152,13 @@ def in_words(where: Elsewhere, report: pytest.TestReport) -> str:
     """The sentence that tells this setup from one of the test's own ranks."""
     many = "1 rank" if where.world_size == 1 else f"{where.world_size} ranks"
     return f"{where.name} {report.outcome} on {many} of its own, in {report.when}; the test was not run"
+
+
+def added(earlier: Sequence[pytest.TestReport], reports: Sequence[pytest.TestReport]) -> None:
+    """Make what fixtures elsewhere took and printed part of the setup that ``reports`` tell of."""
+    for report in reports:
+        report.sections[:0] = [section for before in earlier for section in before.sections]
+        if report.when == "setup":
+            spent = sum(before.duration for before in earlier)
+            report.duration += spent
+            report.start -= spent

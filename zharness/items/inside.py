@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from _pytest.runner import runtestprotocol  # what pytest-forked and pytest-reru
 
 from zharness.items import debug, elsewhere, given, measured
 from zharness.items.facts import STRICT
+from zharness.items.terminal import Terminal
 from zharness.items.told import Told
 from zharness.world.here import here
 from zharness.world.leftovers import Fingerprint, fingerprint, left_behind
@@ -79,12 +80,20 @@ class State:
         return {key: words for key, words in after.left.items() if key not in self.left}
 
 
+class Line(Protocol):
+    """A rank's line to whoever hears what it tells before its end."""
+
+    def note(self, standing: Standing, payload: object, at_ns: int) -> None: ...
+
+    def label(self, phase: str) -> None: ...
+
+
 @dataclass(eq=False)  # older pytest keeps plugins in a set
 class Teller:
     """A plugin of the rank: each phase's report goes to the server when it is made, so that a death loses nothing."""
 
     config: pytest.Config
-    channel: ServerChannel
+    channel: Line
     warned: list[Warned] = field(default_factory=list)
     inner: list[dict[str, Any]] = field(default_factory=list)
     before_call: State | None = None
@@ -175,13 +184,19 @@ def can_be_found(category: type[Warning]) -> bool:
 class Inside:
     """What the server's ranks inherit: the collected session, and how to run one of its tests in this process."""
 
-    def __init__(self, session: pytest.Session, terminal: debug.Terminal, ours: tuple[object, ...]) -> None:
-        """``ours`` are plugins of the pytest process that have no business in a rank."""
+    def __init__(
+        self, session: pytest.Session, terminal: Terminal, ours: tuple[object, ...], settled: Teller | None = None
+    ) -> None:
+        """``ours`` are plugins of the pytest process that have no business in a rank.
+
+        ``settled`` is there in a process that is a rank and stays what it was besides.
+        """
         self._session = session
         self._terminal = terminal
         self._ours = ours
         self._told_of: set[str] = set()
-        self._tellers: list[Teller] = []  # one, once this process is a rank that has run something
+        # One, once this process is a rank that has run something.
+        self._tellers: list[Teller] = [] if settled is None else [settled]
 
     def __call__(self, index: int | None, following: int | None, room: str, fixture: str = "") -> Finished:
         """Run the item at ``index``, keeping what the item at ``following`` needs as well.
@@ -194,8 +209,8 @@ class Inside:
         teller = self._teller(room)
         if index is None:
             return self._tear_down(teller, nextitem)
-        elsewhere.prepare(items[index], fixture)
-        return self._run(teller, items[index], nextitem, room)
+        with elsewhere.only(items[index], fixture):
+            return self._run(teller, items[index], nextitem, room)
 
     def _run(self, teller: Teller, item: pytest.Item, nextitem: pytest.Item | None, room: str) -> Finished:
         seed(item.nodeid)
@@ -251,7 +266,7 @@ class Inside:
         capture_nothing(config)
         own_base_of_tmp_path(config, Path(room) / f"rank{me.rank}")
         config.stash[BASE] = Path(room).parent
-        measured.start()
+        measured.start(channel)
         debug.settle_in(config, me.rank, channel, self._terminal)
         teller = Teller(config, channel)
         plugins.register(teller, "zharness-teller")

@@ -12,6 +12,8 @@ import atexit
 import sys
 from typing import Any
 
+from zharness.world.rank import ServerChannel
+
 # Said by a process that has measured nothing or not everything, which is no news where others measure the rest.
 PARTIAL = ["no-data-collected", "module-not-imported", "module-not-measured"]
 
@@ -29,7 +31,7 @@ def expect_little() -> None:
         silence(mine)
 
 
-def start() -> None:
+def start(channel: ServerChannel) -> None:
     """In each rank: have what is measured written when it leaves, if anything is measured at all."""
     inherited = current()
     if inherited is None:
@@ -38,7 +40,7 @@ def start() -> None:
         inherited.stop()  # one data file for all processes, which is the pytest process's
         return
     silence(inherited)
-    atexit.register(save, inherited)
+    atexit.register(save, inherited, channel)
 
 
 def silence(measured: Any) -> None:
@@ -47,7 +49,12 @@ def silence(measured: Any) -> None:
     measured.set_option("run:disable_warnings", [*own, *PARTIAL])
 
 
-def save(inherited: Any) -> None:
-    """Write the rank's data; called when the rank leaves. coverage names the file by the process."""
+def save(inherited: Any, channel: ServerChannel) -> None:
+    """Write the rank's data; called when the rank leaves. coverage names the file by the process.
+
+    With the deadline off: after a failure a rank has half a second to leave, and many write at once.
+    """
+    channel.hold("it writes its coverage")
     inherited.stop()
     inherited.save()
+    channel.hold("")

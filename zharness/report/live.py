@@ -26,6 +26,7 @@ from zharness.run.plan import validate
 from zharness.run.record import RecordFile, record_file
 from zharness.run.runner import surroundings
 from zharness.world import Isolation
+from zharness.world.launched import launched
 from zharness.world.server import Surroundings
 
 
@@ -61,6 +62,11 @@ def check(
 
     ``place(engine)`` is what the rank server of an engine needs.
     """
+    launch = launched()
+    if launch is not None:
+        from zharness.report import attached
+
+        return attached.check(launch, request, options, outputs, place)
     validate(request)
     if outputs.html is not None:
         check_writable(outputs.html)

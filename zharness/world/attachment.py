@@ -1,11 +1,11 @@
 """Ranks that a launcher started: rank 0 leads and hands out work, the others follow.
 
 [Note: attached to torchrun]
-Every process runs the same command line. Rank 0 becomes the ``Leader``: a rank server like any other, whose ranks are
-there already, itself among them. It alone plans, judges and writes, so the processes have nothing to disagree about.
-The others become a ``Follower``, which takes work until it is told to leave, and the exit status with that. How every
-rank ended its part comes from the ranks' witnesses (``witness.py``). What cannot be done here is to replace a rank: one
-that hangs or dies is named, rank 0 writes what it has, and the launch is over.
+Every process runs the same command line. Rank 0 becomes the ``Leader`` (``leader.py``): a rank server
+like any other, whose ranks are there already, itself among them. It alone plans, judges and writes, so the processes
+have nothing to disagree about. The others become a ``Follower``, which takes work until it is told to leave, and with
+what exit status. How every rank ended its part comes from the ranks' witnesses (``witness.py``). What cannot be done
+here is to replace a rank: one that hangs or dies is named, rank 0 writes what it has, and the launch is over.
 """
 
 from __future__ import annotations
@@ -17,37 +17,32 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, set_debug_level, set_debug_level_from_env  # public, without stubs
-from torch.distributed import PrefixStore, TCPStore
 
-from zharness.errors import WorldError
+# torch.distributed's names for these are public, but have no stubs.
+from torch._C._distributed_c10d import DebugLevel, PrefixStore, set_debug_level, set_debug_level_from_env
+
 from zharness.world import witness
 from zharness.world.deadline import GRACE
 from zharness.world.here import Here, become, resign
 from zharness.world.launched import Launch
-from zharness.world.messages import Leave, Standing
-from zharness.world.outcome import End, GroupOutcome, Printed, RankOutcome
+from zharness.world.messages import Leave
+from zharness.world.outcome import End, Printed, RankOutcome
 from zharness.world.rank import LAST_RESORT, by_inheritance, raised, rank_device
-from zharness.world.server import RankServer
-from zharness.world.store import FASTEST, PATIENCE, SLOWEST, Board, StoreChannel, ended_key, pause
-from zharness.world.witness import CLOSING, LOOK, OVER, TOLD, Begin, Over
+from zharness.world.store import Board, StoreChannel
+from zharness.world.witness import Begin
 from zharness.world.work import CHECKED_UP_TO, Collectives, Group, Work
 
-# Ends of a rank that no longer takes work.
-LOST = (End.SIGNALLED, End.EXITED, End.HUNG, End.STOPPED)
-MARGIN = 3.0  # seconds for the witnesses to tell where their ranks stand, once the launch is over
-SILENT = 30.0  # seconds beyond its time-out after which nothing more is expected from a rank, nor from its witness
-NO_WORD = "nothing was heard of it, and nothing of its witness: its machine may be gone"
+# Keys of the board, in the order in which they are put up.
+QUESTION, ANSWER, START, CLOCK = "question", "answer", "start", "clock"
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,10 @@ class Attachment:
         """``inherited`` runs work that says ``by_inheritance``. ``captured`` are files into which output goes."""
         self.launch = launch
         self._inherited = inherited
-        self._stacks = tempfile.NamedTemporaryFile("a", prefix="zharness-stacks-")  # noqa: SIM115 - lives on
+        self._sockets: set[tuple[int, str]] = set()
+        self._saved: dict[int, int] = {}
+        # The witness removes it, also when this process is killed.
+        self._stacks = tempfile.NamedTemporaryFile("a", prefix="zharness-stacks-", delete=False)  # noqa: SIM115
         self._output = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - lives on
         files = {**self._output, **{f"{name} (captured)": file for name, file in (captured or {}).items()}}
         streams = {name: file.fileno() for name, file in files.items()}
@@ -144,15 +142,17 @@ class Attachment:
             with suppress(Exception):  # a group that a dead peer was in
                 dist.destroy_process_group()
 
-    def hang_up(self) -> None:
+    def hang_up(self, serial: int) -> None:
         """Give the group up while peers may wait in it: they raise "Connection closed by peer" then.
 
         A group that something refers to, such as a local of the frame that raised, lives on in torch; so the sockets
         that were opened since it was formed are shut down. No peer that gets on without this rank notices.
         """
-        for descriptor in open_sockets() - self._sockets:
+        self.board.post(hung_key(serial), True)
+        for descriptor, _ in open_sockets() - self._sockets:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                    found.getpeername()  # raises for a listening one, of which gloo expects no end
                     found.shutdown(socket.SHUT_RDWR)
         self.part()
 
@@ -178,7 +178,7 @@ class Attachment:
         if work.function is by_inheritance:
             yield
             return
-        saved = {number: os.dup(number) for number in (1, 2)}
+        self._saved = {number: os.dup(number) for number in (1, 2)}
         for (number, file), stream in zip(enumerate(self._output.values(), 1), (sys.stdout, sys.stderr), strict=True):
             stream.flush()
             file.truncate(0)
@@ -187,10 +187,16 @@ class Attachment:
         try:
             yield
         finally:
-            for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            self.undo_redirection()
+
+    def undo_redirection(self) -> None:
+        """Have standard output and error be what they were before this work; by any thread."""
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            saved = self._saved.pop(number, None)
+            if saved is not None:
                 stream.flush()
-                os.dup2(saved[number], number)
-                os.close(saved[number])
+                os.dup2(saved, number)
+                os.close(saved)
 
     def _printed(self) -> Iterator[Printed]:
         for name, file in self._output.items():
@@ -202,6 +208,14 @@ class Attachment:
 
 class Follower(Attachment):
     """A rank other than 0: it does what the leader says."""
+
+    def meet(self, answer: Callable[[Any], object]) -> None:
+        """Answer the leader's one question before all work, unless it leaves without one."""
+        if not self.board.await_all([QUESTION], lambda _: self.board.has("work/1")):
+            return
+        self.board.post(f"{ANSWER}/{self.launch.rank}", answer(self.board.read(QUESTION)))
+        if self.board.await_all([START], lambda _: self.board.has("work/1")):
+            self.board.post(f"{CLOCK}/{self.launch.rank}", time.monotonic_ns())
 
     def follow(self) -> int:
         """Take work until the leader says to leave; the exit status that it says."""
@@ -222,7 +236,7 @@ class Follower(Attachment):
         """The next message. Meanwhile a rank that has left the work, and is waited for by peers, hangs up."""
         key = f"work/{serial}"
         if channel is not None and channel.left and not self.board.await_all([key], lambda spent: spent > GRACE):
-            self.hang_up()
+            self.hang_up(serial - 1)
         self.board.await_all([key])
         if channel is not None:
             channel.tidy()
@@ -232,209 +246,17 @@ class Follower(Attachment):
         return message
 
 
-LastWords = Callable[["GroupOutcome | None", str], int]
+def hung_key(serial: int) -> str:
+    """Where a rank puts up that it has hung up on its peers."""
+    return f"work/{serial}/hung"
 
 
-class Leader(Attachment, RankServer):
-    """Rank 0: a rank server whose ranks are all the launch's, and which takes part itself.
-
-    ``last_words(outcome, words)`` is called when the launch is over before its time: it writes what there is, in any
-    thread, and returns the exit status. ``outcome`` is that of the work in hand, or None.
-    """
-
-    def __init__(
-        self,
-        launch: Launch,
-        last_words: LastWords,
-        inherited: Callable[..., Any] | None = None,
-        captured: Mapping[str, IO[Any]] | None = None,
-    ) -> None:
-        Attachment.__init__(self, launch, inherited, captured)
-        self.status = 3  # what the followers end with, unless somebody says otherwise
-        self.title = ""  # of the work to come, for the messages
-        self._last_words = last_words
-        self._serial = 0
-        self._formed = 0  # the world size of the group that stands and may be kept
-        self._hand: Assignment | None = None
-        self._armed = True
-        self._closed = False
-        # Held by the main thread but while it runs work: whoever has it may write the report.
-        self._pen = threading.Lock()
-        self._pen.acquire()
-        self._zeros: dict[int, int] = {}
-        self._wake, wake = socket.socketpair()
-        wake.setblocking(False)
-        self._wake_end = wake
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._guard, name="zharness guard", daemon=True).start()
-
-    def submit(self, work: Work) -> GroupOutcome:
-        """The outcome of ``work`` on the first ranks of the launch. Does not return when one of them is lost."""
-        if work.world_size > self.launch.world_size:
-            raise WorldError(f"world size {work.world_size} on {self.launch.describe()}")
-        keeps = work.group is Group.KEPT and self._formed == work.world_size and dist.is_initialized()
-        group = work.group if keeps or work.group is Group.NONE else Group.DEFAULT
-        if not keeps:
-            self.part()
-        self._serial += 1
-        task = Assignment(self._serial, replace(work, group=group), self.title or "the work")
-        with own_store(self.launch, group) as port:
-            task = replace(task, port=port)
-            self._hand = task
-            self.board.post(f"work/{task.serial}", task)
-            self._pen.release()
-            try:
-                channel = self.perform(task)
-                outcome = self._gathered(task, channel)
-            finally:
-                self._pen.acquire()  # for good, when the launch is over: another thread is writing then
-        self._hand = None
-        self._formed = work.world_size if all(rank.sound for rank in outcome.ranks) and group is not Group.NONE else 0
-        return outcome
-
-    def dismiss(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """There are no pools: all ranks live on."""
-        return None
-
-    def close(self) -> None:
-        """Let every follower leave with ``status``."""
-        if self._closed or not self._armed and self._hand is not None:
-            return
-        self._closed = True
-        self.disarm()
-        if self._hand is not None:  # an interrupt: the others are in the middle of something
-            self.board.post_first(OVER, Over(0, "rank 0 was interrupted"))
-            self.board.post(TOLD, True)
-        self.board.post(f"work/{self._serial + 1}", Farewell(self.status))
-        self._witness.send(Leave())
-        self.part()
-        if not self.launch.agent_store and self._hand is None:  # the store is this process's
-            key = f"work/{self._serial + 1}/read"
-            self.board.await_all([], lambda spent: spent > CLOSING or self.board.count(key, 0) in (0, self._others))
-
-    @property
-    def _others(self) -> int:
-        return self.launch.world_size - 1
-
-    def disarm(self) -> None:
-        """From now on nobody but the main thread writes, whatever happens to the launch."""
-        self._armed = False
-
-    def _gathered(self, task: Assignment, channel: StoreChannel) -> GroupOutcome:
-        """Every rank's end; a rank that was lost is the end of all."""
-        began = time.monotonic()
-        keys = [ended_key(f"work/{task.serial}", rank) for rank in range(task.work.world_size)]
-        if channel.left and not self.board.await_all(keys, lambda spent: spent > GRACE):
-            self.hang_up()
-        busy, until = -1, time.monotonic() + task.work.timeout + SILENT
-        while not self.board.await_all(keys, lambda _: time.monotonic() > until):
-            busy, before = self.board.count("busy", 0), busy
-            if busy == before:
-                self.board.post_first(OVER, Over(0, f"not every rank has told of the end of {task.title}"))
-                self._conclude(self.board)
-            until = time.monotonic() + SILENT
-        channel.tidy()
-        outcome = self._read(self.board, task, time.monotonic() - began)
-        if any(rank.end in LOST for rank in outcome.ranks):
-            self._conclude(self.board)
-        self.board.drop(*keys)
-        return outcome
-
-    def _read(self, board: Board, task: Assignment, seconds: float) -> GroupOutcome:
-        """What the witnesses have put up, with times as of this machine's clock."""
-        ranks = []
-        for rank in range(task.work.world_size):
-            key = ended_key(f"work/{task.serial}", rank)
-            if board.has(key):
-                ranks.append(shifted(board.read(key), self._zeros.get(rank, 0)))
-            else:
-                ranks.append(RankOutcome(rank, End.HUNG, time.monotonic_ns(), cause=NO_WORD))
-        return GroupOutcome(in_words(tuple(ranks)), seconds)
-
-    def _guard(self) -> None:
-        """In a thread of its own: hear of the launch's end while the main thread runs work, or is stuck in it."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
-        board = Board(self.launch)
-        self._wake.settimeout(LOOK)
-        while self._armed:
-            with suppress(TimeoutError):
-                if signal.SIGTERM in self._wake.recv(64):
-                    board.post_first(OVER, Over(0, "torchrun ended the ranks (SIGTERM)"))
-            if self._armed and board.has(OVER):
-                self._conclude(board)
-
-    def _conclude(self, board: Board) -> NoReturn:
-        """Write what there is and end the process. Whoever comes second waits for the end."""
-        self._pen.acquire(timeout=-1 if threading.current_thread() is threading.main_thread() else MARGIN)
-        self._armed, hand = False, self._hand
-        if not board.has(OVER):
-            board.post_first(OVER, Over(0, ""))
-        faulthandler.dump_traceback_later(CLOSING, exit=True)
-        outcome = None
-        if hand is not None:
-            keys = [ended_key(f"work/{hand.serial}", rank) for rank in range(hand.work.world_size)]
-            board.await_all(keys, lambda spent: spent > MARGIN)
-            outcome = self._read(board, hand, 0.0)
-        lost = next((rank for rank in outcome.failures if rank.end in LOST), None) if outcome is not None else None
-        words = board.read(OVER).words or (f"{lost.words()}" if lost is not None else "a rank was lost")
-        status = 3
-        try:
-            status = self._last_words(outcome, f"{words}; torchrun's ranks cannot be replaced, so nothing more is run")
-        finally:
-            board.post(TOLD, True)
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(status)
-
-    def synchronize(self, zeros: Mapping[int, int]) -> None:
-        """Take each rank's clock reading of one and the same moment, so that times can be compared."""
-        self._zeros = {rank: zero - zeros[0] for rank, zero in zeros.items()}
-
-
-def shifted(outcome: RankOutcome, by: int) -> RankOutcome:
-    """The outcome with its times ``by`` nanoseconds earlier."""
-    notes = tuple(replace(note, at_ns=note.at_ns - by) for note in outcome.notes)
-    return replace(outcome, at_ns=outcome.at_ns - by, notes=notes)
-
-
-def in_words(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Ranks that the launcher ended are consequences, unless nothing else is there to be one of."""
-    if all(rank.end is End.STOPPED or rank.sound for rank in ranks):
-        return tuple(replace(rank, end=End.SIGNALLED) if rank.end is End.STOPPED else rank for rank in ranks)
-    return ranks
-
-
-@contextmanager
-def own_store(launch: Launch, group: Group) -> Iterator[int]:
-    """The port of a store for work that forms its own group by ``env://``: in the launch's, keys of the last one stay.
-
-    0 where none is needed, and where the launch's address is not this machine's.
-    """
-    if group is not Group.NONE or not launch.agent_store or not is_ours(launch.address):
-        yield 0
-        return
-    store = TCPStore(launch.address, 0, None, True, PATIENCE, wait_for_workers=False)
-    yield store.port
-
-
-def is_ours(address: str) -> bool:
-    """Whether the address is one of this machine's."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
-    except OSError:
-        return False
-    return True
-
-
-def open_sockets() -> set[int]:
-    """The descriptors of this process's sockets. Linux only; elsewhere none are found."""
+def open_sockets() -> set[tuple[int, str]]:
+    """This process's sockets: descriptor and what it links to. Linux only; elsewhere none are found."""
     found = set()
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):
-            if os.readlink(link).startswith("socket:"):
-                found.add(int(link.name))
+            target = os.readlink(link)
+            if target.startswith("socket:"):
+                found.add((int(link.name), target))
     return found

@@ -37,6 +37,11 @@ def become(here: Here) -> None:
     _ranks[:] = [here]
 
 
+def resign() -> None:
+    """Be no rank any more: in a process that lives on and does other things as well."""
+    _ranks.clear()
+
+
 def is_rank() -> bool:
     """Whether this process is a rank."""
     return bool(_ranks)

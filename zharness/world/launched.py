@@ -72,3 +72,9 @@ def launched(environment: MutableMapping[str, str] | None = None) -> Launch | No
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def default_world_size() -> int:
+    """The world size where none is asked for: that of the launch, else the smallest in which anything is sharded."""
+    launch = launched()
+    return 2 if launch is None else launch.world_size

@@ -48,7 +48,8 @@ class RankOutcome:
     ``at_ns`` is CLOCK_MONOTONIC, comparable between processes of one machine. ``payload`` is the pickled return value.
     ``innermost`` is the file of the innermost frame of a raised exception. ``stack`` is where a hung or stopped rank
     stood, and ``site`` the collective in which it waited then, if it did. ``phase`` is the last label under which it
-    printed. ``notes`` are what it told before its end, ``left_behind`` the threads and processes that it did not end.
+    printed. ``notes`` are what it told before its end, ``left_behind`` the threads and processes that it did not end,
+    ``imported`` the modules of torch that it was the first to need.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class RankOutcome:
     notes: tuple[Note, ...] = ()
     printed: tuple[Printed, ...] = ()
     left_behind: tuple[str, ...] = ()
+    imported: tuple[str, ...] = ()
 
     @property
     def output(self) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
@@ -24,6 +27,7 @@ class Pools:
         self._echo = echo
         self._serials = count(1)
         self._teams: dict[tuple[str, int], Team] = {}
+        self._to_learn: tuple[str, ...] = ()
 
     def run(self, work: Work, client: Connection | None) -> GroupOutcome:
         """The outcome of ``work``. Raises Abandoned when the client is gone, OSError when no rank can be started."""
@@ -31,10 +35,13 @@ class Pools:
         if work.isolation is Isolation.FRESH:
             team = Team(work, self._inherited, self._room, self._echo)
             try:
-                return Watch(team, work, client).outcome()
+                outcome = Watch(team, work, client).outcome()
             finally:
                 team.end()
-        return self._run_pooled(work, client)
+        else:
+            outcome = self._run_pooled(work, client)
+        self._to_learn = outcome.ranks[0].imported
+        return outcome
 
     def _run_pooled(self, work: Work, client: Connection | None) -> GroupOutcome:
         """Ranks of which one ended, raised or was stopped are not used again; the rest is the client's to judge."""
@@ -58,6 +65,18 @@ class Pools:
             else:
                 team.end()
 
+    def learn(self) -> None:
+        """Import what the last ranks imported of torch, so that the next ones find it.
+
+        torch loads some 800 modules at the first optimizer, DTensor or transform: a second in every rank, or once here.
+        """
+        names, self._to_learn = self._to_learn, ()
+        for name in names:
+            with suppress(ImportError):  # the rank may have made up a module that no file stands for
+                importlib.import_module(name)
+        if names:
+            freeze()
+
     def dismiss(self, which: Dismissal, client: Connection | None) -> GroupOutcome | None:
         """End one team, and tell how each of its ranks ended; None when there is none."""
         team = self._teams.pop((which.pool, which.world_size), None)
@@ -73,6 +92,15 @@ class Pools:
         while self._teams:
             _, team = self._teams.popitem()
             team.end()
+
+
+def freeze() -> None:
+    """Keep the garbage collector's hands off what there is.
+
+    Ranks share this process's memory until they write to it, and a collection writes to every object it sees.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _nothing() -> None:

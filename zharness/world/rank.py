@@ -172,12 +172,14 @@ def redirect(ends: Ends) -> None:
 
 def attempt(work: Work, seat: Seat, inherited: Callable[..., Any] | None) -> RankOutcome:
     """The outcome of ``work`` on this rank; every exception, SystemExit included, becomes part of it."""
+    loaded = set(sys.modules)
     try:
         form_group(work, seat)
         function = inherited if work.function is by_inheritance and inherited is not None else work.function
         value = function(*work.args)
         payload = pickle.dumps(value)
-        return RankOutcome(seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload)
+        imported = tuple(name for name in sys.modules if name.startswith("torch.") and name not in loaded)
+        return RankOutcome(seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload, imported=imported)
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
         return raised(seat.rank, error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from zharness.errors import UsageError, WorldError
 from zharness.world.limits import check_world_size, raise_file_limit
 from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group
 from zharness.world.outcome import GroupOutcome
-from zharness.world.pools import Pools
+from zharness.world.pools import Pools, freeze
 from zharness.world.rank import by_inheritance
 from zharness.world.team import wait_for_end
 from zharness.world.watch import Abandoned
@@ -38,9 +37,9 @@ class Surroundings:
     """What a server has that its parent has not.
 
     ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
-    os.environ, and ``warm_up`` (``module:function``, no arguments) runs once before the first rank: it may import, but
-    must not run a tensor operation, or the children of this process hang in torch's thread pool. ``echo`` has what the
-    ranks print written to standard output as well, line by line with the rank in front.
+    os.environ, and ``warm_up`` (``module``, or ``module:function`` without arguments) runs once before the first rank:
+    it may import, but must not run a tensor operation, or the children of this process hang in torch's thread pool.
+    ``echo`` has what the ranks print written to standard output as well, line by line with the rank in front.
     """
 
     search_path: tuple[str, ...] = ()
@@ -186,6 +185,7 @@ def serve(
         while True:
             request = pipe.recv()
             pipe.send(trouble or answer(request, pools, pipe))
+            pools.learn()
     except (EOFError, OSError, Abandoned):
         pass  # the client is gone
     finally:
@@ -213,13 +213,12 @@ def prepare(surroundings: Surroundings) -> str:
     os.environ.update(surroundings.environment)
     module, _, function = surroundings.warm_up.partition(":")
     try:
+        imported = importlib.import_module(module) if module else None
         if function:
-            getattr(importlib.import_module(module), function)()
+            getattr(imported, function)()
     except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
         return f"the rank server's warm-up {surroundings.warm_up} raised {type(error).__name__}: {error}"
-    # Ranks share this process's memory until they write to it, and a garbage collection writes to every object it sees.
-    gc.collect()
-    gc.freeze()
+    freeze()
     return ""
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+# torch.distributed's names for these are public, but have no stubs.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zharness.errors import WorldError, ZHarnessError
 from zharness.world.launched import Launch
@@ -45,11 +46,16 @@ class Board:
 
     def post(self, key: str, value: object) -> None:
         """Put a value up for all."""
-        self.store.set(key, pickle.dumps(value))
+        self.set(key, pickle.dumps(value))
+
+    def set(self, key: str, value: bytes) -> None:
+        """``post`` for bytes."""
+        self.store.set(key, value)  # type: ignore[arg-type]  # the stub knows only text
 
     def post_first(self, key: str, value: object) -> Any:
-        """Put a value up unless there is one; the value that is there then."""
-        return pickle.loads(self.store.compare_set(key, "", pickle.dumps(value)))  # noqa: S301 - by one of our ranks
+        """Put a value up unless there is one; the value that is there then, written by one of our own ranks."""
+        there = self.store.compare_set(key, "", pickle.dumps(value))  # type: ignore[arg-type]  # as above
+        return pickle.loads(there)  # noqa: S301 - see the docstring
 
     def read(self, key: str) -> Any:
         """The value under a key that is there. It was written by one of our own ranks."""
@@ -117,7 +123,7 @@ class StoreChannel:
         """Every rank's value, in rank order. Raises WorldError when a peer has ended without giving one."""
         self._exchanges += 1
         key = f"{self._prefix}/exchange/{self._exchanges}"
-        self._board.store.set(f"{key}/{self._rank}", value)
+        self._board.set(f"{key}/{self._rank}", value)
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         while not self._board.await_all(keys, lambda spent: spent > LOOK_FOR_THE_GONE):
             gone = [rank for rank in range(self._world_size) if self._board.has(ended_key(self._prefix, rank))]

@@ -28,7 +28,7 @@ from zharness.world.launched import Launch
 from zharness.world.messages import Hold, Leave, Note
 from zharness.world.outcome import End, Printed, RankOutcome, signal_name
 from zharness.world.postmortem import FATAL, named, where
-from zharness.world.stacks import is_building, main_thread, waiting_in
+from zharness.world.stacks import is_building, main_thread, waiting_in, without_machinery
 from zharness.world.store import Board, ended_key, pause
 from zharness.world.watch import readable_dump
 
@@ -105,6 +105,7 @@ def live(watched: Watched, pipe: Connection) -> NoReturn:
         with suppress(ProcessLookupError):
             os.kill(watched.pid, signal.SIGKILL)
     finally:
+        watched.stacks.unlink(missing_ok=True)
         os._exit(0)
 
 
@@ -193,6 +194,9 @@ class Witness:
 
     def _last_act(self, over: Over, stack: str = "") -> None:
         """The launch is over: tell where the rank stands, have rank 0 write its report, and end the rank."""
+        until = time.monotonic() + (0.0 if over.hang else GRACE)
+        while self._work is not None and (self._pipe.poll(max(0.0, until - time.monotonic()))) and self._hear():
+            continue  # it may have come to its end just now, or may yet, with words of its own
         if self._work is not None:
             self._settle(self._unfinished(self._work, over, stack or self._stack()))
         if self._rank == 0:
@@ -270,7 +274,7 @@ class Witness:
             words = f"{words}, while {self._work.title} ran"
             outcome = self._outcome(end, f"{cause}, before its function had returned")
             dump = Printed(self._phase, "stderr", self._dump())
-            self._settle(named(replace(outcome, printed=(*outcome.printed, readable_dump(dump))), {}))
+            self._settle(named(replace(outcome, printed=(*outcome.printed, readable_dump(dump))), None))
         if self._rank == 0:
             self._say(f"{words}; it was the one that writes the report")
             self._board.post(TOLD, True)
@@ -279,7 +283,7 @@ class Witness:
         self._board.post_first(OVER, Over(self._rank, words))
 
     def _say(self, words: str) -> None:
-        os.write(self._last_resort, f"\nzharness: {words}\n{self._dump()}\n".encode())
+        os.write(self._last_resort, f"\nzharness: {words}\n{without_machinery(self._dump())}\n".encode())
 
     def _dump(self) -> str:
         """The stack that a fatal error of Python writes."""
@@ -312,7 +316,7 @@ def alive(pid: int) -> bool:
 
 
 # What runs a piece of work in a rank: the frames behind these are the same in every stack.
-_BELOW = ("/zharness/items/inside.py", "/zharness/world/attachment.py")
+_BELOW = ("/zharness/items/inside.py", "/zharness/world/attachment.py", "/zharness/world/leader.py")
 
 
 def trimmed(text: str) -> str:
@@ -327,11 +331,15 @@ def trimmed(text: str) -> str:
         if not below:
             blocks[-1].append(line)
     # A thread is a block of its own: its headline, then its frames; other lines are kept as they are.
-    kept = [block for block in blocks if block and not (is_headline(block[0]) and len(block) == 1)]
+    kept = [block for block in blocks if block and not (is_headline(block[0]) and all(map(is_waiting, block[1:])))]
     return "\n".join(line for block in kept for line in block)
+
+
+def is_waiting(line: str) -> bool:
+    """Whether the frame is one of Python's own threading: a thread that has no others is not the work's."""
+    return "/threading.py" in line
 
 
 def is_headline(line: str) -> bool:
     """Whether the frames of a thread follow."""
     return line.startswith(("Thread ", "Current thread "))
-

@@ -5,11 +5,17 @@ from __future__ import annotations
 from suites.world.faults.fault import HUNG, LATER, SETUP, fault, in_fixture, on_culprit
 
 RAISE = 'raise ValueError("planted")'
+STOPPED = "(was|were) stopped because another rank had failed, waiting in barrier"
 RAISE_HERE = RAISE + "  # site"
 RAISED = "ValueError: planted"
 
 RAISING = (
-    on_culprit("raises_while_peers_wait", RAISE, RAISED, words=("(was|were) stopped because another rank had failed, waiting in barrier",)),
+    on_culprit(
+        "raises_while_peers_wait",
+        RAISE,
+        RAISED,
+        words=("(was|were) stopped because another rank had failed, waiting in barrier",),
+    ),
     on_culprit("fails_by_an_assertion", "assert rank + 1 == 0", "assert .* == 0"),
     on_culprit("fails_by_pytest_fail", 'pytest.fail("planted")', "Failed: planted"),
     on_culprit("calls_sys_exit", "sys.exit(3)", "SystemExit: 3"),
@@ -187,10 +193,11 @@ MEMORY = (
             if rank == CULPRIT:
                 leave(1 << 26)
                 while True:
-                    hoard.append(bytearray(1 << 16))  # site
+                    hoard.append(bytearray(1 << 16))
             dist.barrier()
         """,
         "MemoryError",
+        ("passed", "failed", "any"),  # there is no memory left to look for what it has left behind
     ),
     fault(
         "asks_torch_for_too_much_memory",

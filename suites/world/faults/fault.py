@@ -26,9 +26,9 @@ ANY_TIME = 60.0
 class Fault:
     """One way to go wrong.
 
-    ``outcome`` is that of setup, call and teardown (None: no report). The failure begins with the ranks that are
-    ``blamed``, and ``headline`` (a pattern) is found in its first words, ``words`` anywhere in the report; in both,
-    CULPRIT stands for the rank. ``stacks`` are the ranks whose stack is shown. ``bar`` is in seconds.
+    ``outcome`` is that of setup, call and teardown (None: no report; any: whichever). The failure begins with the ranks
+    that are ``blamed``; ``headline`` (a pattern) is found in its first words, ``words`` anywhere in the report, and in
+    both CULPRIT stands for the rank. ``stacks`` are the ranks whose stack is shown. ``bar`` is in seconds.
     """
 
     name: str

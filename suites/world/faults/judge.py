@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from suites.world.faults.sessions import Told, lines_marked
 from suites.world.faults.fault import TIMEOUT, Fault
+from suites.world.faults.sessions import Told, lines_marked
 
 PREAMBLE = """\
 import atexit, ctypes, os, resource, signal, subprocess, sys, threading
@@ -79,7 +79,7 @@ def complaints(fault: Fault, place: Place, told: Told | None, folder: Path) -> I
         yield "was not run"
         return
     outcome = tuple(told.outcome(when) for when in ("setup", "call", "teardown"))
-    if outcome != fault.outcome:
+    if any(got != expected != "any" for got, expected in zip(outcome, fault.outcome, strict=True)):
         yield f"setup, call and teardown: got {outcome}, expected {fault.outcome}"
     if "failed" not in outcome:
         yield "a false green"
@@ -90,15 +90,30 @@ def complaints(fault: Fault, place: Place, told: Told | None, folder: Path) -> I
     for pattern in fault.words:
         if not re.search(pattern.replace("CULPRIT", str(place.culprit)), whole):
             yield f"nowhere in the report: {pattern}"
-    for line in lines_marked(module_of(fault, place)):
-        if not re.search(rf"test_\d+\.py(?::|, line |\", line ){line}\b", whole):
-            yield f"the report does not name line {line}: {module_of(fault, place).splitlines()[line - 1].strip()}"
+    yield from of_sites(fault, place, whole)
     yield from of_stacks(fault, place, report.text)
     if len(whole) > 400_000:
         yield f"the report has {len(whole):,} characters"
     yield from of_examples(fault, place, folder)
     if told.left:
         yield f"left processes behind: {told.left}"
+
+
+def of_sites(fault: Fault, place: Place, text: str) -> Iterator[str]:
+    """The lines that the text has to name."""
+    for line in lines_marked(module_of(fault, place)):
+        if not re.search(rf"test_\d+\.py(?::|, line |\", line ){line}\b", text):
+            yield f"line {line} is not named: {module_of(fault, place).splitlines()[line - 1].strip()}"
+
+
+def of_the_end(fault: Fault, place: Place, told: Told | None, output: str) -> Iterator[str]:
+    """What is wrong with how a session ended that ``fault`` has ended: pytest tells of it in a line of !!!!."""
+    last = " ".join(line for line in output.splitlines() if line.startswith("!!!!"))
+    if f"rank {place.culprit}" not in last or fault.headline not in last:
+        yield f"the end does not name rank {place.culprit} and {fault.headline!r}: {last.replace('!', '')}"
+    yield from of_sites(fault, place, output)
+    if told is None or told.reports:
+        yield "expected no report, as without ranks"
 
 
 def of_headline(fault: Fault, place: Place, headline: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Sessions of pytest inside the tests: started in a process of their own, recorded, and searched for what they leave."""
+"""Sessions of pytest inside the tests: each a process of its own, recorded, and searched for what it leaves."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 TAG = "ZHARNESS_SUITE_TAG"  # a variable whose value every process of one session has
 LIMIT = 300.0  # seconds for one session
@@ -116,50 +118,59 @@ class Done:
         }
 
 
+@functools.cache
+def warm() -> IO[str]:
+    """Where to write an order for a session; the process behind it ends with this one."""
+    command = [sys.executable, "-m", "suites.world.faults.warm"]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None, "asked for"
+    return process.stdin
+
+
 class Session:
     """A pytest of its own over files in ``folder``, with a private place for temporary files."""
 
     def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
-        (folder / "notes").mkdir()
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        (folder / "notes").mkdir(exist_ok=True)
+        for name in ("pid", "status", "output.txt", "record.jsonl"):  # of a session before this one
+            (folder / name).unlink(missing_ok=True)
         (folder / "pytest.ini").write_text("[pytest]\n")
         (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(GONE)))
         for name, text in files.items():
             (folder / name).write_text(textwrap.dedent(text))
         self._tag = uuid.uuid4().hex
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}"]
-        self._output = (folder / "output.txt").open("w+")
+        command = [f"--basetemp={folder / 'base'}", *arguments]
+        variables = {TAG: self._tag, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
         self._began = time.monotonic()
-        self.process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=folder,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        warm().write(json.dumps([str(folder), command, variables]) + "\n")
+        warm().flush()
+        self.pid = self._number("pid")
 
-    def _environment(self) -> dict[str, str]:
-        """This process's, without what pytest and xdist have put into it."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ZHARNESS"))}
-        return {**own, TAG: self._tag, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
+    def _number(self, name: str) -> int:
+        """The content of a file that is yet to be written."""
+        until = time.monotonic() + LIMIT
+        while not (self.folder / name).exists():
+            assert time.monotonic() < until, f"no {name} of the session in {self.folder} in {LIMIT} s"
+            threading.Event().wait(0.02)
+        return int((self.folder / name).read_text())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number`` to pytest, and to nothing else."""
+        os.kill(self.pid, number)
 
     def done(self) -> Done:
         """Wait for the end, and for everything that it started to be gone."""
         try:
-            status = self.process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGINT)
-            self._end_everything()
-            status = -1
-        seconds = time.monotonic() - self._began
-        left = tuple(self._left())
-        self._end_everything()
-        with self._output:
-            self._output.seek(0)
-            output = self._output.read()
+            status = self._number("status")
+        finally:
+            seconds = time.monotonic() - self._began
+            left = tuple(self._left())
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)  # leave nothing to the tests that follow
+        output = (self.folder / "output.txt").read_text()
         return Done(status, output, told_in(self.folder / "record.jsonl"), seconds, left)
 
     def _left(self) -> Iterator[str]:
@@ -176,24 +187,17 @@ class Session:
 
     def processes(self) -> dict[int, str]:
         """The command lines of all living processes of this session."""
-        return {pid: words for pid, words in tagged(f"{TAG}={self._tag}".encode())}
-
-    def _end_everything(self) -> None:
-        """Leave nothing to the tests that follow."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        return dict(living(self.pid, f"{TAG}={self._tag}".encode()))
 
 
-def tagged(tag: bytes) -> Iterator[tuple[int, str]]:
-    """Living processes with ``tag`` in the environment that they were started with."""
+def living(session: int, tag: bytes) -> Iterator[tuple[int, str]]:
+    """Living processes of that session of processes, and programs with ``tag`` in the environment they started with."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            if tag in (entry / "environ").read_bytes():
+            state, _, _, its_session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state not in "ZX" and (int(its_session) == session or tag in (entry / "environ").read_bytes()):
                 yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         except OSError:
             continue  # it has ended, or is not ours

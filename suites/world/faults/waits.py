@@ -39,7 +39,6 @@ OUT_OF_TIME = "did not finish in time, in call: no end within 2 s; "
 HANGING = (
     hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "stands in wait", stacks="all"),
     hangs("hangs_in_c", "ctypes.CDLL(None).pause()  # site", OUT_OF_TIME + "stands in test_hangs_in_c", stacks="all"),
-    hangs("hangs_in_a_loop", "while True: pass  # site", OUT_OF_TIME + "stands in test_hangs_in_a_loop", stacks="all"),
     hangs(
         "hangs_without_hearing_signals",
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), ctypes.CDLL(None).pause()",
@@ -253,35 +252,35 @@ LEAVING = (
 )
 
 # Those after which nothing can follow in the same ranks, or in the same session at all.
-AT_EXIT =     fault(
-        "exits_at_exit",
-        """
+AT_EXIT = fault(
+    "exits_at_exit",
+    """
         def test_exits_at_exit(rank):
             if rank == CULPRIT:
                 atexit.register(os._exit, 7)
         """,
-        "exit status 7",
-        TEARDOWN,
-        bar=ANY_TIME,
-    )
+    "exit status 7",
+    TEARDOWN,
+    bar=ANY_TIME,
+)
 
-EXITS = Fault(
+EXITS = fault(
     "calls_pytest_exit",
-    """\
-def test_calls_pytest_exit(rank):
-    if rank == CULPRIT:
-        pytest.exit("planted end", returncode=7)
-    dist.barrier()
-""",
+    """
+        def test_calls_pytest_exit(rank):
+            if rank == CULPRIT:
+                pytest.exit("planted end", returncode=7)
+            dist.barrier()
+    """,
     "planted end",
 )
-INTERRUPTS = Fault(
+INTERRUPTS = fault(
     "raises_a_keyboard_interrupt",
-    """\
-def test_raises_a_keyboard_interrupt(rank):
-    if rank == CULPRIT:
-        raise KeyboardInterrupt("planted interrupt")
-    dist.barrier()
-""",
+    """
+        def test_raises_a_keyboard_interrupt(rank):
+            if rank == CULPRIT:
+                raise KeyboardInterrupt("planted interrupt")  # site
+            dist.barrier()
+    """,
     "planted interrupt",
 )

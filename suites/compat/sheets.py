@@ -1,0 +1,85 @@
+"""Runs a pytest file in a process of its own, and tells what became of each of its tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+HEAD = """
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zharness.compat.deepspeed import DistributedFixture, DistributedTest
+
+
+"""
+# A package that sys.modules has as None is not found by anybody.
+WITHOUT_DEEPSPEED = 'import sys\n\nsys.modules["deepspeed"] = None\n'
+
+
+@dataclass(frozen=True)
+class Told:
+    """One test's verdict (passed, failed, error, skipped), and what the report says."""
+
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A finished run: its tests by ``Class::name[id]``, its exit status and its output."""
+
+    tests: dict[str, Told]
+    status: int
+    output: str
+
+    def verdicts(self, start: str) -> dict[str, str]:
+        """The verdicts of the tests whose names start so, without that start."""
+        return {name.removeprefix(start): told.verdict for name, told in self.tests.items() if name.startswith(start)}
+
+    def text(self, name: str) -> str:
+        """What the report of one test says."""
+        return self.tests[name].text
+
+
+def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, **variables: str) -> Sheet:
+    """Write the test file and run it; ``variables`` go into the environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "conftest.py").write_text(conftest)
+    (folder / "test_sheet.py").write_text(HEAD + textwrap.dedent(source))
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider --strict-markers\n")
+    xml = folder / "sheet.xml"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DS_UNITTEST"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options],
+        cwd=folder,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return Sheet(dict(told_in(xml)), done.returncode, done.stdout + done.stderr)
+
+
+def told_in(xml: Path) -> list[tuple[str, Told]]:
+    """Every test of a JUnit file; an empty list where there is no file."""
+    if not xml.exists():
+        return []
+    found = []
+    for case in ElementTree.parse(xml).iter("testcase"):  # noqa: S314 - written by pytest, a moment ago
+        name = "::".join([*case.get("classname", "").split(".")[1:], case.get("name", "")])
+        told = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        verdict = {"failure": "failed"}.get(told[0].tag, told[0].tag) if told else "passed"
+        found.append((name, Told(verdict, "\n".join(f"{child.get('message')}\n{child.text}" for child in told))))
+    return found

@@ -1,0 +1,193 @@
+"""DistributedFixture runs on ranks of its own before the test that asks for it, and what it leaves is found there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.compat.sheets import Sheet, run
+
+DIRECTORIES = """
+def files_in(directory):
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+class _saved(DistributedFixture):
+    world_size = None
+
+    def run(self, class_tmpdir, tmpdir, number):
+        for directory in (class_tmpdir, tmpdir):
+            Path(directory, f"rank{dist.get_rank()}of{self.world_size}").write_text(str(number))
+
+
+class saved_by_4(_saved):
+    world_size = 4
+
+
+class saved_by_3(_saved):
+    world_size = 3
+
+
+@pytest.fixture
+def loaded(saved_by_4, class_tmpdir):
+    return Path(class_tmpdir, "rank3of4").read_text()
+
+
+@pytest.mark.parametrize("number", [7, 8])
+class TestDirectories(DistributedTest):
+    world_size = 2
+
+    def test_of_a_fixture(self, saved_by_4, tmpdir, class_tmpdir, number):
+        for directory in (tmpdir, class_tmpdir):
+            text = [Path(directory, f"rank{rank}of4").read_text() for rank in range(4)]
+            assert text == [str(number)] * 4
+        assert files_in(tmpdir) == [f"rank{rank}of4" for rank in range(4)]
+
+    def test_of_a_fixture_behind_a_fixture(self, loaded, number):
+        assert loaded == str(number)
+
+    def test_of_two_fixtures(self, saved_by_4, saved_by_3, tmp_path, number):
+        assert len(files_in(tmp_path)) == 7
+
+    def test_of_the_ranks_of_one_test(self, tmpdir, tmp_path, number):
+        assert tmpdir.check(dir=True)
+        if dist.get_rank() == 0:
+            tmpdir.join("note").write("from 0")
+        dist.barrier()
+        assert (tmp_path / "note").read_text() == "from 0"
+
+    @pytest.mark.world_size(1)
+    def test_of_the_whole_class(self, class_tmpdir, number):
+        assert "rank3of4" in files_in(class_tmpdir)
+
+
+class TestOtherClass(DistributedTest):
+    def test_has_its_own(self, class_tmpdir):
+        assert files_in(class_tmpdir) == []
+"""
+
+FIXTURES = """
+class broken(DistributedFixture):
+    world_size = 3
+
+    def run(self):
+        print("about to fail")
+        if dist.get_rank() == 1:
+            raise ValueError("no room")
+        dist.barrier()
+
+
+class skipping(DistributedFixture):
+    world_size = 2
+
+    def run(self):
+        pytest.skip("no such device")
+
+
+class fine(DistributedFixture):
+    world_size = 3
+
+    def run(self):
+        print("three of us" if dist.get_rank() == 0 else "")
+
+
+class TestFixtures(DistributedTest):
+    def test_of_a_broken_one(self, broken):
+        print("the body ran")
+
+    def test_of_a_skipping_one(self, skipping):
+        raise AssertionError("the body ran")
+
+    def test_that_fails_behind_a_fine_one(self, fine):
+        raise AssertionError("here")
+
+    @pytest.mark.xfail(strict=True, reason="known")
+    def test_expected_to_fail_behind_a_fine_one(self, fine):
+        raise AssertionError("here")
+
+    @pytest.mark.xfail(strict=True, reason="known")
+    def test_expected_to_fail_by_its_fixture(self, broken):
+        pass
+
+    @pytest.mark.skip(reason="not run at all")
+    def test_skipped_before_a_broken_one(self, broken):
+        pass
+
+    def test_that_asks_too_late(self, request):
+        request.getfixturevalue("fine")
+
+    def test_that_calls_the_class(self, request):
+        fine()(request)
+
+
+def test_outside_of_ranks(fine):
+    pass
+
+
+class ungrouped(DistributedFixture):
+    world_size = 3
+    init_distributed = False
+
+    def run(self):
+        assert not dist.is_initialized()
+
+
+class TestUngroupedFixture(DistributedTest):
+    def test_it(self, ungrouped):
+        assert dist.is_initialized()
+"""
+
+
+@pytest.fixture(scope="module")
+def sheet(tmp_path_factory: pytest.TempPathFactory) -> Sheet:
+    """One run of the tests above, without DeepSpeed."""
+    return run(tmp_path_factory.mktemp("sheet"), DIRECTORIES + FIXTURES)
+
+
+def test_directories_are_shared_by_ranks_tests_and_fixtures(sheet: Sheet) -> None:
+    found = sheet.verdicts("TestDirectories") | sheet.verdicts("TestOtherClass")
+    assert len(found) == 11
+    assert set(found.values()) == {"passed"}
+
+
+def test_a_failing_fixture_fails_the_setup_and_names_itself_and_its_rank(sheet: Sheet) -> None:
+    assert sheet.tests["TestFixtures::test_of_a_broken_one[w2]"].verdict == "error"
+    told = sheet.text("TestFixtures::test_of_a_broken_one[w2]")
+    assert "rank 1: ValueError: no room" in told
+    assert "broken failed on 3 ranks of its own, in setup; the test was not run" in sheet.output
+    assert "the body ran" not in sheet.output
+
+
+def test_a_skip_and_an_expectation_reach_the_test_of_the_fixture(sheet: Sheet) -> None:
+    assert sheet.tests["TestFixtures::test_of_a_skipping_one[w2]"].verdict == "skipped"
+    assert "no such device" in sheet.text("TestFixtures::test_of_a_skipping_one[w2]")
+    assert sheet.tests["TestFixtures::test_skipped_before_a_broken_one[w2]"].verdict == "skipped"
+    for name in ("behind_a_fine_one", "by_its_fixture"):
+        assert "known" in sheet.text(f"TestFixtures::test_expected_to_fail_{name}[w2]")
+
+
+def test_what_a_fixture_printed_is_part_of_the_failing_test(sheet: Sheet) -> None:
+    assert sheet.tests["TestFixtures::test_that_fails_behind_a_fine_one[w2]"].verdict == "failed"
+    assert "[rank 0] three of us" in sheet.output
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("TestFixtures::test_that_asks_too_late[w2]", "asks for it as a parameter; got request.getfixturevalue"),
+        ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs it takes a parameter named fine"),
+        ("test_outside_of_ranks", "got a test in pytest's own process"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(sheet: Sheet, name: str, words: str) -> None:
+    assert words in sheet.text(name)
+
+
+def test_a_fixture_may_have_no_group(sheet: Sheet) -> None:
+    assert sheet.verdicts("TestUngroupedFixture") == {"::test_it[w2]": "passed"}
+
+
+def test_a_distributed_fixture_takes_one_world_size(tmp_path: Path) -> None:
+    sheet = run(tmp_path, "class wrong(DistributedFixture):\n    world_size = [2, 4]\n")
+    assert "wrong: got world_size [2, 4]; a DistributedFixture takes one whole number" in sheet.output

@@ -1,0 +1,454 @@
+"""A debugger on one rank: who gets the terminal, what becomes of it afterwards, and what is said where nobody can."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
+OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
+PATIENCE = 240.0  # seconds for a session of pytest
+
+
+def command(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
+    (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    (directory / "test_it.py").write_text(HEAD + dedent(source), encoding="utf-8")
+    return [sys.executable, "-m", "pytest", *OPTIONS, f"--rootdir={directory}", "test_it.py", *args]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a session of pytest printed, and its status."""
+
+    text: str
+    status: int
+
+    def count(self, words: str) -> int:
+        return self.text.count(words)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The last line's numbers: ``{"passed": 1}``."""
+        *_, last = (line for line in self.text.splitlines() if re.search(r" in [\d.]+s", line))
+        return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", last)}
+
+
+Session = Callable[..., Told]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input."""
+
+    def run(source: str, *args: str, typed: str = "", **kwargs: Any) -> Told:
+        given = kwargs or {"input": typed}
+        done = subprocess.run(
+            command(tmp_path, source, args),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            **given,
+        )
+        return Told(done.stdout, done.returncode)
+
+    return run
+
+
+def test_a_breakpoint_stops_the_chosen_rank_in_the_frame_of_the_test(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        def test_it(rank):
+            number = rank + 40
+            breakpoint()
+            number += 1
+        """,
+        "--pdb-rank=1",
+        "-rP",
+        typed="p number\nw\nc\n",
+    )
+    assert told.counts == {"passed": 1}, told.text
+    assert "rank 1 of 2 stopped in test_it.py::test_it[w2] (call)" in told.text
+    assert re.search(r"^> \S+test_it.py\(\d+\)test_it\(\)$", told.text, re.MULTILINE)
+    assert "(Pdb) 41\n" in told.text
+    assert "breakpoint() on rank 0 is passed over: --pdb-rank is 1" in told.text
+    assert told.count("stopped in") == 1
+
+
+def test_every_way_to_ask_for_a_debugger_stops_the_rank_and_no_line_is_lost_to_the_next_stop(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        @pytest.mark.parametrize("ask", [pdb.set_trace, pytest.set_trace, set_trace])
+        def test_it(rank, ask):
+            ask()
+
+        @pytest.fixture
+        def stops():
+            breakpoint()
+            yield
+            breakpoint()
+
+        @pytest.mark.world_size(2)
+        def test_fixture(stops):
+            ...
+        """,
+        typed="".join(f"p 'answer', {n}\nc\n" for n in range(5)),
+    )
+    assert told.counts == {"passed": 4}, told.text
+    assert re.findall(r"\('answer', (\d)\)", told.text) == list("01234")
+    assert told.count("rank 0 of 2 stopped in") == 5
+    assert told.count("test_fixture[w2] (setup)") == told.count("test_fixture[w2] (teardown)") == 1
+
+
+def test_a_breakpoint_of_an_earlier_stop_has_the_terminal_again_and_capfd_what_it_captures(session: Session) -> None:
+    source = """
+        @pytest.mark.world_size(2)
+        def test_it(rank, capfd):
+            os.system("echo before")
+            breakpoint()
+            os.system("echo between")
+            there = True
+            os.system("echo behind")
+            assert capfd.readouterr().out == "before\\nbetween\\nbehind\\n"
+
+        @pytest.mark.world_size(2)
+        def test_sys(rank, capsys):
+            print("before")
+            breakpoint()
+            print("behind")
+            assert capsys.readouterr() == ("before\\nbehind\\n", "")
+        """
+    line = (HEAD + dedent(source)).splitlines().index("    there = True") + 1
+    told = session(source, typed=f"b {line}\nc\np 'there'\nc\nc\n")
+    assert told.counts == {"passed": 2}, told.text
+    assert "(Pdb) 'there'\n" in told.text
+    assert told.count("stopped in") == 3
+
+
+def test_a_rank_can_be_looked_at_for_longer_than_the_time_of_the_test(session: Session) -> None:
+    told = session(
+        """
+        import torch
+
+        @pytest.mark.world_size(2)
+        @pytest.mark.rank_timeout(2)
+        def test_it(rank):
+            number = rank + 40
+            assert number == 0
+
+        @pytest.mark.world_size(2)
+        @pytest.mark.rank_timeout(2)
+        def test_together(rank):
+            if rank == 1:
+                breakpoint()
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            assert total == 2
+        """,
+        "--pdb",
+        "--pdb-rank=1",
+        typed="!threading.Event().wait(3)\np number\nc\n!threading.Event().wait(3)\nc\n",
+    )
+    assert told.counts == {"failed": 1, "passed": 1}, told.text
+    assert "(Pdb) 41\n" in told.text
+    assert "rank 0 failed" in told.text
+    assert "rank 1 failed" in told.text
+    assert "did not finish" not in told.text
+    assert "--pdb on rank 0 is passed over: --pdb-rank is 1" in told.text
+
+
+def test_an_expected_failure_opens_nothing_and_leaves_the_deadline_on(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        @pytest.mark.rank_timeout(2)
+        @pytest.mark.xfail
+        def test_it(rank, hangs):
+            assert rank > 2
+
+        @pytest.fixture
+        def hangs():
+            yield
+            threading.Event().wait()
+        """,
+        "--pdb",
+    )
+    assert "stopped in" not in told.text
+    assert " 1 xfailed in " in told.text
+
+
+def test_quitting_ends_the_session(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        def test_it(rank):
+            breakpoint()
+
+        @pytest.mark.world_size(2)
+        def test_next():
+            raise AssertionError
+        """,
+        typed="q\n",
+    )
+    assert "Exit: Quitting debugger" in told.text
+    assert told.status == pytest.ExitCode.INTERRUPTED
+    assert "AssertionError" not in told.text
+
+
+def test_the_end_of_the_input_fails_the_test_and_the_session_goes_on(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        def test_it(rank):
+            breakpoint()
+            print("behind")
+
+        @pytest.mark.world_size(2)
+        def test_next(rank):
+            assert os.path.samefile("/dev/fd/0", os.devnull)
+            print("from rank", rank)
+
+        @pytest.mark.world_size(2)
+        def test_child(rank):
+            child = os.fork()
+            if not child:
+                breakpoint()
+                sys.stderr.flush()
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        """,
+        "--isolation=pooled",
+        "-rP",
+    )
+    assert told.counts == {"failed": 1, "passed": 2}, told.text
+    assert "BdbQuit" in told.text
+    assert "[rank 0] from rank 0" in told.text
+    assert "breakpoint() in a child process of rank 0 is passed over" in told.text
+
+
+def test_a_fixture_that_outlived_its_tests_can_be_looked_at(session: Session) -> None:
+    told = session(
+        """
+        @pytest.fixture(scope="module")
+        def kept():
+            yield
+            breakpoint()
+
+        @pytest.mark.world_size(2)
+        def test_it(kept):
+            ...
+
+        def test_of_no_rank():
+            ...
+        """,
+        "--isolation=pooled",
+        typed="p 'looked'\nc\n",
+    )
+    assert told.counts == {"passed": 2}, told.text
+    assert "'looked'" in told.text
+
+
+def test_trace_stops_the_chosen_rank_at_the_first_line(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        def test_it(rank):
+            number = rank + 40
+        """,
+        "--trace",
+        "--pdb-rank=1",
+        typed="n\np number\nc\n",
+    )
+    assert told.counts == {"passed": 1}, told.text
+    assert "(Pdb) 41\n" in told.text
+    assert told.count("stopped in") == 1
+
+
+def test_what_ranks_print_is_echoed_but_for_the_time_of_the_stop(session: Session) -> None:
+    told = session(
+        """
+        @pytest.mark.world_size(2)
+        def test_it(rank):
+            print("before")
+            breakpoint()
+            print("behind")
+        """,
+        "-s",
+        typed="!print('meanwhile')\nc\n",
+    )
+    assert told.counts == {"passed": 1}, told.text
+    assert all(f"[rank {rank}] {word}\n" in told.text for rank in (0, 1) for word in ("before", "behind"))
+    assert "(Pdb) meanwhile" in told.text
+
+
+BREAKPOINT = """
+@pytest.mark.world_size(2)
+def test_it():
+    breakpoint()
+"""
+FAILING = """
+@pytest.mark.world_size(2)
+def test_failing():
+    raise AssertionError
+"""
+
+
+def test_a_rank_that_a_test_has_not_is_named(session: Session) -> None:
+    told = session(BREAKPOINT + FAILING, "--pdb", "--pdb-rank=3", typed="c\n")
+    assert told.counts == {"passed": 1, "failed": 1}, told.text
+    for what in ("breakpoint()", "--pdb"):
+        assert told.count(f"{what} is passed over: --pdb-rank is 3, and this test's ranks are 0 to 1") == 1, told.text
+    assert "(Pdb)" not in told.text
+
+
+def test_a_breakpoint_without_an_input_is_passed_over_with_a_warning(session: Session) -> None:
+    told = session(BREAKPOINT, stdin=subprocess.DEVNULL)
+    assert told.counts == {"passed": 1}, told.text
+    words = "PytestWarning: breakpoint() is passed over: standard input is /dev/null"
+    assert re.search(rf"test_it.py:\d+: {re.escape(words)}", told.text)
+
+
+@pytest.mark.parametrize(
+    ("option", "how", "words"),
+    [
+        ("--pdb", {"stdin": subprocess.DEVNULL}, "--pdb cannot open a debugger in a rank: standard input is /dev/null"),
+        (
+            "--trace",
+            {"preexec_fn": lambda: os.close(0)},
+            "--trace cannot open a debugger in a rank: standard input is closed",
+        ),
+        ("--pdb-rank=-1", {}, "--pdb-rank -1: expected the number of a rank, from 0 up"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(session: Session, option: str, how: dict[str, Any], words: str) -> None:
+    told = session(FAILING, option, **how)
+    assert told.status == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {words}\n" in told.text
+
+
+def test_a_worker_of_xdist_has_no_terminal(session: Session) -> None:
+    pytest.importorskip("xdist")
+    told = session(BREAKPOINT, "-n1", "--trace", typed="c\n")
+    assert told.counts == {"passed": 1}, told.text
+    words = "breakpoint() is passed over: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
+    assert told.count(words) == 1
+    assert session(FAILING, "-n0", "--pdb", typed="c\n").count("rank 0 of 2 stopped in") == 1
+
+
+@dataclass
+class Typist:
+    """Somebody at the terminal in which a session of pytest runs."""
+
+    process: subprocess.Popen[bytes]
+    screen: int
+    text: str = ""
+    seen: int = field(default=0)
+
+    def types(self, line: str) -> str:
+        """Wait for the prompt, and type; what was printed until then."""
+        end = time.monotonic() + PATIENCE
+        while "(Pdb) " not in self.text[self.seen :]:
+            assert self.read(end - time.monotonic()), f"no prompt came:\n{self.text}"
+        at = self.text.index("(Pdb) ", self.seen) + len("(Pdb) ")
+        found, self.seen = self.text[self.seen : at], at
+        os.write(self.screen, line.encode())
+        return found
+
+    def read(self, seconds: float) -> bool:
+        """Take in what there is; False when nothing came in that time, or everybody has closed the terminal."""
+        ready, _, _ = select.select([self.screen], [], [], max(0.0, seconds))
+        try:
+            data = os.read(self.screen, 1 << 16) if ready else b""
+        except OSError:
+            data = b""
+        self.text += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
+
+    def told(self) -> Told:
+        """What the session has come to."""
+        end = time.monotonic() + PATIENCE
+        while self.read(end - time.monotonic()):
+            continue
+        return Told(self.text, self.process.wait(PATIENCE))
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
+    """A function that runs pytest on a source in a terminal of its own."""
+    opened: list[Typist] = []
+
+    def run(source: str, *args: str) -> Typist:
+        screen, inside = pty.openpty()
+        process = subprocess.Popen(
+            command(tmp_path, source, args),
+            cwd=tmp_path,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(inside)
+        opened.append(Typist(process, screen))
+        return opened[-1]
+
+    yield run
+    for typist in opened:
+        typist.process.kill()
+        typist.process.wait()
+        os.close(typist.screen)
+
+
+AFTERWARDS = """
+def test_afterwards():
+    terminal = os.open("/dev/tty", os.O_RDWR)
+    assert os.tcgetpgrp(terminal) == os.getpgrp()
+    breakpoint()
+"""
+
+
+def test_a_person_at_a_terminal_stops_a_rank_and_has_the_terminal_back(terminal: Callable[..., Typist]) -> None:
+    typist = terminal(
+        """
+@pytest.mark.world_size(2)
+def test_it(rank):
+    number = rank + 40
+    breakpoint()
+    number += 1
+"""
+        + AFTERWARDS,
+        "--pdb-rank=1",
+    )
+    typist.types("p number\n")
+    assert "\n41\n" in typist.types("half a line \x03")
+    assert "--KeyboardInterrupt--" in typist.types("c\n")
+    assert "stopped in" not in typist.types("p 6 * 7\n")
+    assert "\n42\n" in typist.types("c\n")
+    told = typist.told()
+    assert told.counts == {"passed": 2}, told.text
+
+
+def test_a_rank_that_dies_in_the_debugger_does_not_keep_the_terminal(terminal: Callable[..., Typist]) -> None:
+    typist = terminal(BREAKPOINT + AFTERWARDS)
+    typist.types("!import os; os._exit(3)\n")
+    typist.types("c\n")
+    told = typist.told()
+    assert told.counts == {"failed": 1, "passed": 1}, told.text

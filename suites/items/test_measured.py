@@ -1,0 +1,177 @@
+"""Coverage of what runs in ranks: counted with the rest, without files left over and without a warning."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+pytest.importorskip("pytest_cov")
+
+LIBRARY = """
+    def both(rank):
+        if rank == 0:
+            number = "zero"
+        else:
+            number = "one"
+        return number
+
+    def in_a_fixture():
+        return "rank 1 only"
+
+    def in_pytest():
+        return "no rank"
+
+    def failing():
+        raise AssertionError
+
+    def unused():
+        return "never"
+"""
+TESTS = """
+    import os
+    import signal
+
+    import pytest
+
+    from measured import library
+
+    @pytest.fixture(scope="module")
+    def fixture(rank):
+        yield
+        if rank == 1:
+            library.in_a_fixture()
+
+    @pytest.mark.world_size(2)
+    def test_both(rank, fixture):
+        library.both(rank)
+
+    def test_in_pytest():
+        library.in_pytest()
+
+    @pytest.mark.world_size(2)
+    def test_failing(rank, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        if rank == 1:
+            library.failing()
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a session of pytest printed, and what it left in its directory."""
+
+    text: str
+    directory: Path
+
+    @property
+    def missing(self) -> list[str]:
+        """The source lines of the library that were not run, and the branches as ``3->5``."""
+        found = re.search(r"library\.py .*%(.*)$", self.text, re.MULTILINE)
+        assert found, self.text
+        lines = (self.directory / "measured" / "library.py").read_text(encoding="utf-8").splitlines()
+        words = found[1].replace(",", " ").split()
+        return [lines[int(word) - 1].strip() if word.isdigit() else word for word in words]
+
+    @property
+    def files(self) -> list[str]:
+        """The data files, wherever they are."""
+        return sorted(str(path.relative_to(self.directory)) for path in self.directory.rglob(".cov*"))
+
+
+Session = Callable[..., Measured]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    """A function that runs pytest under coverage."""
+
+    def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = ("pytest",)) -> Measured:
+        (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        (tmp_path / "measured").mkdir()
+        (tmp_path / "measured" / "__init__.py").touch()
+        (tmp_path / "measured" / "library.py").write_text(dedent(LIBRARY), encoding="utf-8")
+        (tmp_path / "test_it.py").write_text(dedent(tests), encoding="utf-8")
+        options = ("-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}", "--basetemp=tmp", "test_it.py")
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *options, *args],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert "Warning" not in done.stdout, done.stdout
+        return Measured(done.stdout, tmp_path)
+
+    return run
+
+
+WITH_COVERAGE = ("--cov=measured", "--cov-report=term-missing")
+
+
+@pytest.mark.parametrize("isolation", ["fresh", "pooled"])
+def test_lines_of_one_rank_are_counted_and_so_are_those_of_a_rank_that_failed(session: Session, isolation: str) -> None:
+    told = session(*WITH_COVERAGE, "--cov-branch", f"--isolation={isolation}")
+    assert " 1 failed, 2 passed in " in told.text
+    assert told.missing == ['return "never"']
+    assert told.files == [".coverage"]
+
+
+def test_workers_of_xdist_measure_their_ranks_as_the_configuration_says(session: Session, tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "coverage.ini").write_text(
+        "[run]\nbranch = true\ndata_file = data/.covered\n[report]\nexclude_also = def unused\n", encoding="utf-8"
+    )
+    told = session(*WITH_COVERAGE, "-n2", "--cov-config=coverage.ini")
+    assert " 1 failed, 2 passed in " in told.text
+    assert told.missing == []
+    assert "Branch" in told.text
+    assert told.files == ["data/.covered"]
+
+
+def test_contexts_and_tests_that_are_not_to_be_measured_are_those_of_pytest_cov(session: Session) -> None:
+    tests = """
+        import coverage
+        import pytest
+
+        from measured import library
+
+        @pytest.mark.world_size(2)
+        def test_not_measured(rank, no_cover):
+            library.in_pytest()
+
+        @pytest.mark.world_size(2)
+        def test_both(rank):
+            library.both(rank)
+    """
+    told = session(*WITH_COVERAGE, "--cov-context=test", "--isolation=pooled", tests=tests)
+    assert " 2 passed in " in told.text
+    assert 'return "no rank"' in told.missing
+    assert 'number = "one"' not in told.missing
+    assert b"test_it.py::test_both[w2]|run" in (told.directory / ".coverage").read_bytes()
+
+
+def test_a_rank_that_is_killed_loses_what_it_measured_and_leaves_no_file(session: Session) -> None:
+    tests = TESTS + "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    told = session(*WITH_COVERAGE, tests=tests.replace("        library.failing()\n", ""))
+    assert "SIGKILL" in told.text
+    assert "raise AssertionError" in told.missing
+    assert 'number = "one"' not in told.missing
+    assert told.files == [".coverage"]
+
+
+@pytest.mark.parametrize(("option", "files"), [("--branch", 1), ("--parallel-mode", 5)])
+def test_under_coverage_alone_ranks_write_files_where_somebody_is_to_combine_them(
+    session: Session, option: str, files: int
+) -> None:
+    told = session(command=("coverage", "run", option, "-m", "pytest"))
+    assert " 1 failed, 2 passed in " in told.text
+    assert len(told.files) == files, told.files
