@@ -70,7 +70,7 @@ FAULTS = {
     "collectives": Fault("different collectives", (r"(?i)all_?reduce", r"(?i)all_?gather"), alone=False),
     "shapes": Fault("different shapes", (r"\b1117\b", r"\b1223\b"), alone=False),
     "dtypes": Fault("different dtypes", (r"float32|\bFloat\b", r"float64|\bDouble\b"), alone=False),
-    "skip": Fault("skip on one rank", ("no such device here",), expected=("skipped",)),
+    "skip": Fault("skip on one rank, peer in a collective", ("no such device here",)),
     "unpicklable": Fault("exception that pickle refuses", ("Unsendable: a lock travels badly",)),
     "set-up": Fault("failure in set-up on one rank", ("OSError: the data set is gone",)),
     "child": Fault("a child process left behind", (), expected=("passed", "failed")),
@@ -101,7 +101,7 @@ class Finding:
             yield f"the verdict is {self.outcome}"
         if judged and (self.seconds is None or self.seconds > fault.bar):
             yield f"the verdict took {shown(self.seconds)} s, at most {fault.bar:g}"
-        if judged and "skipped" not in fault.expected and self.culprit != "yes":
+        if judged and self.culprit != "yes":
             yield f"the culprit is named: {self.culprit}"
         if judged and self.cause != "yes":
             yield "the cause is not named"
@@ -172,8 +172,9 @@ def told(output: str) -> str:
 def accused(output: str, alone: bool) -> str:
     """Whether rank 1 is named; where it ``alone`` is at fault before any other rank, else along with its peer."""
     ranks = re.findall(r"(?i)\b(?:rank|process)\W{0,2}(\d+)\b", output)
-    named = ranks[:1] == ["1"] if alone else {"0", "1"} <= set(ranks)
-    return "yes" if named else f"no, rank {ranks[0]}" if ranks else "no"
+    if ranks[:1] == ["1"] if alone else {"0", "1"} <= set(ranks):
+        return "yes"
+    return f"no, rank {ranks[0]}{'' if alone else ' only'}" if ranks else "no"
 
 
 def yes(holds: bool) -> str:

@@ -8,6 +8,14 @@ write down what it saw. Then ``run/cell.py:judge``, in a process that never saw 
 the plain model with the bounds of ``parity/``. ``run/excuses.py`` knows the failures that are expected,
 ``run/record.py`` is the line that is left, ``report/`` makes it readable, ``cli.py`` and ``plugin.py`` are the doors.
 
+[Note: a test from marker to verdict]
+``plugin.py`` makes one item for each world size of a ``world_size`` marker. After collection ``items/conductor.py`` has
+``world/server.py`` fork a rank server, which holds every test and has run none. For each item the server forks a team
+of ranks, or gives the work to a team that lives on (``world/pools.py``, ``world/team.py``). ``world/rank.py`` is the
+life of a rank; in it ``items/inside.py`` runs pytest's own protocol of the item and tells each phase's report when it
+is made. ``world/watch.py`` takes in what the ranks tell and print, until each has an outcome; ``items/joint.py`` makes
+one verdict of them, which the conductor logs like any other.
+
 [Note: the house]
 A file imports lower floors or files of its own package; ``suites/meta/test_house.py`` has the table of floors. Where
 the code departs from the first design, the reason is here:
@@ -19,6 +27,11 @@ the code departs from the first design, the reason is here:
 - Stage 3 of the reference neither frees nor refills storages: what autograd saved of a gathered parameter becomes a
   promise to gather it again, one saved tensor at a time (``reference/gathered.py`` and ``reference/promises.py``). The
   gradients of all reads in one forward meet before they are reduced: a tied weight is rounded as in plain PyTorch.
+- A rank's captured output runs through pipes to its server, cut into phases by markers: pytest's own capture files are
+  shared with its forks, and would go down with a rank that dies.
+- Modules of torch that a rank was the first to import are imported by its server before it forks the next one, so that
+  nobody pays at the start for what a session never needs.
+- Which collective a hung rank waits in is read from its stack: that costs nothing before, and replaces nothing.
 - Reproductions are found, run and judged in ``releases/``, because they need its overlays; the command is their door.
 - A cell's seed leaves engine, stage and check out, so that cells that differ in those alone train the same numbers.
 """

@@ -70,6 +70,11 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
                 pytest.skip("not on rank 1")
             total(rank)
 
+        @pytest.mark.world_size(2)
+        def test_calls_different_collectives(rank, comm):
+            value = torch.ones(2)
+            comm.all_reduce(value) if rank else comm.broadcast(value)
+
         @pytest.mark.world_size(3)
         def test_skips_on_all():
             pytest.skip("nowhere")
@@ -93,18 +98,19 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
     done = one_agent(4, *PYTEST, "--junitxml=report.xml", "--basetemp=base", cwd=folder)
     assert done.statuses == (1,), done.output
     assert done.output.count("test session starts") == 1
-    assert len(done.lines("FAILED ")) == 2
-    assert "= 2 failed, 6 passed, 1 skipped, 1 deselected, 1 xfailed in " in done.output
+    assert len(done.lines("FAILED ")) == 3
+    assert "= 3 failed, 6 passed, 1 skipped, 1 deselected, 1 xfailed in " in done.output
     assert "attached to 4 ranks that torchrun started on this machine" in done.output
     assert "deselected, launched with 4 ranks: test_it.py::test_group[w8] (world size 8)" in done.output
     failure = section(done, "_ test_fails_on_one[w4] _", "_ test_skips_on_one[w4] _")
     assert "rank 2 failed first, in call: ValueError: only here" in failure
     assert "ranks 0-1, 3 were stopped because another rank had failed, in call" in failure
     assert all(f"[rank {rank}] seen on {rank}" in failure for rank in range(4))
+    assert "collective 1 differs: rank 0 calls broadcast float32[2] (test_it.py, line " in done.output
     assert "skipped on rank 1 of 4 only: not on rank 1; ranks 0, 2-3 were stopped" in done.output
     suite = ElementTree.parse(folder / "report.xml").getroot().find("testsuite")  # noqa: S314 - our own file
     assert suite is not None
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("10", "2", "2")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("11", "3", "2")
     assert not done.left
 
 
@@ -211,7 +217,7 @@ def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path
         pytest.skip(f"network namespaces: {error}")
     assert 0 not in done.statuses, done.output
     assert "= 2 failed, 2 passed in " in done.outputs[0], done.output
-    assert "rank 3 failed first, in call: AssertionError: assert 3 != 3" in done.outputs[0]
+    assert "rank 3 failed first, in call: assert 3 != 3" in done.outputs[0]
     assert "rank 2 exited without a result: exit status 5, in call" in done.outputs[0]
     assert "test session starts" not in done.outputs[1]
     assert not done.left

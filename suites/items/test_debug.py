@@ -1,74 +1,23 @@
-"""A debugger on one rank: who gets the terminal, what becomes of it afterwards, and what is said where nobody can."""
+"""A debugger on one rank: who is stopped, who is not, and what is said where nobody can be."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
 import subprocess
-import sys
-import termios
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
-HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
-OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
-PATIENCE = 240.0  # seconds for a session of pytest
-
-
-def command(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
-    (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    (directory / "test_it.py").write_text(HEAD + dedent(source), encoding="utf-8")
-    return [sys.executable, "-m", "pytest", *OPTIONS, f"--rootdir={directory}", "test_it.py", *args]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a session of pytest printed, and its status."""
-
-    text: str
-    status: int
-
-    def count(self, words: str) -> int:
-        return self.text.count(words)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The last line's numbers: ``{"passed": 1}``."""
-        *_, last = (line for line in self.text.splitlines() if re.search(r" in [\d.]+s", line))
-        return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", last)}
-
-
-Session = Callable[..., Told]
+from suites.items.sessions import BREAKPOINT, HEAD, Session, session_in
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input."""
-
-    def run(source: str, *args: str, typed: str = "", **kwargs: Any) -> Told:
-        given = kwargs or {"input": typed}
-        done = subprocess.run(
-            command(tmp_path, source, args),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-            **given,
-        )
-        return Told(done.stdout, done.returncode)
-
-    return run
+    return session_in(tmp_path)
 
 
 def test_a_breakpoint_stops_the_chosen_rank_in_the_frame_of_the_test(session: Session) -> None:
@@ -299,11 +248,6 @@ def test_what_ranks_print_is_echoed_but_for_the_time_of_the_stop(session: Sessio
     assert "(Pdb) meanwhile" in told.text
 
 
-BREAKPOINT = """
-@pytest.mark.world_size(2)
-def test_it():
-    breakpoint()
-"""
 FAILING = """
 @pytest.mark.world_size(2)
 def test_failing():
@@ -351,104 +295,3 @@ def test_a_worker_of_xdist_has_no_terminal(session: Session) -> None:
     words = "breakpoint() is passed over: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
     assert told.count(words) == 1
     assert session(FAILING, "-n0", "--pdb", typed="c\n").count("rank 0 of 2 stopped in") == 1
-
-
-@dataclass
-class Typist:
-    """Somebody at the terminal in which a session of pytest runs."""
-
-    process: subprocess.Popen[bytes]
-    screen: int
-    text: str = ""
-    seen: int = field(default=0)
-
-    def types(self, line: str) -> str:
-        """Wait for the prompt, and type; what was printed until then."""
-        end = time.monotonic() + PATIENCE
-        while "(Pdb) " not in self.text[self.seen :]:
-            assert self.read(end - time.monotonic()), f"no prompt came:\n{self.text}"
-        at = self.text.index("(Pdb) ", self.seen) + len("(Pdb) ")
-        found, self.seen = self.text[self.seen : at], at
-        os.write(self.screen, line.encode())
-        return found
-
-    def read(self, seconds: float) -> bool:
-        """Take in what there is; False when nothing came in that time, or everybody has closed the terminal."""
-        ready, _, _ = select.select([self.screen], [], [], max(0.0, seconds))
-        try:
-            data = os.read(self.screen, 1 << 16) if ready else b""
-        except OSError:
-            data = b""
-        self.text += data.decode(errors="replace").replace("\r\n", "\n")
-        return bool(data)
-
-    def told(self) -> Told:
-        """What the session has come to."""
-        end = time.monotonic() + PATIENCE
-        while self.read(end - time.monotonic()):
-            continue
-        return Told(self.text, self.process.wait(PATIENCE))
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
-    """A function that runs pytest on a source in a terminal of its own."""
-    opened: list[Typist] = []
-
-    def run(source: str, *args: str) -> Typist:
-        screen, inside = pty.openpty()
-        process = subprocess.Popen(
-            command(tmp_path, source, args),
-            cwd=tmp_path,
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(inside)
-        opened.append(Typist(process, screen))
-        return opened[-1]
-
-    yield run
-    for typist in opened:
-        typist.process.kill()
-        typist.process.wait()
-        os.close(typist.screen)
-
-
-AFTERWARDS = """
-def test_afterwards():
-    terminal = os.open("/dev/tty", os.O_RDWR)
-    assert os.tcgetpgrp(terminal) == os.getpgrp()
-    breakpoint()
-"""
-
-
-def test_a_person_at_a_terminal_stops_a_rank_and_has_the_terminal_back(terminal: Callable[..., Typist]) -> None:
-    typist = terminal(
-        """
-@pytest.mark.world_size(2)
-def test_it(rank):
-    number = rank + 40
-    breakpoint()
-    number += 1
-"""
-        + AFTERWARDS,
-        "--pdb-rank=1",
-    )
-    typist.types("p number\n")
-    assert "\n41\n" in typist.types("half a line \x03")
-    assert "--KeyboardInterrupt--" in typist.types("c\n")
-    assert "stopped in" not in typist.types("p 6 * 7\n")
-    assert "\n42\n" in typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"passed": 2}, told.text
-
-
-def test_a_rank_that_dies_in_the_debugger_does_not_keep_the_terminal(terminal: Callable[..., Typist]) -> None:
-    typist = terminal(BREAKPOINT + AFTERWARDS)
-    typist.types("!import os; os._exit(3)\n")
-    typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"failed": 1, "passed": 1}, told.text

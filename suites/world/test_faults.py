@@ -36,7 +36,6 @@ KNOWN_WRONG = {
     ("raises_a_keyboard_interrupt", "fresh"): "the last lines name no rank, and conductor.py instead of the test",
     ("raises_a_keyboard_interrupt", "pooled"): "as above",
     ("exits_at_exit", "pooled"): "told of the next test of other ranks: _torn_down takes nextitem for the last test",
-    ("SIGINT", "pooled"): "exit status 3: sessionfinish asks the server that the interrupt has closed",
 }
 # What a known cell makes wrong in its session beside itself.
 CONSEQUENCES = {("exits_at_exit", "pooled"): "session part0"}

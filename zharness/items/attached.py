@@ -308,6 +308,7 @@ class Performer:
         # A fixture that runs elsewhere has the item changed, in ranks that were to end with it.
         names, setup_only = list(getattr(item, "fixturenames", ())), config.option.setuponly
         config.pluginmanager.register(self._teller, "zharness-teller")
+        self._teller.warned.clear()  # pytest tells a new plugin of all warnings that there were
         try:
             return self._inside(index, following, room, fixture)
         finally:

@@ -147,8 +147,7 @@ class Debugger:
 
     def _flush(self) -> None:
         """What pytest's own writer holds belongs to the descriptors as they are now."""
-        if self._config.pluginmanager.hasplugin("terminalreporter"):
-            self._config.get_terminal_writer().flush()
+        self._config.get_terminal_writer().flush()
         flush()
 
     def pytest_leave_pdb(self) -> None:

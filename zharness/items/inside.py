@@ -8,7 +8,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,13 +71,14 @@ class State:
     def now(cls) -> State:
         return cls(fingerprint(), left_behind())
 
-    def change(self, after: State) -> str:
-        """What differs, in words."""
-        return self.fingerprint.change(after.fingerprint)
+    def change_since(self, states: Sequence[State]) -> str:
+        """The names of what is as in none of ``states``."""
+        changes = [set(state.fingerprint.changes(self.fingerprint)) for state in states]
+        return ", ".join(sorted(set.intersection(*changes)))
 
-    def added(self, after: State) -> dict[str, str]:
-        """The threads and processes that are new."""
-        return {key: words for key, words in after.left.items() if key not in self.left}
+    def added_since(self, states: Sequence[State]) -> dict[str, str]:
+        """The threads and processes that are in none of ``states``."""
+        return {key: words for key, words in self.left.items() if not any(key in state.left for state in states)}
 
 
 class Line(Protocol):
@@ -226,11 +227,11 @@ class Inside:
         if stop is not None:
             teller.channel.note(Standing.FAILED, stop, time.monotonic_ns())
         teller.channel.label("")
+        after, states = State.now(), [before]
         if wide_before != wide_finalizers(item) and nextitem is not None:
-            # What fixtures of a wider scope start and change is there for the tests that follow; they do so in set-up.
-            before = teller.before_call or State.now()
-        after = State.now()
-        return self._finished(teller, stop, before.change(after), before.added(after))
+            # What fixtures of a wider scope start and change in set-up is there for the tests that follow.
+            states.append(teller.before_call or after)
+        return self._finished(teller, stop, after.change_since(states), after.added_since(states))
 
     def _tear_down(self, teller: Teller, nextitem: pytest.Item | None) -> Finished:
         """Raises what a finaliser raises."""
@@ -270,6 +271,7 @@ class Inside:
         debug.settle_in(config, me.rank, channel, self._terminal)
         teller = Teller(config, channel)
         plugins.register(teller, "zharness-teller")
+        teller.warned.clear()  # pytest repeats to a new plugin what was recorded before, here while collecting
         return teller
 
 

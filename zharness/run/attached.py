@@ -22,9 +22,10 @@ from zharness.run.plan import Planned
 from zharness.run.record import Record
 from zharness.run.runner import JUDGE_TIMEOUT, Runner, broken, judged_record, surroundings
 from zharness.run.session import RUNNER, cell_of
-from zharness.world import Group, GroupOutcome, Work
+from zharness.world import Group, GroupOutcome, Work, here
 from zharness.world.leader import Leader
 from zharness.world.server import Surroundings, prepare
+from zharness.world.store import StoreChannel
 
 PREPARATION = 600.0  # seconds for the imports of all engines
 
@@ -109,7 +110,9 @@ def prepared(places: tuple[Surroundings, ...]) -> str:
 
 def observed(case: Case, salt: int, claims: Capabilities, options: Mapping[str, Any]) -> bytes:
     """In every rank: what it saw, as the bytes of its file; rank 0 may be on another machine."""
-    with tempfile.TemporaryDirectory(prefix="zharness-") as room:
+    channel = here().channel
+    assert isinstance(channel, StoreChannel), "sent to the ranks of a launch only"
+    with tempfile.TemporaryDirectory(dir=channel.room) as room:
         cell.observe(case, salt, room, claims, options)
         return path_of(Path(room), dist.get_rank()).read_bytes()
 

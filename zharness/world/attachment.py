@@ -73,12 +73,13 @@ class Attachment:
         self._inherited = inherited
         self._sockets: set[tuple[int, str]] = set()
         self._saved: dict[int, int] = {}
-        # The witness removes it, also when this process is killed.
-        self._stacks = tempfile.NamedTemporaryFile("a", prefix="zharness-stacks-", delete=False)  # noqa: SIM115
+        # A private directory of this rank, which the witness removes, also when this process is killed.
+        self._room = Path(tempfile.mkdtemp(prefix="zharness-"))
+        self._stacks = witness.stacks_in(self._room).open("a")
         self._output = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - lives on
         files = {**self._output, **{f"{name} (captured)": file for name, file in (captured or {}).items()}}
         streams = {name: file.fileno() for name, file in files.items()}
-        self._witness = witness.start(launch, Path(self._stacks.name), streams)
+        self._witness = witness.start(launch, self._room, streams)
         self.board = Board(launch, serve=launch.rank == 0)
         faulthandler.enable(file=self._stacks)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -87,7 +88,7 @@ class Attachment:
     def perform(self, task: Assignment) -> StoreChannel:
         """Do this rank's part of a piece of work; the witness puts up how it ended."""
         rank, world_size = self.launch.rank, task.work.world_size
-        channel = StoreChannel(self.board, self._witness, task.serial, rank, world_size)
+        channel = StoreChannel(self.board, self._witness, task.serial, rank, world_size, self._room)
         self._witness.send(Begin(task.serial, task.title, task.work.timeout))
         become(Here(rank, world_size, channel))
         try:

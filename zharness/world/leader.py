@@ -27,7 +27,7 @@ from zharness.world.messages import Leave
 from zharness.world.outcome import End, GroupOutcome, RankOutcome
 from zharness.world.server import RankServer
 from zharness.world.store import PATIENCE, Board, StoreChannel, ended_key
-from zharness.world.witness import CLOSING, LOOK, OVER, TOLD, Over
+from zharness.world.witness import CLOSING, GONE, LOOK, OVER, TOLD, Over
 from zharness.world.work import Group, Work
 
 # Ends of a rank that no longer takes work.
@@ -259,8 +259,14 @@ def cut_off(outcome: RankOutcome) -> RankOutcome:
 
 def blamed(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
     """Ranks that the launcher ended are consequences, unless nothing else is there to be one of."""
-    if any(rank.end is not End.STOPPED and not rank.sound for rank in ranks):
-        return ranks
+    causes = [
+        rank for rank in ranks if not rank.sound and rank.end is not End.STOPPED and not rank.cause.startswith(GONE)
+    ]
+    if causes:
+        gone = [rank.end is End.EXITED and rank.cause.startswith(GONE) for rank in ranks]
+        return tuple(
+            replace(rank, end=End.STOPPED, cause="") if lost else rank for rank, lost in zip(ranks, gone, strict=True)
+        )
     return tuple(replace(rank, end=End.SIGNALLED) if rank.end is End.STOPPED and rank.cause else rank for rank in ranks)
 
 

@@ -74,10 +74,10 @@ class Fingerprint:
     deterministic: bool
     daemon_threads: tuple[str, ...]
 
-    def change(self, after: Fingerprint) -> str:
-        """The names of what differs, or the empty string."""
+    def changes(self, after: Fingerprint) -> list[str]:
+        """The names of what differs."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(after, field.name)]
-        return ", ".join(name.replace("_", " ") for name in names)
+        return [name.replace("_", " ") for name in names]
 
 
 def fingerprint() -> Fingerprint:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # torch.distributed's names for these are public, but have no stubs.
@@ -94,9 +95,13 @@ def connect(launch: Launch, *, serve: bool) -> TCPStore:
 
 
 class StoreChannel:
-    """A rank's line during one piece of work: to its peers through the board, to its own witness through a pipe."""
+    """A rank's line during one piece of work: to its peers through the board, to its own witness through a pipe.
 
-    def __init__(self, board: Board, witness: Connection, serial: int, rank: int, world_size: int) -> None:
+    ``room`` is a private directory of the rank, which is removed behind it however it ends.
+    """
+
+    def __init__(self, board: Board, witness: Connection, serial: int, rank: int, world_size: int, room: Path) -> None:
+        self.room = room
         self._board = board
         self._witness = witness
         self._prefix = f"work/{serial}"
@@ -139,12 +144,11 @@ class StoreChannel:
         """Say which collective comes next. Raises CollectiveMismatch when a peer announced another one."""
         self._announced += 1
         key = f"{self._prefix}/collective/{self._announced}"
-        first, said, where = self._board.post_first(key, (self._rank, what, site))
-        if said != what:
-            raise CollectiveMismatch(
-                f"collective {self._announced} differs: rank {first} calls {said} ({where}), "
-                f"rank {self._rank} calls {what} ({site})"
-            )
+        mine = (self._rank, what, site)
+        first = self._board.post_first(key, mine)
+        if first[1] != what:
+            told = ", ".join(f"rank {rank} calls {one} ({place})" for rank, one, place in sorted((first, mine)))
+            raise CollectiveMismatch(f"collective {self._announced} differs: {told}")
         if self._board.count(f"{key}/seen") == self._world_size:
             self._board.drop(key, f"{key}/seen")
 

@@ -23,7 +23,7 @@ from zharness.world.work import Isolation, Work
 
 LAST_WORDS = 0.5  # seconds for a hung rank to write its stacks
 ENDING = 0.2  # seconds between the closing of a process's files and its end
-LEAVING = 5.0  # seconds for a rank to end once there is nothing left to do
+LEAVING = 30.0  # seconds for a rank to end once there is nothing left to do; 256 on a busy machine need many
 
 
 class Abandoned(Exception):

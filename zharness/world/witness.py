@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ LOOK = 0.25  # seconds between two looks whether the launch is over
 LAST_WORDS = 0.5  # seconds for a rank to write its stacks
 CLOSING = 20.0  # seconds for rank 0 to write its report once the launch is over
 PRINTED = 64 * 1024  # bytes of a rank's output, from its end
+GONE = "its process is gone, and its launcher knows how it ended"
 OVER, TOLD = "over", "told"  # keys of the board: why the launch is over, and that the report is written
 
 
@@ -61,20 +63,25 @@ class Over:
 class Watched:
     """A rank as its witness knows it.
 
-    ``stacks`` is the file into which it writes its stacks, ``streams`` are descriptors of the files into which its
-    output goes, which outlive it.
+    ``room`` is its private directory, ``streams`` are descriptors of the files into which its output goes, which
+    outlive it.
     """
 
     launch: Launch
     pid: int
-    stacks: Path
+    room: Path
     streams: Mapping[str, int]
 
 
-def start(launch: Launch, stacks: Path, streams: Mapping[str, int]) -> Connection:
+def stacks_in(room: Path) -> Path:
+    """The file into which a rank writes its stacks when it is asked with SIGUSR1, and when it dies of a fatal error."""
+    return room / "stacks"
+
+
+def start(launch: Launch, room: Path, streams: Mapping[str, int]) -> Connection:
     """Fork the witness of this process; the end of the pipe on which to tell it."""
     ours, theirs = Pipe()
-    watched = Watched(launch, os.getpid(), stacks, streams)
+    watched = Watched(launch, os.getpid(), room, streams)
     child = os.fork()
     if child == 0:
         # Twice, so that the witness is nobody's child: a test may count its own, and wait for all of them.
@@ -105,7 +112,7 @@ def live(watched: Watched, pipe: Connection) -> NoReturn:
         with suppress(ProcessLookupError):
             os.kill(watched.pid, signal.SIGKILL)
     finally:
-        watched.stacks.unlink(missing_ok=True)
+        shutil.rmtree(watched.room, ignore_errors=True)
         os._exit(0)
 
 
@@ -201,7 +208,7 @@ class Witness:
             self._settle(self._unfinished(self._work, over, stack or self._stack()))
         if self._rank == 0:
             if not self._ends_within(CLOSING):
-                self._say(f"{over.words}; rank 0 did not get to write its report")
+                self._say(f"{over.words}; rank 0 did not get to write its report", stack or self._stack())
         else:
             self._board.await_all([TOLD], lambda spent: spent > CLOSING)
             self._ends_within(GRACE)
@@ -259,7 +266,7 @@ class Witness:
         return trimmed(found)
 
     def _written(self) -> str:
-        return self._watched.stacks.read_text(errors="replace")
+        return stacks_in(self._watched.room).read_text(errors="replace")
 
     def _bury(self) -> None:
         """The rank's process has ended: take in what it still told, tell how it ended, and that all is over."""
@@ -276,14 +283,15 @@ class Witness:
             dump = Printed(self._phase, "stderr", self._dump())
             self._settle(named(replace(outcome, printed=(*outcome.printed, readable_dump(dump))), None))
         if self._rank == 0:
-            self._say(f"{words}; it was the one that writes the report")
+            self._say(f"{words}; it was the one that writes the report", self._dump())
             self._board.post(TOLD, True)
         else:
             pause(GRACE)  # the others may end by themselves, each with its own words
         self._board.post_first(OVER, Over(self._rank, words))
 
-    def _say(self, words: str) -> None:
-        os.write(self._last_resort, f"\nzharness: {words}\n{without_machinery(self._dump())}\n".encode())
+    def _say(self, words: str, stack: str) -> None:
+        """What is left to be said of rank 0 without its report, on its standard error."""
+        os.write(self._last_resort, f"\nzharness: {words}\n{without_machinery(stack)}\n".encode())
 
     def _dump(self) -> str:
         """The stack that a fatal error of Python writes."""
@@ -297,7 +305,7 @@ def how_it_ended(pid: int) -> tuple[End, str]:
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
     except (OSError, ValueError, IndexError):
-        return End.EXITED, "its process is gone"
+        return End.EXITED, GONE  # the launcher was faster
     if alive(pid):
         return End.EXITED, "it closed the pipe on which it reports, and did not end"
     if status & 0x7F == signal.SIGTERM:
@@ -321,23 +329,23 @@ _BELOW = ("/zharness/items/inside.py", "/zharness/world/attachment.py", "/zharne
 
 def trimmed(text: str) -> str:
     """Stacks without the frames below the work, and without the threads that have no others."""
-    blocks: list[list[str]] = []
+    blocks: list[list[str]] = [[]]
     below = False
     for line in text.splitlines():
-        if not line.startswith('  File "') or not blocks:
+        if not line.startswith("  "):
             blocks.append([])
             below = False
         below = below or any(part in line for part in _BELOW)
         if not below:
             blocks[-1].append(line)
-    # A thread is a block of its own: its headline, then its frames; other lines are kept as they are.
-    kept = [block for block in blocks if block and not (is_headline(block[0]) and all(map(is_waiting, block[1:])))]
-    return "\n".join(line for block in kept for line in block)
+    return "\n".join(line for block in blocks if not says_nothing(block) for line in block)
 
 
-def is_waiting(line: str) -> bool:
-    """Whether the frame is one of Python's own threading: a thread that has no others is not the work's."""
-    return "/threading.py" in line
+def says_nothing(block: list[str]) -> bool:
+    """Whether it is a thread that only waits, with nobody but this package behind it."""
+    frames = [line for line in block if line.startswith('  File "')]
+    threads = bool(block) and is_headline(block[0])
+    return threads and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)
 
 
 def is_headline(line: str) -> bool:

@@ -1,0 +1,52 @@
+"""What a process takes itself for, from what its launcher has set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from zharness.errors import UsageError
+from zharness.world.launched import Launch, launched
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "far.example",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_a_process_that_torchrun_started_is_the_rank_that_it_says() -> None:
+    launch = launched(dict(TORCHRUN))
+    assert launch == Launch(5, 8, 1, 4, "far.example", 29500, attempt=1, agent_store=True)
+    assert launch.describe() == "8 ranks that torchrun started by 2 agents"
+
+
+def test_a_process_that_set_rank_by_itself_was_not_launched() -> None:
+    assert launched({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}) is None
+
+
+def test_what_a_rank_starts_is_no_rank_and_the_rank_stays_one() -> None:
+    environment = dict(TORCHRUN)
+    assert launched(environment) is not None
+    assert launched(environment) is not None
+    below = {name: value.replace(f" {os.getpid()}", " 1") for name, value in environment.items()}
+    assert launched(below) is None
+
+
+def test_a_launch_inside_of_a_launch_is_one_of_its_own() -> None:
+    environment = dict(TORCHRUN)
+    assert launched(environment) is not None
+    inner = {**environment, "MASTER_PORT": "29501", "ZHARNESS_ATTACHED": "none@far.example:29500 by 1"}
+    assert launched(inner) is not None
+
+
+def test_variables_that_make_no_sense_are_named() -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE='many', LOCAL_RANK=None"):
+        launched({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"} | {"WORLD_SIZE": "many"})

@@ -1,0 +1,119 @@
+"""A debugger on one rank in a real terminal: who owns it during the stop, and afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from suites.items.sessions import BREAKPOINT, PATIENCE, Told, command
+
+
+@dataclass
+class Typist:
+    """Somebody at the terminal in which a session of pytest runs."""
+
+    process: subprocess.Popen[bytes]
+    screen: int
+    text: str = ""
+    seen: int = 0
+
+    def types(self, line: str) -> str:
+        """Wait for the prompt, and type; what was printed until then."""
+        end = time.monotonic() + PATIENCE
+        while "(Pdb) " not in self.text[self.seen :]:
+            assert self.read(end - time.monotonic()), f"no prompt came:\n{self.text}"
+        at = self.text.index("(Pdb) ", self.seen) + len("(Pdb) ")
+        found, self.seen = self.text[self.seen : at], at
+        os.write(self.screen, line.encode())
+        return found
+
+    def read(self, seconds: float) -> bool:
+        """Take in what there is; False when nothing came in that time, or everybody has closed the terminal."""
+        ready, _, _ = select.select([self.screen], [], [], max(0.0, seconds))
+        try:
+            data = os.read(self.screen, 1 << 16) if ready else b""
+        except OSError:
+            data = b""
+        self.text += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
+
+    def told(self) -> Told:
+        """What the session has come to."""
+        end = time.monotonic() + PATIENCE
+        while self.read(end - time.monotonic()):
+            continue
+        return Told(self.text, self.process.wait(PATIENCE))
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
+    """A function that runs pytest on a source in a terminal of its own."""
+    opened: list[Typist] = []
+
+    def run(source: str, *args: str) -> Typist:
+        screen, inside = pty.openpty()
+        process = subprocess.Popen(
+            command(tmp_path, source, args),
+            cwd=tmp_path,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(inside)
+        opened.append(Typist(process, screen))
+        return opened[-1]
+
+    yield run
+    for typist in opened:
+        typist.process.kill()
+        typist.process.wait()
+        os.close(typist.screen)
+
+
+AFTERWARDS = """
+def test_afterwards():
+    terminal = os.open("/dev/tty", os.O_RDWR)
+    assert os.tcgetpgrp(terminal) == os.getpgrp()
+    breakpoint()
+"""
+
+
+def test_a_person_at_a_terminal_stops_a_rank_and_has_the_terminal_back(terminal: Callable[..., Typist]) -> None:
+    typist = terminal(
+        """
+@pytest.mark.world_size(2)
+def test_it(rank):
+    number = rank + 40
+    breakpoint()
+    number += 1
+"""
+        + AFTERWARDS,
+        "--pdb-rank=1",
+    )
+    typist.types("p number\n")
+    assert "\n41\n" in typist.types("half a line \x03")
+    assert "--KeyboardInterrupt--" in typist.types("c\n")
+    assert "stopped in" not in typist.types("p 6 * 7\n")
+    assert "\n42\n" in typist.types("c\n")
+    told = typist.told()
+    assert told.counts == {"passed": 2}, told.text
+
+
+def test_a_rank_that_dies_in_the_debugger_does_not_keep_the_terminal(terminal: Callable[..., Typist]) -> None:
+    typist = terminal(BREAKPOINT + AFTERWARDS)
+    typist.types("!import os; os._exit(3)\n")
+    typist.types("c\n")
+    told = typist.told()
+    assert told.counts == {"failed": 1, "passed": 1}, told.text
