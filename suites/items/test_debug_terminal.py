@@ -44,7 +44,7 @@ class Typist:
             data = os.read(self.screen, 1 << 16) if ready else b""
         except OSError:
             data = b""
-        self.text += data.decode(errors="replace").replace("\r\n", "\n")
+        self.text += data.decode("ascii", errors="replace").replace("\r", "")  # a line's two may come apart
         return bool(data)
 
     def told(self) -> Told:
@@ -65,6 +65,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
         process = subprocess.Popen(
             command(tmp_path, source, args),
             cwd=tmp_path,
+            env={**os.environ, "TERM": "dumb"},
             stdin=inside,
             stdout=inside,
             stderr=inside,

@@ -8,7 +8,7 @@ LIFE = """
     import pytest, torch, torch.distributed as dist
     from zharness.world import assert_together, exchange
 
-    pytestmark = pytest.mark.world_size(2, 4)
+    pytestmark = pytest.mark.world_size(2)
     EVENTS = []
 
     @pytest.fixture(scope="session")
@@ -29,6 +29,7 @@ LIFE = """
         yield of_module + 10
         EVENTS.remove("function")
 
+    @pytest.mark.world_size(2, 4)
     def test_scopes(of_function, rank, world_size):
         assert of_function == rank + 20
         assert EVENTS == ["session", "module", "function"]
@@ -65,14 +66,15 @@ LIFE = """
     def test_monkeypatch_is_undone():
         assert "PLANTED" not in os.environ and os.sep == "/"
 
+    @pytest.mark.world_size(2, 4)
     def test_tmp_path_is_private(tmp_path, rank, world_size):
         (tmp_path / "file").write_text(str(rank))
         dist.barrier()
         assert len(set(exchange(str(tmp_path)))) == world_size
         assert [path.read_text() for path in tmp_path.iterdir()] == [str(rank)]
 
+    @pytest.mark.world_size(2, 4)
     def test_shared_tmp_path_is_shared(shared_tmp_path, rank, world_size):
-        assert not list(shared_tmp_path.iterdir()) or rank != 0 or True
         (shared_tmp_path / str(rank)).touch()
         dist.barrier()
         assert sorted(path.name for path in shared_tmp_path.iterdir()) == [str(one) for one in range(world_size)]
@@ -94,12 +96,15 @@ LIFE = """
         warnings.warn("seen")
         assert len(recwarn) == 1
 
+    @pytest.mark.world_size(2, 4)
     def test_differs(rank):
         assert [1, 2, rank] == [1, 2, 99]
 
+    @pytest.mark.world_size(2, 4)
     def test_fails_together(rank):
         assert_together(rank != 1, f"planted on {rank}")
 
+    @pytest.mark.world_size(2, 4)
     def test_exchanges(rank, world_size):
         assert exchange({"rank": rank}) == [{"rank": one} for one in range(world_size)]
 
@@ -107,6 +112,7 @@ LIFE = """
     def test_xfail_strict(rank):
         assert rank < 0
 
+    @pytest.mark.world_size(2, 4)
     @pytest.mark.xfail(strict=False, reason="planted")
     def test_xfail(rank):
         assert rank != 1
@@ -143,7 +149,6 @@ LIFE = """
 
     def test_getfixturevalue(request, rank):
         assert request.getfixturevalue("of_module") == rank + 10
-        request.addfinalizer(lambda: EVENTS.clear() if False else None)
 
     def test_same_random_numbers(rank, world_size):
         assert len(set(exchange(torch.rand(1).item()))) == 1
@@ -179,6 +184,16 @@ LIFE_ALONE = """
     def test_plain_alone(rank, world_size):
         assert (rank, world_size) == (0, 1)
 """
+
+ON_FOUR_TOO = (
+    "test_scopes",
+    "test_tmp_path_is_private",
+    "test_shared_tmp_path_is_shared",
+    "test_differs",
+    "test_fails_together",
+    "test_exchanges",
+    "test_xfail",
+)
 
 VERDICTS = {
     "test_scopes": "passed",

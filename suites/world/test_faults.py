@@ -13,7 +13,7 @@ import pytest
 from suites.world.faults import ends, waits
 from suites.world.faults.fault import Fault
 from suites.world.faults.judge import HEALTHY, Place, complaints, modules, of_the_end
-from suites.world.faults.sessions import GONE, Done, Session, run
+from suites.world.faults.sessions import GONE, Done, Report, Session, Told, run
 
 FAULTS = (
     *(*ends.RAISING, *ends.FIXTURES, *ends.DYING, *ends.MEMORY),
@@ -30,15 +30,7 @@ ENDING = (waits.EXITS.name, waits.INTERRUPTS.name)
 
 # Cells that are known to be wrong: (fault, mode) and what is wrong. They are judged as all others are; when one of them
 # is right, its line has to go.
-KNOWN_WRONG = {
-    ("calls_pytest_exit", "fresh"): "the last line names no rank: '!!! _pytest.outcomes.Exit: planted end !!!'",
-    ("calls_pytest_exit", "pooled"): "as above",
-    ("raises_a_keyboard_interrupt", "fresh"): "the last lines name no rank, and conductor.py instead of the test",
-    ("raises_a_keyboard_interrupt", "pooled"): "as above",
-    ("exits_at_exit", "pooled"): "told of the next test of other ranks: _torn_down takes nextitem for the last test",
-}
-# What a known cell makes wrong in its session beside itself.
-CONSEQUENCES = {("exits_at_exit", "pooled"): "session part0"}
+KNOWN_WRONG: dict[tuple[str, str], str] = {}
 
 PLACES = [
     pytest.param(Place(mode, world_size, culprit), id=f"{mode}-w{world_size}-rank{culprit}")
@@ -57,8 +49,7 @@ def test_every_fault_is_told_with_its_rank_and_its_cause_in_time(place: Place, t
         found = {fault.name: list(judged(fault, place, done, session.folder)) for fault in faults}
         found[f"session {session.folder.name}"] = list(of_session(done, faults, status))
         wrong |= {name: words for name, words in found.items() if words}
-    known = {name for name, mode in KNOWN_WRONG if mode == place.mode} - {"SIGINT"}
-    known |= {what for (_, mode), what in CONSEQUENCES.items() if mode == place.mode}
+    known = {name for name, mode in KNOWN_WRONG if mode == place.mode}
     words = "\n".join(f"{name}: {what}" for name, found in wrong.items() if name not in known for what in found)
     assert not words, f"on {place}:\n{words}"
     assert known <= wrong.keys(), f"right by now, take them out of KNOWN_WRONG: {known - wrong.keys()}"
@@ -101,6 +92,32 @@ def of_session(done: Done, faults: tuple[Fault, ...], status: int) -> Iterator[s
         if outcome != ["passed"] * 3:
             yield f"{name}: {outcome} {[report.text for report in told.reports]}"
     yield from (f"left behind: {what}" for what in done.leftovers)
+
+
+def told_of(*outcomes: str, headline: str = "", text: str = "") -> Told:
+    phases = zip(("setup", "call", "teardown"), outcomes, strict=True)
+    return Told([Report(when, outcome, headline, text or headline, (), None) for when, outcome in phases])
+
+
+@pytest.mark.parametrize(
+    ("told", "complaint"),
+    [
+        (None, "was not run"),
+        (told_of("passed", "passed", "passed"), "a false green"),
+        (told_of("passed", "skipped", "passed"), "a false green"),
+        (told_of("failed", "skipped", "passed", headline="rank 1 did not finish in time"), "expected ('passed', 'fail"),
+        (told_of("passed", "failed", "passed", headline="rank 0 did not finish in time"), "blames [0], expected [1]"),
+        (told_of("passed", "failed", "passed", headline="ranks 0-1 did not finish in time"), "blames [0, 1], expected"),
+        (told_of("passed", "failed", "passed", headline="rank 1: RuntimeError"), "the headline does not say"),
+        (told_of("passed", "failed", "passed", headline="rank 1", text="stack of rank 1"), "stacks of ranks [1], exp"),
+        (told_of("passed", "failed", "passed", headline="rank 1", text="test_00.py:24"), "line 25 is not named"),
+    ],
+)
+def test_the_judge_of_the_matrix_complains_of_a_wrong_verdict(
+    told: Told | None, complaint: str, tmp_path: Path
+) -> None:
+    found = list(complaints(waits.HANGING[0], Place("fresh", 2, 1), told, tmp_path))
+    assert any(complaint in words for words in found), found
 
 
 OUTPUT = """
@@ -182,6 +199,4 @@ def test_pytest_that_is_ended_while_ranks_hang_leaves_nothing(ended_by: signal.S
         status = 2 if ended_by is signal.SIGINT else -ended_by
         if done.leftovers or seconds > GONE or done.status != status:
             wrong[mode, world_size] = f"{done.leftovers}, {seconds:.1f} s, exit status {done.status}: {done.output}"
-    known = {mode for name, mode in KNOWN_WRONG if name == ended_by.name}
-    assert not {place: words for place, words in wrong.items() if place[0] not in known}
-    assert known <= {mode for mode, _ in wrong}, "right by now, take it out of KNOWN_WRONG"
+    assert not wrong

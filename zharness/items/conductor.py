@@ -257,8 +257,8 @@ def stop_of(outcome: GroupOutcome) -> Stop | None:
 def obey(stop: Stop) -> None:
     """End the session as the test would have ended it in this process."""
     if stop.interrupt == "keyboard":
-        raise KeyboardInterrupt(stop.reason)
-    pytest.exit(stop.reason, returncode=stop.status)
+        raise KeyboardInterrupt(f"rank {stop.rank}: {stop.reason}")
+    pytest.exit(f"rank {stop.rank}: {stop.reason}", returncode=stop.status)
 
 
 def with_own_teardown(

@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from zharness.world.rank import ServerChannel
 class Stop:
     """A test asked for the end of the whole session: by pytest.exit, or by a KeyboardInterrupt."""
 
+    rank: int
     interrupt: str  # "exit" or "keyboard"
     reason: str
     status: int | None
@@ -128,6 +130,8 @@ class Teller:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         at_ns = time.monotonic_ns()  # now, and not when the traceback has been put into words
         report = yield
+        # Here pytest fails a test of which a subtest failed, from a count that only this process has.
+        self.config.hook.pytest_report_teststatus(report=report, config=self.config)
         self.channel.note(standing_of(report), self.told(report), at_ns)
         return report
 
@@ -221,9 +225,11 @@ class Inside:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except pytest.exit.Exception as error:
-            stop = Stop("exit", str(error.msg), error.returncode)
+            stop = Stop(here().rank, "exit", str(error.msg), error.returncode)
         except KeyboardInterrupt as error:
-            stop = Stop("keyboard", str(error), None)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"{error}, in {place.name} ({Path(place.filename).name}, line {place.lineno})".lstrip(", ")
+            stop = Stop(here().rank, "keyboard", words, None)
         if stop is not None:
             teller.channel.note(Standing.FAILED, stop, time.monotonic_ns())
         teller.channel.label("")

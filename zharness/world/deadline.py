@@ -6,6 +6,7 @@ import math
 import time
 
 GRACE = 0.5  # seconds that the other ranks get to end by themselves once one has failed
+LAST_GRACE = 1.2  # seconds for a rank that waits for nobody: it may be putting a failure of its own into words
 RECHECK = 0.5  # seconds between two looks at a rank that builds or imports
 BUILD_LIMIT = 600.0  # seconds that builds and first imports may take on top of the time-out
 
@@ -17,6 +18,7 @@ class Deadline:
         self._seconds = seconds
         self._began = time.monotonic()
         self._end = self._began + seconds
+        self._cut_at = math.inf
         self._next_look = math.inf
         self._holds: set[int] = set()
         self._was_building = False
@@ -33,7 +35,17 @@ class Deadline:
 
     def cut(self, seconds: float) -> None:
         """End in at most that many seconds."""
-        self._end = min(self._end, time.monotonic() + seconds)
+        now = time.monotonic()
+        self._cut_at = min(self._cut_at, now)
+        self._end = min(self._end, now + seconds)
+
+    def spare(self) -> bool:
+        """Put an end that a failure cut short off once more: false when the ranks have had all of their time."""
+        now = time.monotonic()
+        if now >= self._cut_at + LAST_GRACE or math.isinf(self._cut_at):
+            return False
+        self._end = now + GRACE / 2
+        return True
 
     def look_in(self, seconds: float) -> None:
         """Have the ranks looked at in that many seconds."""

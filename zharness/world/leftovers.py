@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -37,16 +38,21 @@ def threads() -> Iterator[tuple[str, str]]:
 
 
 def children() -> Iterator[tuple[str, str]]:
-    """Living child processes, with their command lines. Linux only."""
-    for listed in Path("/proc/self/task").glob("*/children"):
-        try:
-            pids = listed.read_text().split()
-        except OSError:
-            continue  # the thread ended meanwhile
-        for pid in pids:
-            words = command_line(pid)
-            if words and not any(helper in words for helper in _HELPERS):
-                yield f"process {pid}", f"process {pid}, {words[:100]}"
+    """Living child processes, with their command lines. Linux only; none where there is no memory left to look."""
+    for pid in child_pids():
+        words = command_line(pid)
+        if words and not any(helper in words for helper in _HELPERS):
+            yield f"process {pid}", f"process {pid}, {words[:100]}"
+
+
+def child_pids() -> list[str]:
+    """The children of every thread of this process."""
+    pids: list[str] = []
+    with suppress(OSError):
+        for listed in Path("/proc/self/task").glob("*/children"):
+            with suppress(OSError):  # the thread ended meanwhile
+                pids += listed.read_text().split()
+    return pids
 
 
 def command_line(pid: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zharness.world.agreement import Mismatch
 from zharness.world.outcome import MISMATCH, End, RankOutcome, signal_name
+from zharness.world.rank import PIPE_CLOSED
 from zharness.world.stacks import main_thread, standing_in, waiting_in
 from zharness.world.team import Member
 
@@ -40,7 +41,7 @@ def judge_exit(
     if outcome is not None and (code == 0 or outcome.end is not End.RETURNED):
         return outcome
     when = "after its function had returned" if outcome is not None else "before its function had returned"
-    pipe = ", having closed the pipe on which it reports" if member.rank in closed and code >= 0 else ""
+    pipe = ", having closed the pipe on which it reports" if member.rank in closed or code == PIPE_CLOSED else ""
     if code < 0:
         cause = f"{signal_name(-code)}, {when}{memory_words(-code, memory_kills_before)}"
         end = End.SIGNALLED

@@ -32,6 +32,7 @@ from zharness.world.outcome import End, RankOutcome
 from zharness.world.streams import marker
 from zharness.world.work import CHECKED_UP_TO, Collectives, Group, Work
 
+PIPE_CLOSED = 74  # exit status of a rank that cannot report any more: EX_IOERR of sysexits.h
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # The deadline of a piece of work is its server's to keep: it knows of builds, and of people in a debugger. This one,
 # of the collectives alone, comes only after every other.
@@ -136,8 +137,12 @@ def live(seat: Seat, ends: Ends, work: Work, inherited: Callable[..., Any] | Non
     while True:
         stacks.truncate(0)
         channel.begin()
-        channel.send(attempt(work, seat, inherited))
-        message = channel.receive()
+        outcome = attempt(work, seat, inherited)
+        try:
+            channel.send(outcome)
+            message = channel.receive()
+        except (OSError, EOFError):
+            os._exit(PIPE_CLOSED)
         if isinstance(message, Leave):
             leave()
         work = message

@@ -161,11 +161,14 @@ class Watch:
         self._phases = {member.rank: member.phase for member in waiting}
         stacks = self._ask(waiting)
         frames = {rank: main_thread(stack) for rank, stack in stacks.items()}
-        if self._deadline.is_over():
-            building = any(is_building(frame) for frame in frames.values()) and not self._trouble()
-            if not self._deadline.extend(building):
+        over, in_vain = self._deadline.is_over(), all(map(waiting_in, frames.values()))
+        if over and self._trouble():
+            if in_vain or not self._deadline.spare():
                 self._stop(waiting, stacks)
-        elif self._left and all(waiting_in(frame) for frame in frames.values()):
+        elif over:
+            if not self._deadline.extend(any(map(is_building, frames.values()))):
+                self._stop(waiting, stacks)
+        elif self._left and in_vain:
             self._stop(waiting, stacks)
         else:
             self._deadline.look_in(2 * GRACE)
