@@ -96,6 +96,8 @@ class Watch:
             message = member.control.recv()
         except (EOFError, OSError):
             self._team.unwatch(member.control)
+            if member.rank in self._outcomes:
+                return False  # it has told all it had to tell, and its end will be judged
             # A process that ends closes its pipes a moment before it has ended.
             if not wait([member.ended], timeout=ENDING):
                 self._lost.add(member.rank)
