@@ -36,7 +36,7 @@ class Typist:
         return found
 
     def interrupts(self) -> None:
-        """Press Ctrl-C until it is heard: readline is deaf to it for a moment after it has shown its prompt."""
+        """Press Ctrl-C until it is heard: readline is deaf to it for a moment after it has taken a key."""
         for _ in range(20):
             os.write(self.screen, b"\x03")
             if self.shows("KeyboardInterrupt", PATIENCE / 20):
@@ -118,7 +118,8 @@ def test_it(rank):
         "--pdb-rank=1",
     )
     typist.types("p number\n")
-    assert "\n41\n" in typist.types("half a line ")
+    assert "\n41\n" in typist.types("half a line")
+    assert typist.shows("half a line", PATIENCE)
     typist.interrupts()
     typist.types("c\n")
     assert "stopped in" not in typist.types("p 6 * 7\n")

@@ -104,7 +104,9 @@ class Conductor:
         if earlier is None:
             return
         outcome = self._sent(self._index[item], following, placement, room)
-        self._pools.pop(key, None)
+        late = self._pools.pop(key, None) if pooled else None
+        if late is not None and outcome.before is not None:
+            self._log(late.last, torn_down(late.last, outcome.before), {})
         lives_on = pooled and all(rank.end is End.RETURNED for rank in outcome.ranks)
         if lives_on:
             self._pools[key] = PoolInUse(placement, item, frozenset(item.listchain()[:-1]))
@@ -200,8 +202,11 @@ class Conductor:
         """Reports of what finalisers raised; they belong to the last test that the pool ran."""
         pool = self._pools[key]
         following = None if nextitem is None else self._index.get(nextitem)
-        outcome = self._sent(None, following, pool.placement, self._new_room())
+        living = replace(pool.placement, isolation=Isolation.LIVING)
+        outcome = self._sent(None, following, living, self._new_room())
         finished = dict(finished_of(outcome))
+        if outcome.before is not None:
+            yield from torn_down(pool.last, outcome.before)
         if any(rank.end is not End.RETURNED for rank in outcome.ranks):
             del self._pools[key]
         elif nextitem is not None:

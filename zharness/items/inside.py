@@ -6,12 +6,12 @@ import hashlib
 import pickle
 import random
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic_ns  # bound now: a test may patch the module's
 from typing import Any, Protocol
 
 import pytest
@@ -106,7 +106,7 @@ class Teller:
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         left_out = elsewhere.called(item, reports[0])
         if left_out is not None:
-            self.channel.note(Standing.FINE, self.told(left_out), time.monotonic_ns())
+            self.channel.note(Standing.FINE, self.told(left_out), monotonic_ns())
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -128,7 +128,7 @@ class Teller:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        at_ns = time.monotonic_ns()  # now, and not when the traceback has been put into words
+        at_ns = monotonic_ns()  # now, and not when the traceback has been put into words
         report = yield
         # Here pytest fails a test of which a subtest failed, from a count that only this process has.
         self.config.hook.pytest_report_teststatus(report=report, config=self.config)
@@ -231,7 +231,7 @@ class Inside:
             words = f"{error}, in {place.name} ({Path(place.filename).name}, line {place.lineno})".lstrip(", ")
             stop = Stop(here().rank, "keyboard", words, None)
         if stop is not None:
-            teller.channel.note(Standing.FAILED, stop, time.monotonic_ns())
+            teller.channel.note(Standing.FAILED, stop, monotonic_ns())
         teller.channel.label("")
         after, states = State.now(), [before]
         if wide_before != wide_finalizers(item) and nextitem is not None:

@@ -114,7 +114,7 @@ def mode_of(item: pytest.Item) -> tuple[Isolation, Group]:
     words = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
     options = dict(marker.kwargs) if marker is not None else {}
     group = options.pop("group", "kept")
-    allowed = [mode.value for mode in Isolation]
+    allowed = [Isolation.FRESH.value, Isolation.POOLED.value]
     if len(words) != 1 or words[0] not in allowed or group not in GROUPS or options:
         raise UsageError(
             f"{item.nodeid}: isolation marker with {words} and {marker.kwargs if marker else {}}; "

@@ -22,6 +22,7 @@ class Deadline:
         self._next_look = math.inf
         self._holds: set[int] = set()
         self._was_building = False
+        self._restored = False
 
     def remaining(self) -> float | None:
         """Seconds until something has to be looked at; None while a person looks at a rank."""
@@ -38,6 +39,12 @@ class Deadline:
         now = time.monotonic()
         self._cut_at = min(self._cut_at, now)
         self._end = min(self._end, now + seconds)
+
+    def restore(self) -> bool:
+        """Give back, once, the time that a failure took away; false the second time."""
+        first, self._restored = not self._restored, True
+        self._end = max(self._began + self._seconds, time.monotonic())
+        return first
 
     def spare(self) -> bool:
         """Put an end that a failure cut short off once more: false when the ranks have had all of their time."""
@@ -67,9 +74,9 @@ class Deadline:
         return False
 
     def hold(self, rank: int, reason: str) -> None:
-        """Off while ``reason`` is not empty; afterwards the time starts anew."""
+        """Off while ``reason`` is not empty; afterwards the time starts anew, unless a failure has cut it short."""
         if reason:
             self._holds.add(rank)
-        else:
-            self._holds.discard(rank)
-            self._end = time.monotonic() + self._seconds
+        elif rank in self._holds:
+            self._holds.remove(rank)
+            self._end = time.monotonic() + (GRACE if math.isfinite(self._cut_at) else self._seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -12,7 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+_SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Helpers of the standard library that it starts on its own and ends with the process.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -39,10 +42,14 @@ def threads() -> Iterator[tuple[str, str]]:
 
 def children() -> Iterator[tuple[str, str]]:
     """Living child processes, with their command lines. Linux only; none where there is no memory left to look."""
-    for pid in child_pids():
-        words = command_line(pid)
-        if words and not any(helper in words for helper in _HELPERS):
-            yield f"process {pid}", f"process {pid}, {words[:100]}"
+    for pid, words in living_children().items():
+        yield f"process {pid}", f"process {pid}, {words[:100]}"
+
+
+def living_children() -> dict[int, str]:
+    """Child processes that live, and what they run; without the helpers of the standard library."""
+    found = {int(pid): command_line(pid) for pid in child_pids()}
+    return {pid: words for pid, words in found.items() if words and not any(helper in words for helper in _HELPERS)}
 
 
 def child_pids() -> list[str]:
@@ -78,6 +85,9 @@ class Fingerprint:
     torch_threads: int
     gradient_mode: bool
     deterministic: bool
+    default_device: str
+    default_group: int
+    signal_handlers: tuple[object, ...]
     daemon_threads: tuple[str, ...]
 
     def changes(self, after: Fingerprint) -> list[str]:
@@ -97,6 +107,9 @@ def fingerprint() -> Fingerprint:
         torch_threads=torch.get_num_threads(),
         gradient_mode=torch.is_grad_enabled(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        default_device=str(torch.get_default_device()),
+        default_group=id(dist.group.WORLD) if dist.is_initialized() else 0,
+        signal_handlers=tuple(signal.getsignal(number) for number in _SIGNALS),
         daemon_threads=tuple(sorted(thread.name for thread in threading.enumerate() if thread.daemon)),
     )
 

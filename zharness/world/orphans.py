@@ -6,6 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Collection
+from contextlib import suppress
+
+from zharness.world.leftovers import living_children
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -27,6 +31,18 @@ def adopt_orphans() -> None:
     """Become the parent of whatever a rank leaves behind, so that it can be waited for. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_strays(keep: Collection[int | None]) -> None:
+    """Kill and reap what this process has adopted, whatever session it made itself, but for ``keep``.
+
+    The children of each fall to this process in turn, so it looks until there are none.
+    """
+    while strays := [pid for pid in living_children() if pid not in keep]:
+        for pid in strays:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def end_process_group(leader: int) -> None:

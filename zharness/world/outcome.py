@@ -99,6 +99,7 @@ class GroupOutcome:
 
     ranks: tuple[RankOutcome, ...]
     seconds: float
+    before: GroupOutcome | None = None  # of ranks that lived on, and of which one ended before this work began
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from zharness.world.orphans import end_strays
 from zharness.world.outcome import End, GroupOutcome
 from zharness.world.team import Team
 from zharness.world.watch import Watch
@@ -37,19 +38,22 @@ class Pools:
             try:
                 outcome = Watch(team, work, client).outcome()
             finally:
-                team.end()
+                self._end(team)
         else:
             outcome = self._run_pooled(work, client)
-        self._to_learn = outcome.ranks[0].imported
+        self._to_learn = outcome.ranks[0].imported if outcome.ranks else ()
         return outcome
 
     def _run_pooled(self, work: Work, client: Connection | None) -> GroupOutcome:
         """Ranks of which one ended, raised or was stopped are not used again; the rest is the client's to judge."""
         key = (work.pool, work.world_size)
         team = self._teams.pop(key, None)
+        before = None
         if team is not None and not team.alive():
-            team.end()
+            before = self._parted(team, work.world_size, client)
             team = None
+        if team is None and work.isolation is Isolation.LIVING:
+            return GroupOutcome((), 0.0, before)
         if team is None:
             team = Team(work, self._inherited, self._room, self._echo)
         else:
@@ -58,12 +62,12 @@ class Pools:
         try:
             outcome = Watch(team, work, client).outcome()
             fit = all(rank.end is End.RETURNED for rank in outcome.ranks)
-            return outcome
+            return replace(outcome, before=before)
         finally:
             if fit:
                 self._teams[key] = team
             else:
-                team.end()
+                self._end(team)
 
     def learn(self) -> None:
         """Import what the last ranks imported of torch, so that the next ones find it.
@@ -72,7 +76,8 @@ class Pools:
         """
         names, self._to_learn = self._to_learn, ()
         for name in names:
-            with suppress(ImportError):  # the rank may have made up a module that no file stands for
+            # A rank may have made a module up, or have had what it takes to import it: then it stays the ranks' own.
+            with suppress(Exception):
                 importlib.import_module(name)
         if names:
             freeze()
@@ -80,12 +85,19 @@ class Pools:
     def dismiss(self, which: Dismissal, client: Connection | None) -> GroupOutcome | None:
         """End one team, and tell how each of its ranks ended; None when there is none."""
         team = self._teams.pop((which.pool, which.world_size), None)
-        if team is None:
-            return None
+        return None if team is None else self._parted(team, which.world_size, client)
+
+    def _parted(self, team: Team, world_size: int, client: Connection | None) -> GroupOutcome:
+        """The ends of ranks that wait for work, those that ended while they waited among them."""
         try:
-            return Watch(team, Work(_nothing, world_size=which.world_size), client).parting()
+            return Watch(team, Work(_nothing, world_size=world_size), client).parting()
         finally:
-            team.end()
+            self._end(team)
+
+    def _end(self, team: Team) -> None:
+        """End a team and what its ranks started, which this process adopts when they end."""
+        team.end()
+        end_strays({member.process.pid for living in self._teams.values() for member in living.members})
 
     def end(self) -> None:
         """End every team that lives on."""

@@ -23,7 +23,7 @@ import torch
 
 from zharness.errors import UsageError, WorldError
 from zharness.world.limits import check_world_size, raise_file_limit
-from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group
+from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group, end_strays
 from zharness.world.outcome import GroupOutcome
 from zharness.world.pools import Pools, freeze
 from zharness.world.rank import by_inheritance
@@ -124,7 +124,7 @@ class RankServer:
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-            shutil.rmtree(self.room, ignore_errors=True)
+        shutil.rmtree(self.room, ignore_errors=True)
         with suppress(OSError):
             self._pipe.close()
 
@@ -203,6 +203,7 @@ def leave(room: Path) -> NoReturn:
         if child.pid is not None:
             child.kill()
             end_process_group(child.pid)
+    end_strays(())
     shutil.rmtree(room, ignore_errors=True)
     os._exit(0)
 

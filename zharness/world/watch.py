@@ -146,6 +146,7 @@ class Watch:
         """A rank's process has ended: read what it still had to say, and judge its end."""
         self._team.unwatch(member.ended)
         self._gone.add(member.rank)
+        self._deadline.hold(member.rank, "")
         member.process.join()
         while member.rank not in self._lost and readable(member.control) and self._hear(member):
             continue
@@ -166,7 +167,7 @@ class Watch:
         over, in_vain = self._deadline.is_over(), all(map(waiting_in, frames.values()))
         if over and self._trouble():
             if in_vain or not self._deadline.spare():
-                self._stop(waiting, stacks)
+                self._stop_all_but_those_that_end_a_failed_test(waiting, stacks)
         elif over:
             if not self._deadline.extend(any(map(is_building, frames.values()))):
                 self._stop(waiting, stacks)
@@ -174,6 +175,19 @@ class Watch:
             self._stop(waiting, stacks)
         else:
             self._deadline.look_in(2 * GRACE)
+
+    def _stop_all_but_those_that_end_a_failed_test(self, waiting: list[Member], stacks: dict[int, str]) -> None:
+        """A rank that has told its failure, and waits for nobody, has a teardown of its own to finish in its time."""
+        ending = [
+            member
+            for member in waiting
+            if any(note.standing is Standing.FAILED for note in self._notes[member.rank])
+            and not waiting_in(main_thread(stacks[member.rank]))
+        ]
+        if ending and self._deadline.restore():
+            self._stop([member for member in waiting if member not in ending], stacks)
+        else:
+            self._stop(waiting, stacks)
 
     def _trouble(self) -> bool:
         """Whether a rank has failed, so that the others are ended rather than timed out."""

@@ -21,6 +21,7 @@ class Isolation(Enum):
 
     FRESH = "fresh"
     POOLED = "pooled"
+    LIVING = "living"  # pooled, but only where there are such ranks: nobody is forked to tear nothing down
 
 
 class Collectives(Enum):
