@@ -139,7 +139,8 @@ def be_rank(rank: int, pairs: list[tuple[Connection, Connection]], options: tupl
     stepping = Stepping(pipe)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plugins = ("-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider")
-    pytest.main(["test_it.py", "-q", *plugins, *options], [stepping])
+    # Hypothesis takes a profile of its own, without random seeds, wherever the variable CI is set.
+    pytest.main(["test_it.py", "-q", "--hypothesis-profile=default", *plugins, *options], [stepping])
     log = Path(f"saw-{rank}")
     stepping.rank.saw = [ast.literal_eval(line) for line in log.read_text().splitlines()] if log.exists() else []
     pipe.send(("rank", stepping.rank))

@@ -157,7 +157,7 @@ def test_quitting_ends_the_session(session: Session) -> None:
         """,
         typed="q\n",
     )
-    assert "Exit: Quitting debugger" in told.text
+    assert "Exit: rank 0: Quitting debugger" in told.text
     assert told.status == pytest.ExitCode.INTERRUPTED
     assert "AssertionError" not in told.text
 
