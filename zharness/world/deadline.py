@@ -6,7 +6,7 @@ import math
 import time
 
 GRACE = 0.5  # seconds that the other ranks get to end by themselves once one has failed
-LAST_GRACE = 1.2  # seconds for a rank that waits for nobody: it may be putting a failure of its own into words
+LAST_GRACE = 0.8  # seconds for a rank that waits for nobody: it may be putting a failure of its own into words
 RECHECK = 0.5  # seconds between two looks at a rank that builds or imports
 BUILD_LIMIT = 600.0  # seconds that builds and first imports may take on top of the time-out
 
