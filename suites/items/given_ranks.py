@@ -17,7 +17,8 @@ import hypothesis.stateful  # here rather than in every rank, where pytest would
 import pytest
 
 from zharness.errors import WorldError
-from zharness.items.given import in_step
+from zharness.items.given import Verdict, in_step
+from zharness.world.here import NotTogether
 
 PATIENCE = 60.0  # seconds without a word from any rank
 
@@ -97,6 +98,8 @@ class Stepping:
         answer = self.pipe.recv()
         if answer is None:
             raise WorldError("a peer has ended")
+        if len({isinstance(value, Verdict) for value in answer}) > 1:
+            raise NotTogether("one in the test's own exchange, another after an example")
         return answer
 
     @pytest.hookimpl(wrapper=True)

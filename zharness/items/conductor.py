@@ -164,9 +164,11 @@ class Conductor:
                 pool=placement.warm,
                 collectives=placement.collectives,
             )
-        except WorldError as error:
+        except (WorldError, pytest.fail.Exception) as error:
             # No rank was started, or the server itself is gone: the next test may have more luck, or says so again.
-            blank = RankOutcome(0, End.RAISED, time.monotonic_ns(), cause=f"WorldError: {error}")
+            # Or a plugin gave the test up from a signal handler, as pytest-timeout does: its ranks are ended.
+            cause = f"{type(error).__name__}: {error}"
+            blank = RankOutcome(0, End.RAISED, time.monotonic_ns(), cause=cause)
             return GroupOutcome(tuple(replace(blank, rank=rank) for rank in range(placement.world_size)), 0.0)
         finally:
             reclaim(self._terminal)

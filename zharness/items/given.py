@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from zharness.errors import UsageError, WorldError
-from zharness.world.here import exchange as exchange_with_peers
+from zharness.items.words import ranks_in_words
+from zharness.world.here import NotTogether, exchange_as
 
 if TYPE_CHECKING:
     from hypothesis import settings
@@ -74,6 +75,11 @@ class Verdict:
     arguments: str = ""
     choices: str = ""
     scores: dict[str, float] = field(default_factory=dict)
+
+
+def exchange_with_peers(value: Any) -> list[Any]:
+    """Every rank's ``value``, given after an example."""
+    return exchange_as("a Hypothesis example", value)
 
 
 @contextmanager
@@ -256,11 +262,10 @@ class _Peers:
             raise _parted(verdicts)
 
     def _verdicts(self, own: Verdict) -> list[Verdict]:
-        # A peer may be in an exchange of the test's own, which this rank has failed to reach: its verdict follows.
         while True:
-            values = self.exchange(own)
-            if all(isinstance(value, Verdict) for value in values):
-                return values
+            # A peer may be in an exchange of the test's own, which this rank has failed to reach: its verdict follows.
+            with suppress(NotTogether):
+                return self.exchange(own)
 
 
 def _decide(verdicts: list[Verdict], traceback_here: str) -> NoReturn:
@@ -383,15 +388,4 @@ def _fold(verdicts: list[Verdict], text_of: Callable[[Verdict], str], kind: Kind
     for rank, verdict in enumerate(verdicts):
         if kind in (None, verdict.kind):
             ranks.setdefault(text_of(verdict), []).append(rank)
-    return "; ".join(f"{_named(those)}: {text}" for text, those in ranks.items())
-
-
-def _named(ranks: list[int]) -> str:
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {told}"
+    return "; ".join(f"{ranks_in_words(those)}: {text}" for text, those in ranks.items())

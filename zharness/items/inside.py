@@ -99,6 +99,7 @@ class Teller:
     channel: Line
     warned: list[Warned] = field(default_factory=list)
     inner: list[dict[str, Any]] = field(default_factory=list)
+    wide_before: list[tuple[str, int]] = field(default_factory=list)
     before_call: State | None = None
 
     @pytest.hookimpl(tryfirst=True)
@@ -117,7 +118,8 @@ class Teller:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         self.channel.label("call")
-        self.before_call = State.now()
+        if self.wide_before != wide_finalizers(item):
+            self.before_call = State.now()
         with given.in_step(item):
             return (yield)
 
@@ -200,6 +202,7 @@ class Inside:
         self._terminal = terminal
         self._ours = ours
         self._told_of: set[str] = set()
+        self._states: list[State] = []  # at most one: what this process had when its last test was over
         # One, once this process is a rank that has run something.
         self._tellers: list[Teller] = [] if settled is None else [settled]
 
@@ -220,7 +223,8 @@ class Inside:
     def _run(self, teller: Teller, item: pytest.Item, nextitem: pytest.Item | None, room: str) -> Finished:
         seed(item.nodeid)
         item.stash[ROOM] = Path(room)
-        before, wide_before, teller.before_call = State.now(), wide_finalizers(item), None
+        before = self._found()
+        teller.wide_before, teller.before_call = wide_finalizers(item), None
         stop = None
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
@@ -234,13 +238,19 @@ class Inside:
             teller.channel.note(Standing.FAILED, stop, monotonic_ns())
         teller.channel.label("")
         after, states = State.now(), [before]
-        if wide_before != wide_finalizers(item) and nextitem is not None:
+        if teller.wide_before != wide_finalizers(item) and nextitem is not None:
             # What fixtures of a wider scope start and change in set-up is there for the tests that follow.
             states.append(teller.before_call or after)
+        self._states.append(after)
         return self._finished(teller, stop, after.change_since(states), after.added_since(states))
+
+    def _found(self) -> State:
+        """What the next test finds: as the last one left it, since nothing runs here in between."""
+        return self._states.pop() if self._states else State.now()
 
     def _tear_down(self, teller: Teller, nextitem: pytest.Item | None) -> Finished:
         """Raises what a finaliser raises."""
+        self._states.clear()
         teller.channel.label("teardown")
         with debug.left(self._session.config):
             self._session._setupstate.teardown_exact(nextitem)
@@ -318,6 +328,10 @@ def seed(nodeid: str) -> None:
     """The same random numbers on every rank, in every mode and every run."""
     number = int.from_bytes(hashlib.sha256(nodeid.encode()).digest()[:4], "big")
     random.seed(number)
-    torch.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.manual_seed(number)
+    else:
+        # Where no device is in use, torch.manual_seed only queues a call for each kind, with a stack that costs 0.5 ms.
+        torch.default_generator.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)

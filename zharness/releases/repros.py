@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from zharness.errors import HarnessFault, MissingEngine, UsageError
@@ -260,11 +261,21 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     # Only who is still the same process: a number may have been given to another one meanwhile.
     for pid in family & _processes().keys():
         with suppress(ProcessLookupError):
-            os.kill(pid[0], signal.SIGKILL)
+            _kill(pid[0])
     try:
         child.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired as alive:
         raise HarnessFault(f"process {child.pid} of a reproduction cannot be ended") from alive
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and wait for its end, which on a busy machine comes a while later."""
+    ended = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
+    try:
+        os.kill(pid, signal.SIGKILL)
+        wait([ended], timeout=_GRACE_SECONDS)
+    finally:
+        os.close(ended)
 
 
 def _processes() -> dict[tuple[int, str], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zharness.world.messages import Announced, Vote, Votes
+from zharness.world.messages import Announced, Answer, Apart, NoVotes, Vote, Votes
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,32 @@ class Agreement:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._votes: dict[int, bytes] = {}
+        self._votes: dict[int, Vote] = {}
         self._announced: dict[int, dict[int, Announced]] = {}
         self.mismatch: Mismatch | None = None
 
-    def voted(self, vote: Vote) -> Votes | None:
-        """Every rank's value once the last is in."""
-        self._votes[vote.rank] = vote.value
-        if len(self._votes) < self._world_size:
-            return None
-        values = tuple(self._votes[rank] for rank in range(self._world_size))
-        self._votes = {}
-        return Votes(values)
+    def voted(self, vote: Vote) -> dict[int, Answer]:
+        """What to answer to which ranks: every rank's value once the last is in, nothing before.
 
-    def abandon(self) -> tuple[int, ...]:
-        """Give the open exchange up; the ranks that wait in it."""
-        waiting = tuple(self._votes)
-        self._votes = {}
-        return waiting
+        Ranks that meet in different functions learn that at once: neither could read the other's value.
+        """
+        other = next((earlier for earlier in self._votes.values() if earlier.what != vote.what), None)
+        self._votes[vote.rank] = vote
+        if other is not None:
+            first, second = sorted((other, vote), key=lambda one: one.rank)
+            words = apart((first.rank, first.what, first.site), (second.rank, second.what, second.site))
+            waiting, self._votes = self._votes, {}
+            return {rank: Apart(each.ordinal, words) for rank, each in waiting.items()}
+        if len(self._votes) < self._world_size:
+            return {}
+        values = tuple(self._votes[rank].value for rank in range(self._world_size))
+        waiting, self._votes = self._votes, {}
+        return {rank: Votes(each.ordinal, values) for rank, each in waiting.items()}
+
+    def abandon(self, reason: str) -> dict[int, Answer]:
+        """Give the open exchange up: what to answer to the ranks that wait in it."""
+        waiting, self._votes = self._votes, {}
+        return {rank: NoVotes(vote.ordinal, reason) for rank, vote in waiting.items()}
 
     def announced(self, new: Announced) -> bool:
         """Whether ``new`` differs from what a peer announced under the same number; ``mismatch`` then has the words."""
@@ -58,3 +66,9 @@ class Agreement:
         if len(seen) == self._world_size:
             del self._announced[new.ordinal]
         return False
+
+
+def apart(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
+    """Ranks that meet in different functions, each as rank, function and site, in words."""
+    told = ", ".join(f"rank {rank} calls {what} ({site})" for rank, what, site in (first, second))
+    return f"the ranks are not at the same place: {told}"

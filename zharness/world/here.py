@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from pathlib import Path
 from typing import Any, Protocol
 
 from zharness.errors import WorldError
@@ -11,8 +13,11 @@ from zharness.errors import WorldError
 class Channel(Protocol):
     """How a rank speaks with its peers when collectives may not be trusted: through the server, or through a store."""
 
-    def exchange(self, value: bytes) -> tuple[bytes, ...]:
-        """Every rank's value, in rank order. Raises WorldError when a peer has ended without giving one."""
+    def exchange(self, value: bytes, what: str, site: str) -> tuple[bytes, ...]:
+        """Every rank's value, in rank order. ``what`` is the function that is called, ``site`` where.
+
+        Raises WorldError when a peer has ended without giving one, NotTogether when it is in another function.
+        """
         ...
 
     def announce(self, what: str, site: str) -> None:
@@ -54,13 +59,24 @@ def here() -> Here:
     return _ranks[0]
 
 
+class NotTogether(WorldError):
+    """The ranks meet, but in different functions."""
+
+
 def exchange(value: Any) -> list[Any]:
     """Every rank's ``value``, in rank order; every rank has to call it.
 
     It goes through the control channel, so it works while collectives are broken. Values are pickled. Raises WorldError
-    when a peer has ended without giving one.
+    when a peer has ended without giving one, NotTogether when it is in ``assert_together`` meanwhile.
     """
-    answers = here().channel.exchange(pickle.dumps(value))
+    return exchange_as("exchange", value)
+
+
+def exchange_as(what: str, value: Any) -> list[Any]:
+    """``exchange`` with those ranks that exchange under the same name."""
+    caller = sys._getframe(2)
+    site = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
+    answers = here().channel.exchange(pickle.dumps(value), what, site)
     return [pickle.loads(answer) for answer in answers]  # noqa: S301 - written by ranks of this very group
 
 
@@ -68,9 +84,9 @@ def assert_together(condition: object, message: str = "") -> None:
     """An assertion that all ranks make together, and that fails on all of them when it fails on one.
 
     So no rank goes on into a collective that a peer will never reach. Raises AssertionError that names the ranks on
-    which ``condition`` is false, each with its ``message``.
+    which ``condition`` is false, each with its ``message``; otherwise as ``exchange``.
     """
-    verdicts = exchange((bool(condition), str(message)))
+    verdicts = exchange_as("assert_together", (bool(condition), str(message)))
     wrong = [(rank, words) for rank, (holds, words) in enumerate(verdicts) if not holds]
     if wrong:
         told = "; ".join(f"rank {rank}: {words or 'the condition is false'}" for rank, words in wrong)

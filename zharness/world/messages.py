@@ -29,9 +29,15 @@ class Note:
 
 @dataclass(frozen=True)
 class Vote:
-    """A rank's contribution to an exchange; it waits until every rank's is in."""
+    """A rank's contribution to an exchange; it waits until every rank's is in.
+
+    ``ordinal`` counts this rank's exchanges, ``what`` is the function that it called, ``site`` where.
+    """
 
     rank: int
+    ordinal: int
+    what: str
+    site: str
     value: bytes
 
 
@@ -56,8 +62,12 @@ class Hold:
 
 @dataclass(frozen=True)
 class Votes:
-    """The server's answer to a complete exchange: every rank's value, in rank order."""
+    """The server's answer to a complete exchange: every rank's value, in rank order.
 
+    ``ordinal`` is the asking rank's own: a rank that left an exchange by an exception finds its answer still there.
+    """
+
+    ordinal: int
     values: tuple[bytes, ...]
 
 
@@ -65,7 +75,19 @@ class Votes:
 class NoVotes:
     """The server's answer to an exchange that cannot be completed, with the reason."""
 
+    ordinal: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The server's answer to ranks that meet in different functions."""
+
+    ordinal: int
+    reason: str
+
+
+Answer = Votes | NoVotes | Apart
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Pools:
     """Gives every piece of work its team. ``inherited`` is what the ranks call where a Work says so."""
 
     def __init__(self, room: Path, inherited: Callable[..., Any] | None, echo: bool) -> None:
-        self._room = room
+        self.room = room
         self._inherited = inherited
         self._echo = echo
         self._serials = count(1)
@@ -31,10 +31,10 @@ class Pools:
         self._to_learn: tuple[str, ...] = ()
 
     def run(self, work: Work, client: Connection | None) -> GroupOutcome:
-        """The outcome of ``work``. Raises Abandoned when the client is gone, OSError when no rank can be started."""
+        """The outcome of ``work``. Raises CannotStart when no rank can be had, and what a Watch raises."""
         work = replace(work, serial=next(self._serials))
         if work.isolation is Isolation.FRESH:
-            team = Team(work, self._inherited, self._room, self._echo)
+            team = Team(work, self._inherited, self.room, self._echo)
             try:
                 outcome = Watch(team, work, client).outcome()
             finally:
@@ -55,7 +55,7 @@ class Pools:
         if team is None and work.isolation is Isolation.LIVING:
             return GroupOutcome((), 0.0, before)
         if team is None:
-            team = Team(work, self._inherited, self._room, self._echo)
+            team = Team(work, self._inherited, self.room, self._echo)
         else:
             team.give(work)
         fit = False

@@ -43,7 +43,7 @@ def judge_exit(
     when = "after its function had returned" if outcome is not None else "before its function had returned"
     pipe = ", having closed the pipe on which it reports" if member.rank in closed or code == PIPE_CLOSED else ""
     if code < 0:
-        cause = f"{signal_name(-code)}, {when}{memory_words(-code, memory_kills_before)}"
+        cause = f"{signal_name(-code)}, {when}{kill_words(-code, memory_kills_before)}"
         end = End.SIGNALLED
     else:
         cause = f"exit status {code}, {when}{pipe}"
@@ -52,8 +52,10 @@ def judge_exit(
     return replace(blank, end=end, at_ns=time.monotonic_ns(), cause=cause, phase=member.phase)
 
 
-def memory_words(signal_number: int, kills_before: int) -> str:
-    """What the kernel says of a SIGKILL that nobody here sent."""
+def kill_words(signal_number: int, kills_before: int) -> str:
+    """What the kernel says of a SIGKILL that nobody here sent, and why the question for its stack killed a rank."""
+    if signal_name(signal_number) == "SIGUSR1":
+        return "; it did not end in time, and was asked by this signal where it stands, whose handler it had removed"
     if signal_name(signal_number) != "SIGKILL" or killed_for_memory() <= kills_before:
         return ""
     return "; out of memory: the kernel killed a process for want of it meanwhile"

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
 from zharness.errors import WorldError
-from zharness.world.here import Here, become
-from zharness.world.messages import Announced, Hold, Leave, Note, NoVotes, Standing, Vote, Votes
+from zharness.world.here import Here, NotTogether, become
+from zharness.world.messages import Announced, Answer, Apart, Hold, Leave, Note, Standing, Vote, Votes
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import End, RankOutcome
 from zharness.world.streams import marker
@@ -71,6 +71,7 @@ class ServerChannel:
         self._ends = ends
         self._lock = threading.Lock()
         self._announced = 0
+        self._exchanged = 0
         self._pid = os.getpid()
 
     def send(self, message: object) -> None:
@@ -92,14 +93,25 @@ class ServerChannel:
         """Switch the deadline off while a person looks at this rank; with the empty reason, on again."""
         self.send(Hold(self._seat.rank, reason))
 
-    def exchange(self, value: bytes) -> tuple[bytes, ...]:
-        self.send(Vote(self._seat.rank, value))
-        answer = self.receive()
-        if isinstance(answer, Votes):
-            return answer.values
-        if isinstance(answer, NoVotes):
-            raise WorldError(answer.reason)
-        raise WorldError(f"the exchange was answered with {answer!r}")
+    def exchange(self, value: bytes, what: str, site: str) -> tuple[bytes, ...]:
+        self._exchanged += 1
+        self.send(Vote(self._seat.rank, self._exchanged, what, site, value))
+        while True:
+            answer = self.receive()
+            if not isinstance(answer, Answer):
+                raise WorldError(f"the exchange was answered with {answer!r}")
+            if answer.ordinal < self._exchanged:
+                continue  # to an exchange that an exception, of a signal handler say, had ended on this side
+            if isinstance(answer, Votes):
+                return answer.values
+            raise NotTogether(answer.reason) if isinstance(answer, Apart) else WorldError(answer.reason)
+
+    def next_order(self) -> Work | Leave:
+        """What the server wants next. Answers to an exchange that an exception ended are left unread."""
+        while isinstance(message := self.receive(), Answer):
+            continue
+        assert isinstance(message, (Work, Leave)), f"a server sends no {message!r}"
+        return message
 
     def announce(self, what: str, site: str) -> None:
         self._announced += 1
@@ -145,7 +157,7 @@ def live(seat: Seat, ends: Ends, work: Work, inherited: Callable[..., Any] | Non
         outcome = attempt(work, seat, inherited)
         try:
             channel.send(outcome)
-            message = channel.receive()
+            message = channel.next_order()
         except (OSError, EOFError):
             os._exit(PIPE_CLOSED)
         if isinstance(message, Leave):

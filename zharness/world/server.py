@@ -27,9 +27,9 @@ from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_g
 from zharness.world.outcome import GroupOutcome
 from zharness.world.pools import Pools, freeze
 from zharness.world.rank import by_inheritance
-from zharness.world.team import wait_for_end
-from zharness.world.watch import Abandoned
-from zharness.world.work import Dismissal, Group, Work
+from zharness.world.team import CannotStart, wait_for_end
+from zharness.world.watch import Abandoned, Recalled
+from zharness.world.work import Dismissal, Group, Recall, Work
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,14 @@ class RankServer:
         self.room = Path(tempfile.mkdtemp(prefix="zharness-"))
         arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited, self.room, os.getpid())
         self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
-        self._process.start()
-        theirs.close()
+        try:
+            self._process.start()
+        except OSError:
+            self._pipe.close()
+            shutil.rmtree(self.room, ignore_errors=True)
+            raise
+        finally:
+            theirs.close()
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -91,7 +97,7 @@ class RankServer:
         return self.submit(Work(by_inheritance, args, **how))
 
     def submit(self, work: Work) -> GroupOutcome:
-        """``run`` for a Work. An interrupt while ranks run ends the server and its ranks."""
+        """``run`` for a Work. An exception while ranks run, that of an interrupt say, ends these ranks."""
         answer = self._ask(work)
         if isinstance(answer, GroupOutcome):
             return answer
@@ -110,8 +116,17 @@ class RankServer:
             self.close()
             raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
         except BaseException:
-            self.close()
+            self._recall()
             raise
+
+    def _recall(self) -> None:
+        """Have the work ended whose answer nobody waits for any more, by a signal's exception say."""
+        with suppress(Exception):  # whatever comes of the rest of an answer that was interrupted in its middle
+            self._pipe.send(Recall())
+            while self._pipe.poll(PATIENCE):
+                if isinstance(self._pipe.recv(), Recall):
+                    return
+        self.close()
 
     def close(self) -> None:
         """End the server and whatever it still runs. A fork of the owner leaves it alone."""
@@ -184,7 +199,7 @@ def serve(
         trouble = prepare(surroundings)
         while True:
             request = pipe.recv()
-            pipe.send(trouble or answer(request, pools, pipe))
+            pipe.send(request if isinstance(request, Recall) else trouble or answer(request, pools, pipe))
             pools.learn()
     except (EOFError, OSError, Abandoned):
         pass  # the client is gone
@@ -223,11 +238,15 @@ def prepare(surroundings: Surroundings) -> str:
     return ""
 
 
-def answer(request: Work | Dismissal, pools: Pools, client: Connection) -> GroupOutcome | str:
+def answer(request: Work | Dismissal, pools: Pools, client: Connection) -> GroupOutcome | Recall | str:
     """The outcome of work, or in words why there is none."""
     try:
         if isinstance(request, Dismissal):
             return pools.dismiss(request, client) or "there is no such pool"
         return pools.run(request, client)
+    except Recalled:
+        return Recall()
+    except CannotStart as error:
+        return str(error)
     except OSError as error:
-        return f"cannot start {request.world_size} ranks: {error}"
+        return f"the ranks' control files or pipes broke while they ran (did a test remove {pools.room}?): {error}"

@@ -19,6 +19,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zharness.errors import WorldError, ZHarnessError
+from zharness.world.agreement import apart
+from zharness.world.here import NotTogether
 from zharness.world.launched import Launch
 from zharness.world.messages import Hold, Note, Standing
 
@@ -124,21 +126,24 @@ class StoreChannel:
         """Switch the deadline off while a person looks at this rank; with the empty reason, on again."""
         self._witness.send(Hold(self._rank, reason))
 
-    def exchange(self, value: bytes) -> tuple[bytes, ...]:
-        """Every rank's value, in rank order. Raises WorldError when a peer has ended without giving one."""
+    def exchange(self, value: bytes, what: str, site: str) -> tuple[bytes, ...]:
+        """As ``Channel.exchange``."""
         self._exchanges += 1
         key = f"{self._prefix}/exchange/{self._exchanges}"
-        self._board.set(f"{key}/{self._rank}", value)
+        self._board.set(f"{key}/{self._rank}", pickle.dumps((self._rank, what, site, value)))
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         while not self._board.await_all(keys, lambda spent: spent > LOOK_FOR_THE_GONE):
             gone = [rank for rank in range(self._world_size) if self._board.has(ended_key(self._prefix, rank))]
             absent = next((rank for rank in gone if not self._board.has(keys[rank])), None)
             if absent is not None:
                 raise WorldError(f"rank {absent} ended before it took part in the exchange")
-        values = tuple(self._board.store.multi_get(keys))
+        given = [pickle.loads(one) for one in self._board.store.multi_get(keys)]  # noqa: S301 - written by our ranks
         # All ranks have given the value of this exchange, so all have read those of the one before.
         self._board.drop(f"{self._prefix}/exchange/{self._exchanges - 1}/{self._rank}")
-        return values
+        first, other = given[0], next((one for one in given if one[1] != given[0][1]), None)
+        if other is not None:
+            raise NotTogether(apart(first[:3], other[:3]))
+        return tuple(one[3] for one in given)
 
     def announce(self, what: str, site: str) -> None:
         """Say which collective comes next. Raises CollectiveMismatch when a peer announced another one."""

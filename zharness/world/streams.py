@@ -16,6 +16,7 @@ CHUNK = 1 << 18
 _MARKER = re.compile(rb"\x00\x1ezharness:(\w*)\x00")
 _OPENING = b"\x00\x1e"
 _LONGEST_MARKER = 64
+_LONGEST_LINE = 1 << 16  # bytes that an echo waits for the end of a line; a longer one is echoed in pieces
 
 
 def marker(label: str) -> bytes:
@@ -116,6 +117,8 @@ class Stream:
         self._cuts.setdefault(self.label, Cut()).add(data)
         if self._echo is not None:
             *lines, self._line = (self._line + data).split(b"\n")
+            if len(self._line) > _LONGEST_LINE:
+                lines, self._line = [*lines, self._line], b""
             for line in lines:
                 self._echo(line.decode(errors="replace"))
 

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import selectors
 import shutil
+import socket
+import struct
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +24,10 @@ from zharness.world.streams import Stream, echo_for
 from zharness.world.work import Work
 
 
+class CannotStart(Exception):
+    """The machine has no room for the ranks."""
+
+
 class Member:
     """One forked rank as its server sees it.
 
@@ -35,6 +41,12 @@ class Member:
         self.control = control
         self.streams = streams
         self.ended = end_of(process)
+
+    @property
+    def pid(self) -> int:
+        """The rank's process id."""
+        assert self.process.pid is not None, "forked, so it has a pid"
+        return self.process.pid
 
     @property
     def phase(self) -> str:
@@ -55,6 +67,9 @@ class Member:
             os.close(self.ended)
 
 
+STUCK = 5  # seconds without a byte in the middle of a message, after which its rank counts as gone
+
+
 @dataclass(frozen=True)
 class Event:
     """What a descriptor of the selector stands for: a member's ``control``, ``ended`` or stream, or the ``client``."""
@@ -67,13 +82,19 @@ class Team:
     """``world_size`` ranks and the selector that watches them all. ``room`` is theirs alone."""
 
     def __init__(self, work: Work, inherited: Callable[..., Any] | None, room: Path, echo: bool) -> None:
-        """Fork the ranks; each begins with ``work``. Raises OSError when the machine has no room for them."""
-        self.room = Path(tempfile.mkdtemp(dir=room))
+        """Fork the ranks; each begins with ``work``. Raises CannotStart when the machine has no room for them."""
+        try:
+            self.room = Path(tempfile.mkdtemp(dir=room))
+        except OSError as error:
+            raise CannotStart(f"cannot start {work.world_size} ranks: {error}") from error
         self.members: list[Member] = []
         self.selector = selectors.DefaultSelector()
         try:
             for rank in range(work.world_size):
                 self._fork(rank, work, inherited, echo)
+        except OSError as error:
+            self.end()
+            raise CannotStart(f"cannot start {work.world_size} ranks: {error}") from error
         except BaseException:
             self.end()
             raise
@@ -82,6 +103,7 @@ class Team:
         ranks.stack_file(self.room, rank).touch()  # a rank may be asked for its stacks before it gets to run
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
+        give_up_after(ours, STUCK)
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         seat = ranks.Seat(rank, work.world_size, self.room, os.getpid())
@@ -136,13 +158,11 @@ class Team:
     def end(self) -> None:
         """Kill whatever is left of the ranks, the children they started included, and forget them."""
         for member in self.members:
-            pid = member.process.pid
-            assert pid is not None, "forked, so it has a pid"
             if member.process.exitcode is None:
                 member.process.kill()
         for member in self.members:
             member.process.join()
-            end_process_group(member.process.pid or 0)
+            end_process_group(member.pid)
             for descriptor in (member.control, member.ended, *(stream.source for stream in member.streams)):
                 self.unwatch(descriptor)
             member.close()
@@ -150,6 +170,14 @@ class Team:
         self.members = []
         self.selector.close()
         shutil.rmtree(self.room, ignore_errors=True)
+
+
+def give_up_after(connection: Connection, seconds: int) -> None:
+    """Have reads and writes of a started message fail once nothing moves: a stopped rank must not stop its server."""
+    end = socket.socket(fileno=os.dup(connection.fileno()))
+    with end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def wait_for_end(process: ForkProcess, seconds: float) -> None:

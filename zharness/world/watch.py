@@ -6,14 +6,15 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import NoReturn
 
 from zharness.world import rank as ranks
 from zharness.world.agreement import Agreement
 from zharness.world.deadline import GRACE, Deadline
-from zharness.world.messages import Announced, Hold, Note, NoVotes, Standing, Vote
+from zharness.world.messages import Announced, Answer, Hold, Note, NoVotes, Standing, Vote
 from zharness.world.outcome import End, GroupOutcome, Printed, RankOutcome
 from zharness.world.postmortem import FATAL, judge_exit, killed_for_memory, named, where
 from zharness.world.stacks import is_building, main_thread, waiting_in, without_machinery
@@ -28,6 +29,10 @@ LEAVING = 30.0  # seconds for a rank to end once there is nothing left to do; 25
 
 class Abandoned(Exception):
     """Whoever asked for the work is gone, so its ranks have to be ended."""
+
+
+class Recalled(Exception):
+    """Whoever asked for the work wants it no more, but goes on."""
 
 
 class Watch:
@@ -49,7 +54,7 @@ class Watch:
         self._lost: set[int] = set()
 
     def outcome(self) -> GroupOutcome:
-        """Every rank's end. Raises Abandoned when the client closes its end meanwhile."""
+        """Every rank's end. Raises Abandoned or Recalled when the client goes or wants it no more."""
         if self._client is not None:
             self._team.selector.register(self._client, selectors.EVENT_READ, Event(None, "client"))
         try:
@@ -81,7 +86,7 @@ class Watch:
     def _take(self, event: Event) -> None:
         member, source = event.member, event.source
         if member is None:
-            raise Abandoned  # the client sends nothing while work runs, so readable means closed
+            self._heed_client()
         if isinstance(source, Stream):
             if not source.pump():
                 self._team.unwatch(source.source)
@@ -89,6 +94,15 @@ class Watch:
             self._hear(member)
         elif member.rank not in self._gone:
             self._bury(member)
+
+    def _heed_client(self) -> NoReturn:
+        """The only thing that a client sends while work runs is that it wants it no more."""
+        assert self._client is not None, "watched, so it is there"
+        try:
+            self._client.recv()
+        except (EOFError, OSError) as error:
+            raise Abandoned from error
+        raise Recalled
 
     def _hear(self, member: Member) -> bool:
         """Take in one message; False at the end of the pipe, which in a living rank is a fault."""
@@ -126,19 +140,18 @@ class Watch:
     def _vote(self, member: Member, vote: Vote) -> None:
         if self._outcomes:
             gone = min(self._outcomes)
-            member.tell(NoVotes(f"rank {gone} ended before it took part in the exchange"))
+            member.tell(NoVotes(vote.ordinal, f"rank {gone} ended before it took part in the exchange"))
             return
-        votes = self._agreement.voted(vote)
-        if votes is not None:
-            for other in self._team.members:
-                other.tell(votes)
+        self._answer(self._agreement.voted(vote))
+
+    def _answer(self, answers: Mapping[int, Answer]) -> None:
+        for rank, answer in answers.items():
+            self._team.members[rank].tell(answer)
 
     def _settle(self, outcome: RankOutcome) -> None:
         """Record a rank's end; whoever waits for its vote waits in vain."""
         self._outcomes[outcome.rank] = outcome
-        for rank in self._agreement.abandon():
-            words = f"rank {outcome.rank} ended before it took part in the exchange"
-            self._team.members[rank].tell(NoVotes(words))
+        self._answer(self._agreement.abandon(f"rank {outcome.rank} ended before it took part in the exchange"))
         if not outcome.sound:
             self._deadline.cut(GRACE)
 
@@ -200,7 +213,7 @@ class Watch:
         for member in members:
             ranks.stack_file(self._team.room, member.rank).write_bytes(b"")
             if member.rank not in self._gone:
-                os.kill(member.process.pid or 0, signal.SIGUSR1)
+                os.kill(member.pid, signal.SIGUSR1)
         stacks = {member.rank: "" for member in members}
         until = time.monotonic() + LAST_WORDS
         while time.monotonic() < until:

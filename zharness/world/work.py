@@ -58,6 +58,11 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """Asks a server to end the ranks of the work that it was given last, and to answer that with this very request."""
+
+
+@dataclass(frozen=True)
 class Dismissal:
     """Asks a server to end the ranks of one pool, with their world size, and to tell how they ended."""
 
