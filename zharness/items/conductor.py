@@ -96,20 +96,11 @@ class Conductor:
 
     def _conduct(self, item: pytest.Item, nextitem: pytest.Item | None, placement: Placement) -> None:
         """Run one test on its ranks and log what came of it."""
-        pooled = placement.isolation is Isolation.POOLED
-        key = (placement.warm, placement.world_size)
-        following = self._index.get(nextitem) if pooled and nextitem is not None else None
         room = self._new_room()
         earlier = self._set_up_elsewhere(item, nextitem, placement, room)
         if earlier is None:
             return
-        outcome = self._sent(self._index[item], following, placement, room)
-        late = self._pools.pop(key, None) if pooled else None
-        if late is not None and outcome.before is not None:
-            self._log(late.last, torn_down(late.last, outcome.before), {})
-        lives_on = pooled and all(rank.end is End.RETURNED for rank in outcome.ranks)
-        if lives_on:
-            self._pools[key] = PoolInUse(placement, item, frozenset(item.listchain()[:-1]))
+        outcome = self._run(item, nextitem, placement, room)
         finished = dict(finished_of(outcome))
         outcome = with_leftovers(outcome, finished)
         stop = stop_of(outcome)
@@ -117,13 +108,23 @@ class Conductor:
         elsewhere.added(earlier, reports)
         reports = with_own_teardown(item, nextitem, reports)
         self._log(item, reports, finished)
-        spent = any(done.changed or done.left_behind for done in finished.values())
-        spent = spent or any(not rank.sound for rank in outcome.ranks)
-        spent = spent or any(hasattr(report, "wasxfail") for report in reports)
-        if lives_on and spent:
-            self._retire(key)
+        if placement.isolation is Isolation.POOLED and is_spent(outcome, finished, reports):
+            self._retire(pool_key(placement))
         if stop is not None:
             obey(stop)
+
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None, placement: Placement, room: Path) -> GroupOutcome:
+        """Send a test to its ranks. Pooled ranks are kept when all of them have come back."""
+        if placement.isolation is Isolation.FRESH:
+            return self._sent(self._index[item], None, placement, room)
+        following = None if nextitem is None else self._index.get(nextitem)
+        outcome = self._sent(self._index[item], following, placement, room)
+        late = self._pools.pop(pool_key(placement), None)
+        if late is not None and outcome.before is not None:
+            self._log(late.last, torn_down(late.last, outcome.before), {})
+        if all(rank.end is End.RETURNED for rank in outcome.ranks):
+            self._pools[pool_key(placement)] = PoolInUse(placement, item, frozenset(item.listchain()[:-1]))
+        return outcome
 
     def _set_up_elsewhere(
         self, item: pytest.Item, nextitem: pytest.Item | None, placement: Placement, room: Path
@@ -226,9 +227,24 @@ class Conductor:
                 yield from torn_down(pool.last, outcome)
 
     def _retire(self, key: tuple[str, int]) -> None:
-        for report in self._retired(key):
+        """End a pool, if it is not gone already."""
+        for report in self._retired(key) if key in self._pools else ():
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
+
+
+def pool_key(placement: Placement) -> tuple[str, int]:
+    """Tests of one key share their ranks where these live on."""
+    return placement.warm, placement.world_size
+
+
+def is_spent(outcome: GroupOutcome, finished: dict[int, Finished], reports: list[pytest.TestReport]) -> bool:
+    """Whether ranks are not to be used again: something failed, was left behind or stayed changed in one of them."""
+    return (
+        any(done.changed or done.left_behind for done in finished.values())
+        or any(not rank.sound for rank in outcome.ranks)
+        or any(hasattr(report, "wasxfail") for report in reports)
+    )
 
 
 def surroundings(warm: str, echo: bool) -> Surroundings:
