@@ -16,7 +16,6 @@ from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, VERDICTS, 
 MODES = ("fresh", "pooled")
 
 
-# What is known to be wrong, and what is wrong. When it is right, its line has to go, and the mark that cites it.
 def side_by_side(
     folder: Path, sessions: Mapping[str, tuple[str | Mapping[str, str], tuple[str, ...]]]
 ) -> dict[str, Done]:

@@ -55,7 +55,10 @@ class Conductor:
         inside = Inside(session, self._terminal, ours=(self,))
         if hasattr(session.config, "workerinput"):
             measured.expect_little()
-        self._servers = {warm: self._server(warm, inside) for warm in sorted({placed.warm for placed in placements})}
+        warms = sorted({placed.warm for placed in placements})
+        self._servers = {warm: self._server(warm, inside) for warm in warms}
+        # Only now can a server be forked, so what takes the place of one that is killed has to be there already.
+        self._spares = {warm: self._server(warm, inside) for warm in warms}
 
     def _server(self, warm: str, inside: Inside) -> RankServer:
         """The server of all ranks that want the imports of the engine ``warm``, or of no engine."""
@@ -89,7 +92,7 @@ class Conductor:
 
     def pytest_unconfigure(self) -> None:
         """End the servers."""
-        for server in self._servers.values():
+        for server in (*self._servers.values(), *self._spares.values()):
             server.close()
         for room in self._base.glob("ranks-*"):
             remove_empty(room)
@@ -166,8 +169,9 @@ class Conductor:
                 collectives=placement.collectives,
             )
         except (WorldError, pytest.fail.Exception) as error:
-            # No rank was started, or the server itself is gone: the next test may have more luck, or says so again.
-            # Or a plugin gave the test up from a signal handler, as pytest-timeout does: its ranks are ended.
+            # No rank was started, or the server itself is gone. Or a plugin gave the test up from a signal handler, as
+            # pytest-timeout does: then its ranks are ended.
+            self._replace_if_gone(placement.warm)
             cause = f"{type(error).__name__}: {error}"
             blank = RankOutcome(0, End.RAISED, time.monotonic_ns(), cause=cause)
             return GroupOutcome(tuple(replace(blank, rank=rank) for rank in range(placement.world_size)), 0.0)
@@ -175,6 +179,12 @@ class Conductor:
             reclaim(self._terminal)
             if placement.isolation is Isolation.FRESH:
                 remove_empty(room)  # pooled ranks number their temporary directories in it as long as they live
+
+    def _replace_if_gone(self, warm: str) -> None:
+        """Have the spare take the place of a server that was killed, once; its pools went with it."""
+        if self._servers[warm].ended and warm in self._spares:
+            self._servers[warm] = self._spares.pop(warm)
+            self._pools = {key: pool for key, pool in self._pools.items() if key[0] != warm}
 
     def _log(self, item: pytest.Item, reports: Iterable[pytest.TestReport], finished: dict[int, Finished]) -> None:
         hook = item.ihook

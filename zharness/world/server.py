@@ -128,6 +128,11 @@ class RankServer:
                     return
         self.close()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the server's process is gone."""
+        return self._process.exitcode is not None
+
     def close(self) -> None:
         """End the server and whatever it still runs. A fork of the owner leaves it alone."""
         if os.getpid() != self._owner:
@@ -196,9 +201,10 @@ def serve(
     pools = Pools(room, inherited, surroundings.echo)
     try:
         die_with_parent(parent, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
-        trouble = prepare(surroundings)
+        trouble = None
         while True:
             request = pipe.recv()
+            trouble = prepare(surroundings) if trouble is None else trouble  # not before: a spare may never be asked
             pipe.send(request if isinstance(request, Recall) else trouble or answer(request, pools, pipe))
             pools.learn()
     except (EOFError, OSError, Abandoned):

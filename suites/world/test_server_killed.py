@@ -1,0 +1,41 @@
+"""The rank server itself is killed, as the kernel does for want of memory: what becomes of the tests that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.world.faults.sessions import run
+
+SOURCE = """
+    import os, signal
+    import pytest
+
+    pytestmark = pytest.mark.world_size(2)
+
+    @pytest.fixture(scope="module")
+    def of_module(rank):
+        yield rank
+
+    def test_before(of_module): pass
+
+    def test_kills(rank):
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    def test_after(of_module, rank): assert of_module == rank
+"""
+
+
+@pytest.mark.parametrize("mode", ["fresh", "pooled"])
+def test_only_the_test_that_lost_its_server_fails_and_says_so(tmp_path: Path, mode: str) -> None:
+    done = run(tmp_path, SOURCE, f"--isolation={mode}", "-p", "no:xdist")
+    assert done.verdicts() == {
+        "test_before[w2]": "passed",
+        "test_kills[w2]": "setup failed",
+        "test_after[w2]": "passed",
+    }
+    assert "the rank server ended with status -9" in done.tests["test_kills[w2]"].reports[0].text
+    assert not done.leftovers
