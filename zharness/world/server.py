@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,7 +68,11 @@ class RankServer:
         arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited, self.room, os.getpid())
         self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
         try:
-            self._process.start()
+            with warnings.catch_warnings():
+                # From 3.12 on Python warns of other threads. A worker of xdist has one, which waits for its controller,
+                # and of pytest-timeout's or a progress bar's the server needs no lock: it forks ranks and reads a pipe.
+                warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+                self._process.start()
         except OSError:
             self._pipe.close()
             shutil.rmtree(self.room, ignore_errors=True)
