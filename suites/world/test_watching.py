@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zharness.world import End, Group, RankServer, run
+from zharness.world import End, Group, RankServer, labour, run
 from zharness.world import postmortem as postmortem_module
 from zharness.world.deadline import Deadline
 from zharness.world.here import here
@@ -98,6 +98,36 @@ def test_a_first_import_is_not_counted_as_a_hang(tmp_path, monkeypatch) -> None:
         return True
 
     assert run(body, world_size=2, timeout=1.0) == [True, True]
+
+
+def test_an_import_that_does_nothing_is_a_hang_in_the_end(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(labour, "IDLE", 1.0)
+    (tmp_path / "never_imported.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def main() -> None:
+        if here().rank == 1:
+            import never_imported  # noqa: F401
+
+    with RankServer(inherited=main) as server:
+        outcome = server.call(world_size=2, timeout=0.5)
+    assert [rank.end for rank in outcome.ranks] == [End.RETURNED, End.HUNG]
+    assert "never_imported.py, line 2" in outcome.ranks[1].cause
+    assert outcome.seconds < 10.0
+
+
+def test_a_build_goes_on_while_it_computes_and_for_a_while_after(monkeypatch) -> None:
+    clock, used = [0.0], [1.0]
+    monkeypatch.setattr(labour.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(labour, "processor_seconds", lambda groups: used[0])
+    build = labour.Labour()
+    assert build.goes_on([1])
+    clock[0], used[0] = 29.0, 1.0 + labour.BUSY
+    assert build.goes_on([1])
+    clock[0], used[0] = 58.0, 1.1 + labour.BUSY
+    assert build.goes_on([1]), "less than BUSY is nothing, but the time is not over"
+    clock[0] = 59.0
+    assert not build.goes_on([1])
 
 
 def test_a_hang_behind_an_import_is_one(tmp_path, monkeypatch) -> None:

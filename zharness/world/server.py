@@ -69,8 +69,8 @@ class RankServer:
         self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
         try:
             with warnings.catch_warnings():
-                # From 3.12 on Python warns of other threads. A worker of xdist has one, which waits for its controller,
-                # and of pytest-timeout's or a progress bar's the server needs no lock: it forks ranks and reads a pipe.
+                # From 3.12 on Python warns where there are other threads, and a worker of xdist has one. It waits for
+                # its controller, and holds nothing that the server needs.
                 warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
                 self._process.start()
         except OSError:

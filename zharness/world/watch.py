@@ -14,6 +14,7 @@ from typing import NoReturn
 from zharness.world import rank as ranks
 from zharness.world.agreement import Agreement
 from zharness.world.deadline import GRACE, Deadline
+from zharness.world.labour import Labour
 from zharness.world.messages import Announced, Answer, Hold, Note, NoVotes, Standing, Vote
 from zharness.world.outcome import End, GroupOutcome, Printed, RankOutcome
 from zharness.world.postmortem import FATAL, judge_exit, killed_for_memory, named, where
@@ -45,6 +46,7 @@ class Watch:
         self._began = time.monotonic()
         self._memory_kills = killed_for_memory()
         self._deadline = Deadline(work.timeout)
+        self._labour = Labour()
         self._agreement = Agreement(work.world_size)
         self._outcomes: dict[int, RankOutcome] = {}
         self._notes: dict[int, list[Note]] = {member.rank: [] for member in team.members}
@@ -182,7 +184,9 @@ class Watch:
             if in_vain or not self._deadline.spare():
                 self._stop_all_but_those_that_end_a_failed_test(waiting, stacks)
         elif over:
-            if not self._deadline.extend(any(map(is_building, frames.values()))):
+            building = any(map(is_building, frames.values()))
+            stuck = building and not self._labour.goes_on([member.pid for member in waiting])
+            if stuck or not self._deadline.extend(building):
                 self._stop(waiting, stacks)
         elif self._left and in_vain:
             self._stop(waiting, stacks)
