@@ -154,9 +154,9 @@ def test_memory_that_cannot_be_had_is_told_as_the_exception_that_torch_raises() 
 
 def test_a_kill_for_want_of_memory_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postmortem_module, "killed_for_memory", lambda: 4)
-    assert "out of memory" in postmortem_module.memory_words(9, kills_before=3)
-    assert postmortem_module.memory_words(9, kills_before=4) == ""
-    assert postmortem_module.memory_words(11, kills_before=3) == ""
+    assert "out of memory" in postmortem_module.kill_words(9, kills_before=3)
+    assert postmortem_module.kill_words(9, kills_before=4) == ""
+    assert postmortem_module.kill_words(11, kills_before=3) == ""
 
 
 def shut_the_pipes() -> None:
