@@ -30,8 +30,8 @@ class Agreement:
 
         Ranks that meet in different functions learn that at once: neither could read the other's value.
         """
+        self._votes[vote.rank] = vote  # instead of one that it gave before, and left by an exception
         other = next((earlier for earlier in self._votes.values() if earlier.what != vote.what), None)
-        self._votes[vote.rank] = vote
         if other is not None:
             first, second = sorted((other, vote), key=lambda one: one.rank)
             words = apart((first.rank, first.what, first.site), (second.rank, second.what, second.site))

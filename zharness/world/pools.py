@@ -49,7 +49,7 @@ class Pools:
         key = (work.pool, work.world_size)
         team = self._teams.pop(key, None)
         before = None
-        if team is not None and not team.alive():
+        if team is not None and not team.fit():
             before = self._parted(team, work.world_size, client)
             team = None
         if team is None and work.isolation is Isolation.LIVING:
@@ -77,7 +77,7 @@ class Pools:
         names, self._to_learn = self._to_learn, ()
         for name in names:
             # A rank may have made a module up, or have had what it takes to import it: then it stays the ranks' own.
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 importlib.import_module(name)
         if names:
             freeze()

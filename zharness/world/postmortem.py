@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from zharness.world.stacks import main_thread, standing_in, waiting_in
 from zharness.world.team import Member
 
 FATAL = "Fatal Python error"  # faulthandler's first words, with the stack behind them
+CLOSED = "closed the pipe on which it reports"
 _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 # The kernel's counts of processes it killed for want of memory: of this control group (v2, v1), or of the machine.
 _COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
@@ -32,16 +32,15 @@ def killed_for_memory() -> int:
     return 0
 
 
-def judge_exit(
-    member: Member, outcome: RankOutcome | None, closed: Collection[int], memory_kills_before: int
-) -> RankOutcome:
-    """A report stands only if the process then ended with status 0."""
+def judge_exit(member: Member, outcome: RankOutcome | None, unheard: str, memory_kills_before: int) -> RankOutcome:
+    """A report stands only if the process then ended with status 0. ``unheard`` is what it did to its pipe before."""
     code = member.process.exitcode
     assert code is not None, "judged before it ended"
     if outcome is not None and (code == 0 or outcome.end is not End.RETURNED):
         return outcome
     when = "after its function had returned" if outcome is not None else "before its function had returned"
-    pipe = ", having closed the pipe on which it reports" if member.rank in closed or code == PIPE_CLOSED else ""
+    did = unheard or (CLOSED if code == PIPE_CLOSED else "")
+    pipe = did and f", having {did}"
     if code < 0:
         cause = f"{signal_name(-code)}, {when}{kill_words(-code, memory_kills_before)}"
         end = End.SIGNALLED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import multiprocessing
 import os
 import shutil
@@ -117,10 +118,11 @@ class RankServer:
         try:
             self._pipe.send(request)
             return self._pipe.recv()
-        except (EOFError, OSError) as error:
-            self.close()
-            raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
-        except BaseException:
+        except BaseException as error:
+            # A pipe without a time-out raises no TimeoutError: that is one of a signal handler, like most others.
+            if isinstance(error, (EOFError, OSError)) and not isinstance(error, TimeoutError):
+                self.close()
+                raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
             self._recall()
             raise
 
@@ -202,6 +204,8 @@ def serve(
     adopt_orphans()
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    if surroundings.echo and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what ranks print may not fit the encoding here
     raise_file_limit()
     pools = Pools(room, inherited, surroundings.echo)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ CHUNK = 1 << 18
 _MARKER = re.compile(rb"\x00\x1ezharness:(\w*)\x00")
 _OPENING = b"\x00\x1e"
 _LONGEST_MARKER = 64
-_LONGEST_LINE = 1 << 16  # bytes that an echo waits for the end of a line; a longer one is echoed in pieces
+_LONGEST_LINE = 1 << 16  # characters that an echo waits for the end of a line; a longer one is echoed in pieces
 
 
 def marker(label: str) -> bytes:
@@ -60,7 +61,8 @@ class Stream:
         self.label = ""
         self._cuts: dict[str, Cut] = {}
         self._carry = b""
-        self._line = b""
+        self._line = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
         os.set_blocking(source, False)
 
@@ -116,16 +118,18 @@ class Stream:
             return
         self._cuts.setdefault(self.label, Cut()).add(data)
         if self._echo is not None:
-            *lines, self._line = (self._line + data).split(b"\n")
+            *lines, self._line = (self._line + self._decoder.decode(data)).split("\n")
             if len(self._line) > _LONGEST_LINE:
-                lines, self._line = [*lines, self._line], b""
+                lines, self._line = [*lines, self._line], ""
             for line in lines:
-                self._echo(line.decode(errors="replace"))
+                self._echo(line)
 
     def _flush_echo(self) -> None:
-        if self._echo is not None and self._line:
-            self._echo(self._line.decode(errors="replace"))
-            self._line = b""
+        if self._echo is None:
+            return
+        line, self._line = self._line + self._decoder.decode(b"", final=True), ""
+        if line:
+            self._echo(line)
 
 
 def echo_for(rank: int) -> Callable[[str], None]:

@@ -104,8 +104,7 @@ class Team:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         give_up_after(ours, STUCK)
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
+        (out, out_end), (err, err_end) = two_pipes()
         seat = ranks.Seat(rank, work.world_size, self.room, os.getpid())
         ends = ranks.Ends(theirs, out_end, err_end)
 
@@ -120,10 +119,16 @@ class Team:
             ranks.live(seat, ends, work, inherited)
 
         process = context.Process(target=main, name=f"rank {rank}")
-        process.start()
-        theirs.close()
-        os.close(out_end)
-        os.close(err_end)
+        try:
+            process.start()
+        except OSError:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            theirs.close()
+            os.close(out_end)
+            os.close(err_end)
         words = echo_for(rank) if echo else None
         member = Member(rank, process, ours, (Stream("stdout", out, words), Stream("stderr", err, words)))
         self.members.append(member)
@@ -151,9 +156,9 @@ class Team:
         for member in self.members:
             member.tell(Leave())
 
-    def alive(self) -> bool:
-        """Whether every rank lives."""
-        return not wait([member.ended for member in self.members], timeout=0)
+    def fit(self) -> bool:
+        """Whether every rank lives, and their directory is there: a test may have removed it."""
+        return self.room.is_dir() and not wait([member.ended for member in self.members], timeout=0)
 
     def end(self) -> None:
         """Kill whatever is left of the ranks, the children they started included, and forget them."""
@@ -170,6 +175,17 @@ class Team:
         self.members = []
         self.selector.close()
         shutil.rmtree(self.room, ignore_errors=True)
+
+
+def two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """The ends of two pipes, or of none."""
+    first = os.pipe()
+    try:
+        return first, os.pipe()
+    except OSError:
+        for end in first:
+            os.close(end)
+        raise
 
 
 def give_up_after(connection: Connection, seconds: int) -> None:

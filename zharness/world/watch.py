@@ -17,7 +17,7 @@ from zharness.world.deadline import GRACE, Deadline
 from zharness.world.labour import Labour
 from zharness.world.messages import Announced, Answer, Hold, Note, NoVotes, Standing, Vote
 from zharness.world.outcome import End, GroupOutcome, Printed, RankOutcome
-from zharness.world.postmortem import FATAL, judge_exit, killed_for_memory, named, where
+from zharness.world.postmortem import CLOSED, FATAL, judge_exit, killed_for_memory, named, where
 from zharness.world.stacks import is_building, main_thread, waiting_in, without_machinery
 from zharness.world.streams import Stream
 from zharness.world.team import Event, Member, Team
@@ -53,7 +53,7 @@ class Watch:
         self._left = False  # whether a rank takes no further part: others may wait for it in vain
         self._phases: dict[int, str] = {}
         self._gone: set[int] = set()
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}  # ranks that cannot be heard any more, and what they did
 
     def outcome(self) -> GroupOutcome:
         """Every rank's end. Raises Abandoned or Recalled when the client goes or wants it no more."""
@@ -110,13 +110,13 @@ class Watch:
         """Take in one message; False at the end of the pipe, which in a living rank is a fault."""
         try:
             message = member.control.recv()
-        except (EOFError, OSError):
+        except Exception as error:  # noqa: BLE001 - whatever comes of unpickling what a test has written there
             self._team.unwatch(member.control)
             if member.rank in self._outcomes:
                 return False  # it has told all it had to tell, and its end will be judged
             # A process that ends closes its pipes a moment before it has ended.
             if not wait([member.ended], timeout=ENDING):
-                self._lost.add(member.rank)
+                self._lost[member.rank] = what_it_did(error)
             self._deadline.cut(GRACE)
             return False
         self._heed(member, message)
@@ -167,7 +167,9 @@ class Watch:
             continue
         for stream in member.streams:
             stream.drain()
-        self._settle(judge_exit(member, self._outcomes.get(member.rank), self._lost, self._memory_kills))
+        self._settle(
+            judge_exit(member, self._outcomes.get(member.rank), self._lost.get(member.rank, ""), self._memory_kills)
+        )
 
     def _look(self) -> None:
         """The deadline is over, or it is time to look whether anybody waits in vain."""
@@ -254,7 +256,7 @@ class Watch:
         site = waiting_in(main_thread(stack))
         cause = "" if trouble else where(self._work.timeout if outcome is None else LEAVING, stack, outcome is not None)
         if member.rank in self._lost:
-            end, cause = End.EXITED, "it closed the pipe on which it reports, and did not end"
+            end, cause = End.EXITED, f"it {self._lost[member.rank]}, and did not end"
         phase = self._phases.get(member.rank, member.phase)
         return RankOutcome(member.rank, end, time.monotonic_ns(), cause=cause, stack=stack, site=site, phase=phase)
 
@@ -271,6 +273,15 @@ class Watch:
         outcome = replace(self._outcomes[member.rank], notes=tuple(self._notes[member.rank]), printed=printed)
         outcome = named(outcome, self._agreement.mismatch)
         return replace(outcome, phase=outcome.phase or member.phase)
+
+
+def what_it_did(error: Exception) -> str:
+    """What a rank did to the pipe on which it reports, by the error of reading from it; reads on after "it"."""
+    if isinstance(error, BlockingIOError):
+        return "told the beginning of a message only"
+    if isinstance(error, (EOFError, OSError)):
+        return CLOSED
+    return "told what is no message"
 
 
 def readable(connection: Connection) -> bool:

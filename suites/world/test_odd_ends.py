@@ -1,0 +1,255 @@
+"""Rare ways in which ranks and their server go wrong: none of them blocks it, or takes another's blame."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import pytest
+import torch
+
+from zharness.errors import WorldError
+from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, exchange
+from zharness.world import team as team_module
+from zharness.world.here import here
+from zharness.world.messages import Standing, Vote
+from zharness.world.server import Surroundings
+
+LIMIT = 60.0  # seconds after which a server that is blocked fails its test, rather than block this process too
+
+
+@pytest.fixture(autouse=True)
+def _no_server_blocks_this_process() -> Iterator[None]:
+    def give_up(*_: object) -> None:
+        pytest.fail(f"the rank server has not answered within {LIMIT} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def outcome_of(body, timeout=30.0, server=None, **how) -> GroupOutcome:  # type: ignore[no-untyped-def]
+    with server or RankServer(inherited=body) as server:
+        return server.call(world_size=2, timeout=timeout, group=Group.NONE, **how)
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def test_a_rank_that_stops_itself_is_named_at_the_deadline() -> None:
+    def body() -> None:
+        if here().rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    outcome = outcome_of(body, timeout=1.0)
+    assert [rank.end for rank in outcome.ranks] == [End.RETURNED, End.HUNG]
+    assert "no end within 1 s; it wrote no stack" in outcome.ranks[1].cause
+    assert outcome.seconds < 1.0 + 3.0
+
+
+def test_a_rank_that_stops_before_it_reads_a_long_answer_does_not_stop_its_server(monkeypatch) -> None:
+    def body() -> None:
+        me = here()
+        if me.rank == 1:
+            me.channel.send(Vote(1, 1, "exchange", "", pickle.dumps(None)))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        exchange(bytes(1 << 22))
+        exchange(None)
+
+    monkeypatch.setattr(team_module, "STUCK", 1)
+    outcome = outcome_of(body, timeout=1.0)
+    assert [rank.end for rank in outcome.ranks] == [End.HUNG, End.HUNG]
+    assert outcome.seconds < 2.0 + 3.0
+
+
+@pytest.mark.parametrize(
+    ("written", "cause"),
+    [
+        (struct.pack("!i", 1000) + b"half", "it told the beginning of a message only, and did not end"),
+        (struct.pack("!i", 4) + b"none", "it told what is no message, and did not end"),
+    ],
+    ids=["half a message", "no message"],
+)
+def test_a_rank_that_writes_into_its_control_pipe_is_named(monkeypatch, written: bytes, cause: str) -> None:
+    def body() -> None:
+        if here().rank == 1:
+            os.write(here().channel._ends.control.fileno(), written)
+        wait_for_ever()
+
+    monkeypatch.setattr(team_module, "STUCK", 1)
+    outcome = outcome_of(body)
+    assert outcome.cause is not None
+    assert (outcome.cause.rank, outcome.cause.end, outcome.cause.cause) == (1, End.EXITED, cause)
+    assert outcome.ranks[0].end is End.STOPPED
+
+
+def remove_their_directory() -> None:
+    exchange(None)  # every rank has what it needs of it
+    if here().rank == 0:
+        shutil.rmtree(here().channel._seat.room)
+
+
+def test_a_test_that_removes_the_group_s_private_directory_is_told_so() -> None:
+    def body(planted: bool) -> None:
+        if planted:
+            remove_their_directory()
+            wait_for_ever()
+
+    with RankServer(inherited=body) as server:
+        with pytest.raises(WorldError, match=r"did a test remove .*\?") as told:
+            server.call(True, world_size=2, timeout=0.5, group=Group.NONE)
+        assert "cannot start" not in str(told.value)
+        assert server.call(False, world_size=2).values() == [None, None]
+
+
+def test_ranks_that_live_on_and_have_lost_their_private_directory_are_replaced() -> None:
+    def body(planted: bool) -> int:
+        if planted:
+            remove_their_directory()
+        return os.getpid()
+
+    with RankServer(inherited=body) as server:
+        first, second = (
+            server.call(planted, world_size=2, timeout=5.0, group=group, isolation=Isolation.POOLED).values()
+            for planted, group in ((True, Group.NONE), (False, Group.DEFAULT))
+        )
+    assert not set(first) & set(second)
+
+
+def test_a_rank_that_resets_the_signal_which_asks_for_its_stack_is_told_to_hang() -> None:
+    def body() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        wait_for_ever()
+
+    outcome = outcome_of(body, timeout=0.5)
+    assert [rank.end for rank in outcome.ranks] == [End.HUNG, End.HUNG]
+    assert all("no end within 0.5 s; it wrote no stack" in rank.cause for rank in outcome.ranks)
+
+
+def test_a_rank_that_the_question_for_its_stack_has_ended_is_told_so() -> None:
+    def body() -> None:
+        if here().rank == 0:
+            here().channel.note(Standing.LEFT, None, time.monotonic_ns())  # so that its peer is looked at
+        else:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            wait_for_ever()
+
+    outcome = outcome_of(body)
+    assert outcome.cause is not None
+    assert (outcome.cause.rank, outcome.cause.end) == (1, End.SIGNALLED)
+    assert "it did not end in time, and was asked by this signal where it stands" in outcome.cause.cause
+
+
+def test_a_death_while_the_deadline_is_on_hold_is_told() -> None:
+    def body() -> None:
+        if here().rank == 1:
+            here().channel.hold("debugging")
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_ever()
+
+    outcome = outcome_of(body)
+    assert [rank.end for rank in outcome.ranks] == [End.STOPPED, End.SIGNALLED]
+
+
+def test_a_forked_child_that_returns_from_the_work_is_ended_and_speaks_for_nobody() -> None:
+    def body() -> int:
+        child = os.fork()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+    outcome = outcome_of(body)
+    assert outcome.values() == [70, 70]
+    assert all("a forked child of a rank returned from the test; it was ended" in rank.output for rank in outcome.ranks)
+
+
+def test_a_daemon_that_a_rank_has_made_is_ended_with_the_rank(tmp_path: Path) -> None:
+    def body() -> None:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (tmp_path / f"{os.getpid()}").touch()
+                wait_for_ever()
+            os._exit(0)
+        os.waitpid(child, 0)
+        while len(list(tmp_path.iterdir())) < 2:
+            threading.Event().wait(0.01)
+
+    with RankServer(inherited=body) as server:
+        server.call(world_size=2, group=Group.NONE).values()
+        pids = [path.name for path in tmp_path.iterdir()]
+        assert len(pids) == 2
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.parametrize("raised", ["ImportError", "SystemExit"])
+def test_a_module_that_only_ranks_can_import_stays_theirs(raised: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "of_ranks.py").write_text(f"import os\nif 'RANK' not in os.environ: raise {raised}\n")
+    (tmp_path / "of_all.py").write_text("")
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+
+    def body() -> list[str]:
+        names = ["torch.of_ranks", "torch.of_all"]  # the one that the server cannot import comes first
+        known = [name for name in names if name in sys.modules]
+        for name in names:
+            importlib.import_module(name)
+        return known
+
+    with RankServer(inherited=body) as server:
+        assert server.call(world_size=1, group=Group.NONE).values() == [[]]
+        assert server.call(world_size=1, group=Group.NONE).values() == [["torch.of_all"]]
+
+
+def refuse(_: object) -> None:
+    raise OSError("planted: no process")
+
+
+def test_a_server_that_cannot_be_forked_leaves_no_directory_and_no_descriptor(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ForkProcess, "start", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="planted") as told:
+        RankServer()
+    assert os.listdir("/proc/self/fd") == before, told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_cannot_be_forked_are_told_and_leave_the_server_no_descriptor(tmp_path: Path, monkeypatch) -> None:
+    start = ForkProcess.start
+
+    def start_one(process: ForkProcess) -> None:
+        if process.name == "rank 1" and (tmp_path / "full").exists():
+            refuse(process)
+        start(process)
+
+    monkeypatch.setattr(ForkProcess, "start", start_one)
+    with RankServer(inherited=wait_for_ever) as server:
+        found = []
+        for _ in range(2):
+            (tmp_path / "full").touch()
+            with pytest.raises(WorldError, match="cannot start 2 ranks: planted"):
+                server.call(world_size=2, group=Group.NONE)
+            found.append(len(os.listdir(f"/proc/{server._process.pid}/fd")))
+            assert not any(server.room.iterdir())
+        assert found[0] == found[1]
+
+
+def test_what_ranks_print_is_echoed_where_the_encoding_has_no_such_letters(tmp_path: Path, monkeypatch) -> None:
+    with (tmp_path / "terminal").open("w", encoding="ascii") as terminal:
+        monkeypatch.setattr(sys, "__stdout__", terminal)
+        with RankServer(Surroundings(echo=True), lambda: print("\N{EURO SIGN} 1")) as server:  # noqa: T201 - by a rank
+            server.call(world_size=1, group=Group.NONE).values()
+    assert (tmp_path / "terminal").read_text() == "[rank 0] \\u20ac 1\n"

@@ -1,0 +1,240 @@
+"""Rare ways in which tests in ranks go wrong, through pytest itself: each is told of its own test, and of no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from suites.world.faults.sessions import Done, Session, Told, run
+
+MODES = ("fresh", "pooled")
+HEAD = """
+    import os, select, shutil, signal, threading
+    from pathlib import Path
+    import pytest, torch, torch.distributed as dist
+    from zharness.world import exchange
+    from zharness.world.here import here
+
+    PYTEST = os.getpid()
+    FOLDER = Path(__file__).parent
+    pooled = pytest.mark.isolation("pooled")
+
+    def note():
+        with (FOLDER / "notes" / f"{os.getpid()}.pids").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+
+    def meet(rank, world_size):
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        assert exchange(total.item()) == [sum(range(world_size))] * world_size
+"""
+# Every test_then has to pass in the ranks that the test before it left, or in new ones.
+THEN = """
+    {marks}
+    @pytest.mark.world_size(2)
+    def test_then_{name}(rank, world_size):
+        meet(rank, world_size)
+"""
+
+
+def then(name: str, marks: str = "") -> str:
+    return THEN.format(name=name, marks=marks)
+
+
+# As pytest-timeout does with its method "signal"; the other signal raises what no hook of pytest's expects.
+PLUGIN = """
+    import signal
+    import pytest
+
+    def give_up(*_):
+        pytest.fail("planted: given up")
+
+    def raise_an_error(*_):
+        raise TimeoutError("planted: took too long")
+
+    def pytest_sessionstart():
+        signal.signal(signal.SIGALRM, give_up)
+        signal.signal(signal.SIGUSR2, raise_an_error)
+"""
+GIVEN_UP = """
+    @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR2], ids=["fails", "raises"])
+    @pytest.mark.world_size(2)
+    def test_is_given_up(number, rank):
+        note()
+        dist.barrier()
+        if rank == 0:
+            os.kill(PYTEST, number)
+        threading.Event().wait()
+"""
+ROOM = """
+    @pytest.mark.rank_timeout(0.5)
+    @pytest.mark.world_size(2)
+    def test_removes_a_directory(rank):
+        note()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(here().channel._seat.room)
+        threading.Event().wait()
+"""
+FORKS = """
+    @pytest.mark.world_size(2)
+    def test_forks_a_child_that_returns():
+        child = os.fork()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 70
+"""
+SLOW = """
+    @pytest.fixture
+    def slow(rank):
+        yield
+        threading.Event().wait(1.6)
+        (FOLDER / f"finalised{rank}").touch()
+
+    @pytest.mark.world_size(2)
+    def test_fails_before_a_slow_finaliser(slow, rank):
+        assert rank == 0, "planted"
+
+    def test_then_it_is_finalised():
+        assert (FOLDER / "finalised1").exists()
+"""
+DIES_LATER = """
+    @pooled
+    @pytest.mark.world_size(2)
+    def test_dies_later(rank):
+        (FOLDER / f"rank{rank}").write_text(str(os.getpid()))
+
+    def test_kills_it():
+        pid = int((FOLDER / "rank1").read_text())
+        ended = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([ended], [], [])
+"""
+DESTROYS = """
+    @pooled
+    @pytest.mark.world_size(2)
+    def test_destroys_its_group(rank):
+        if rank == 1:
+            dist.destroy_process_group()
+"""
+SOURCE = "".join(
+    (
+        *(HEAD, GIVEN_UP, then("given_up"), ROOM, then("directory"), FORKS, then("fork"), SLOW, then("slow")),
+        *(DIES_LATER, then("death", "@pooled"), DESTROYS, then("destroyed", "@pooled")),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
+    """One in each mode, side by side."""
+    files = {"test_it.py": SOURCE, "plant.py": PLUGIN}
+    folders = {mode: tmp_path_factory.mktemp(mode) for mode in MODES}
+    arguments = ("-p", "plant", "-p", "no:xdist", "--tb=short")
+    started = {mode: Session(folders[mode], files, *arguments, f"--isolation={mode}") for mode in MODES}
+    return {mode: session.done() for mode, session in started.items()}
+
+
+@pytest.fixture(params=MODES)
+def done(request: pytest.FixtureRequest, sessions: Mapping[str, Done]) -> Done:
+    return sessions[request.param]
+
+
+def failed(told: Told, when: str = "call") -> str:
+    """The text of the only failure, which is that of this phase; its ranks are gone."""
+    (report,) = (report for report in told.reports if report.outcome == "failed")
+    assert report.when == when
+    assert not told.left
+    return report.text
+
+
+def test_every_test_after_an_odd_one_passes_and_nothing_is_left(done: Done) -> None:
+    after = {name: words for name, words in done.verdicts().items() if name.startswith("test_then_")}
+    assert set(after.values()) == {"passed"}, done.output
+    assert len(after) == SOURCE.count("def test_then_")
+    assert done.status == 1
+    assert "INTERNALERROR" not in done.output
+    assert not done.leftovers
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_is_given_up[w2-fails]", "Failed: planted: given up"),
+        ("test_is_given_up[w2-raises]", "TimeoutError: planted: took too long"),
+    ],
+)
+def test_what_a_signal_handler_of_the_pytest_process_raises_fails_the_test_that_runs(
+    done: Done, name: str, words: str
+) -> None:
+    assert words in failed(done.tests[name], "setup"), done.output
+
+
+def test_a_test_that_removes_the_group_s_directory_is_told_so(done: Done) -> None:
+    text = failed(done.tests["test_removes_a_directory[w2]"], "setup")
+    assert "did a test remove" in text
+    assert "cannot start" not in text
+
+
+def test_a_forked_child_that_returns_from_the_test_reports_nothing(done: Done) -> None:
+    told = done.tests["test_forks_a_child_that_returns[w2]"]
+    assert [report.outcome for report in told.reports] == ["passed"] * 3, done.output
+
+
+def test_a_rank_that_fails_before_a_slow_finaliser_is_told_with_its_failure_alone(done: Done) -> None:
+    told = done.tests["test_fails_before_a_slow_finaliser[w2]"]
+    assert "rank 1 failed first, in call: AssertionError: planted" in failed(told)
+
+
+def test_a_rank_that_dies_between_two_tests_is_told_with_the_last_one_that_it_ran(done: Done) -> None:
+    told = done.tests["test_dies_later[w2]"]
+    text = failed(told, "teardown")
+    assert "in ranks that lived on, after this test, which was the last one that they ran" in text
+    assert "rank 1 was ended by a signal: SIGKILL" in text
+    assert "rank 0" not in text
+
+
+# Ranks whose tests leave something changed are not used again; here they are, and write down what they tell.
+SPY = """
+    from pathlib import Path
+    from zharness.items.conductor import Conductor
+    from zharness.items.inside import Inside
+    from zharness.world.here import here
+
+    finished = Inside._finished
+
+    def spied(self, teller, stop, changed, left):
+        with Path(__file__).with_name(f"changed{here().rank}").open("a") as file:
+            file.write(f"{changed}\\n")
+        return finished(self, teller, stop, changed, left)
+
+    Inside._finished = spied
+    Conductor._retire = lambda self, key: None
+"""
+CHANGES = """
+    import os
+    import pytest, torch
+
+    pytestmark = [pytest.mark.world_size(2), pytest.mark.isolation("pooled")]
+
+    def test_changes():
+        os.environ["PLANTED"] = "1"
+
+    def test_changes_nothing():
+        pass
+
+    def test_changes_more():
+        torch.set_default_dtype(torch.float64)
+
+    def test_changes_nothing_again():
+        pass
+"""
+
+
+def test_what_a_pooled_test_has_changed_is_told_of_it_and_not_of_the_next(tmp_path: Path) -> None:
+    done = run(tmp_path, {"test_it.py": CHANGES, "plant.py": SPY}, "-p", "plant", "-p", "no:xdist")
+    assert done.status == 0, done.output
+    for rank in range(2):
+        told = (tmp_path / f"changed{rank}").read_text().splitlines()
+        assert told[:4] == ["environment", "", "default dtype", ""]
