@@ -73,17 +73,34 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Formats:
+    """The dtypes of one parameter.
+
+    As the model holds it and its gradient is made (``held``), as that gradient crosses the wire (``wire``), and as the
+    optimizer holds its own copy, state and reduced gradient (``master``).
+    """
+
+    held: torch.dtype
+    wire: torch.dtype
+    master: torch.dtype
+
+
+@dataclass(frozen=True)
 class Original:
-    """One parameter of the user's model: its first name, the Parameter itself, and its layout."""
+    """One parameter of the user's model: its first name, the Parameter itself, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter
     layout: Layout
+    formats: Formats
 
 
 def originals(module: nn.Module, ranks: int) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""
-    return {name: Original(name, p, _layout(p, ranks)) for name, p in module.named_parameters()}
+    return {
+        name: Original(name, p, _layout(p, ranks), Formats(p.dtype, p.dtype, p.dtype))
+        for name, p in module.named_parameters()
+    }
 
 
 def _layout(parameter: nn.Parameter, ranks: int) -> Layout:
