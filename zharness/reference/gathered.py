@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zharness.comm import Comm
 from zharness.errors import StaleGraphError
+from zharness.reference import fallback
 from zharness.reference import torch_private as private
 from zharness.reference.layout import Original, gather, reduce_scatter
 
@@ -121,13 +122,14 @@ class Copy:
     def _borrow(self) -> Tensor:
         """One gather per backward, however many nodes saved this copy: it is kept until the last of them has asked."""
         task = private.graph_task()
+        lasting = task != -1 and private.can_queue()  # else nobody says which backward asks, or when it is over
         loan = self._loan
         if loan is None or loan.backward != task:
             loan = Loan(task, self.fill(), self._promises)
-            if loan.due > 1 and task != -1:
+            if loan.due > 1 and lasting:
                 # A backward that needs only some of the nodes never asks for the rest.
                 private.at_end_of_backward(self._settle)
-        last = loan.due == 1 or task == -1
+        last = loan.due == 1 or not lasting
         self._loan = None if last else Loan(task, loan.full, loan.due - 1)
         return loan.full
 
@@ -155,7 +157,7 @@ def read(copy: Copy, stand: Tensor) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, copy: Copy) -> Tensor:
-    result: Tensor = function.apply(tensor, copy)  # type: ignore[no-untyped-call]
+    result: Tensor = fallback.apply(function, tensor, copy)
     return result
 
 

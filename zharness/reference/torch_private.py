@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,10 +83,29 @@ def _raw_names(node_type: type[Node]) -> tuple[str, ...]:
 
 
 def graph_task() -> int:
-    """Which backward is running on this thread; -1 outside one (_current_graph_task_id, torch 2.1)."""
-    return torch._C._current_graph_task_id()
+    """Which backward is running on this thread; -1 outside one, or where it cannot be told (torch 2.1)."""
+    number: int = getattr(torch._C, "_current_graph_task_id", lambda: -1)()
+    return number
+
+
+def can_queue() -> bool:
+    """Whether the end of a backward calls back (queue_callback, torch 0.4); ``fallback`` counts where it does not."""
+    return hasattr(torch.autograd.Variable._execution_engine, "queue_callback")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has succeeded (queue_callback, torch 0.4)."""
+    """Call ``callback`` when the running backward has succeeded: the innermost graph task, where several are nested."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_get_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates into ``parameter`` (_will_engine_execute_node, torch 2.0)."""
+    if not parameter.requires_grad:
+        return False
+    accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(accumulator))
+
+
+def has_setup_context() -> bool:
+    """Whether a Function may be written as forward without ctx, which torch.func can transform (torch 2.0)."""
+    return hasattr(torch.autograd.Function, "setup_context")
