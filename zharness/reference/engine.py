@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Engine:
         self._micro_batches += 1
         if self._micro_batches < self.settings.accumulation_steps:
             return
+        self._parameters.refuse_lost_edits()
         reduced = self._gradients.reduced()
         self._norm = None if self.settings.clip is None else self._gradients.clip(self.settings.clip)
         leaves = self._parameters.leaves
@@ -98,6 +100,17 @@ class Engine:
     def full_params(self) -> dict[str, Tensor]:
         """The current weights, original names and shapes, on CPU. Collective."""
         return self._parameters.full()
+
+    def gathered(
+        self, parameters: Iterable[str | nn.Parameter] | None = None, source: int = 0
+    ) -> AbstractContextManager[dict[str, Tensor]]:
+        """A block in which full weights may be edited: by name in the dictionary it gives, or as module attributes.
+
+        ``parameters`` are names or the model's Parameters, all of them when None. Afterwards every rank has what rank
+        ``source`` made of them, masters included; after an exception, on any rank, nobody has any edit. Collective at
+        both ends, at every stage. Raises UsageError for an unknown parameter, and where another rank raised.
+        """
+        return self._parameters.gathered(parameters, source)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter name, original shapes, on CPU; scalars such as ``step`` as they are."""

@@ -17,7 +17,7 @@ from zharness.reference.gathered import Ledger, Wire
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import STAGES, originals
 from zharness.reference.optimizer import Builder, ParameterGroups, build
-from zharness.reference.parameters import Parameters
+from zharness.reference.parameters import Parameters, share
 
 
 def initialize(
@@ -30,7 +30,8 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer, None, None]:
     """Shard ``model`` as ``config`` says; engine, optimizer, and DeepSpeed's two places for what this engine lacks.
 
-    Collective over the default process group: rank 0's parameters and buffers become everyone's. ``optimizer`` is a
+    Collective over the default process group: rank 0's parameters and buffers become everyone's. What is on the meta
+    device gets memory and values from its module's ``reset_parameters``, sharded as it comes. ``optimizer`` is a
     torch optimizer over the model's parameters that has not stepped, or a builder that is called with a mapping from
     name to leaf; without it, ``config["optimizer"]`` decides, over ``model_parameters`` or all of them.
     ``average_over_ranks=False`` sums the ranks' gradients; the mean over micro-batches is taken either way.
@@ -41,13 +42,14 @@ def initialize(
     settings = configuration.read(config, comm.world_size)
     _only_fp32(model)
     for tensor in (*model.parameters(), *model.buffers()):
-        _share(tensor.detach(), comm)
+        if not tensor.is_meta:
+            share(tensor, comm)
     owners = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if average_over_ranks else 1)
     wire = Wire(comm, Ledger(), divisor)
     found = originals(model, comm.world_size)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
-        undo.callback(_give_back, [(p, p.data) for p in model.parameters()])
+        undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
         parameters = Parameters(model, found, owners, wire)
         undo.callback(parameters.close)
         chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
@@ -60,13 +62,6 @@ def initialize(
 def _give_back(before: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
     for parameter, data in before:
         parameter.data = data
-
-
-def _share(tensor: torch.Tensor, comm: Comm) -> None:
-    if tensor.numel():
-        whole = tensor.contiguous()
-        comm.broadcast(whole)
-        tensor.copy_(whole)
 
 
 def _only_fp32(model: nn.Module) -> None:

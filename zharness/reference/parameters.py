@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.comm import Comm
+from zharness.errors import UsageError
+from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.reading import Exchange, Reader
@@ -24,12 +29,25 @@ class Parameters:
         self._originals = originals
         self._owners = owners
         self._comm = wire.comm
+        self._reader: Reader | None = None
         self._exchange: Exchange | None = None
+        self._materialise(module)
         if owners.parameters is Owner.SHARDED:
             for original in originals.values():
                 _keep_shard(original, wire.comm.rank)
-            self._exchange = Exchange(module, Reader(originals, wire))
+            self._reader = Reader(originals, wire)
+            self._exchange = Exchange(module, self._reader)
         self.leaves = {name: self._leaf(original) for name, original in originals.items()}
+
+    def _materialise(self, module: nn.Module) -> None:
+        """What was built on the meta device gets rank 0's values here; sharded parameters are whole one by one only."""
+        by_parameter: dict[Tensor, Original] = {original.parameter: original for original in self._originals.values()}
+        home = device_of(module, self._comm)
+        for each in deferred(module):
+            for tensor in each.materialise(home):
+                share(tensor, self._comm)
+                if self._owners.parameters is Owner.SHARDED and tensor in by_parameter:
+                    _keep_shard(by_parameter[tensor], self._comm.rank)
 
     def _leaf(self, original: Original) -> Tensor:
         values, rank = original.parameter.detach(), self._comm.rank
@@ -49,6 +67,56 @@ class Parameters:
                 original.parameter.detach().copy_(gather(self.leaves[name], original.layout, self._comm))
             # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
             torch.autograd.graph.increment_version(original.parameter)
+            if self._reader is not None:
+                self._reader.know(original.parameter)
+
+    def refuse_lost_edits(self) -> None:
+        """Raise UsageError for a sharded parameter that was edited outside ``gathered``: a step would hide that."""
+        if self._reader is not None:
+            self._reader.refuse_lost_edits()
+
+    @contextmanager
+    def gathered(self, chosen: Iterable[str | nn.Parameter] | None, source: int) -> Iterator[dict[str, Tensor]]:
+        """The engine's ``gathered``. Collective, at both ends."""
+        found = [self._find(each) for each in (self._originals if chosen is None else chosen)]
+        parameters = [original.parameter for original in found]
+        values = [p.detach() for p in parameters] if self._reader is None else self._reader.lend(parameters)
+        before = [value.clone() for value in values] if self._reader is None else []
+        outcome = torch.ones(1, dtype=torch.uint8, device=values[0].device if values else None)
+        given = {original.name: value for original, value in zip(found, values, strict=True)}
+        try:
+            yield given
+            outcome.zero_()
+        finally:
+            given.clear()  # what is edited later would be lost
+            if self._reader is not None:
+                self._reader.take_back()
+            self._comm.all_reduce(outcome, op=dist.ReduceOp.MAX)
+            if outcome.any():
+                for value, old in zip(values, before, strict=False):
+                    value.copy_(old)
+        if outcome.any():
+            raise UsageError("another rank raised inside gathered(), so the edits of every rank are dropped")
+        for original, value in zip(found, values, strict=True):
+            self._replace(original, value, source)
+
+    @torch.no_grad()
+    def _replace(self, original: Original, value: Tensor, source: int) -> None:
+        """Make rank ``source``'s ``value`` the full parameter on every rank. Collective."""
+        share(value, self._comm, source)
+        if self._owners.parameters is Owner.WHOLE:
+            original.parameter.detach().copy_(value)
+        start, stop = original.layout.bounds(self._comm.rank)
+        part = value if self._owners.optimizer_state is Owner.WHOLE else value.reshape(-1)[start:stop]
+        self.leaves[original.name].copy_(part)
+        self.publish([original.name])
+
+    def _find(self, chosen: str | nn.Parameter) -> Original:
+        for original in self._originals.values():
+            if original.name == chosen or original.parameter is chosen:
+                return original
+        shown = chosen if isinstance(chosen, str) else f"a tensor of shape {tuple(chosen.shape)}"
+        raise UsageError.unknown("parameter", shown, self._originals)
 
     @torch.no_grad()
     def full(self) -> dict[str, Tensor]:
@@ -67,9 +135,20 @@ class Parameters:
             self._exchange.undo()
 
 
+@torch.no_grad()
+def share(tensor: Tensor, comm: Comm, source: int = 0) -> None:
+    """Make ``tensor`` on every rank what it is on rank ``source``. Collective."""
+    if tensor.numel():
+        whole = tensor.detach().contiguous()
+        comm.broadcast(whole, source)
+        tensor.copy_(whole)
+
+
 def _keep_shard(original: Original, rank: int) -> None:
-    """Exchange the parameter's data for this rank's shard, padded to the common length."""
+    """Exchange the parameter's data for this rank's shard, padded to the common length; once."""
     layout = original.layout
+    if original.parameter.shape != layout.shape:
+        return
     start, stop = layout.bounds(rank)
     shard = original.parameter.detach().new_zeros(layout.length)
     shard[: stop - start] = original.parameter.detach().reshape(-1)[start:stop]
