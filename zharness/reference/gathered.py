@@ -218,8 +218,9 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(full: Tensor, copy: Copy) -> Tensor:
+        layout, comm = copy.original.layout, copy.wire.comm
         with private.outside_transforms():
-            return reduce_scatter(full, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+            return private.by_row(lambda row: reduce_scatter(row, layout, comm) / copy.wire.divisor, full)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
@@ -240,8 +241,9 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(shard: Tensor, copy: Copy) -> Tensor:
+        layout, comm = copy.original.layout, copy.wire.comm
         with private.outside_transforms():
-            return gather(shard, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+            return private.by_row(lambda row: gather(row, layout, comm) / copy.wire.divisor, shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:

@@ -50,6 +50,19 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def by_row(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """``function(tensor)``; row by row where autograd.grad(is_grads_batched=True) runs its own, older vmap.
+
+    That vmap has no rule for a Function and no public way out: _remove_batch_dim and _add_batch_dim are torch 1.7.
+    """
+    if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+        return function(tensor)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = torch._remove_batch_dim(tensor, level, 1, 0)  # the size is used only for a tensor that is not batched
+    return torch._add_batch_dim(torch.stack([function(row) for row in rows]), 0, level)
+
+
 def sequence_number() -> int:
     """The number that the next autograd node gets: marks where a forward begins (_get_sequence_nr, torch 2.1)."""
     return torch._C._autograd._get_sequence_nr()
