@@ -29,6 +29,10 @@ class MissingEngine(UsageError):
     """An engine is asked for whose package is not installed."""
 
 
+class CheckpointError(UsageError):
+    """A checkpoint is missing, damaged, unsafe to read, another model's, or cannot be written; nothing was changed."""
+
+
 class EngineContractError(ZHarnessError):
     """An engine does not keep the Engine protocol: a method is missing, a name or a shape is wrong."""
 

@@ -27,7 +27,6 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32"}),
     refuses={
         Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
-        Feature.CHECKPOINT: "the state laws are not written yet, so no claim is made",
     },
 )
 
@@ -41,6 +40,7 @@ class ReferenceEngine:
         self.engine = engine
         self.module: nn.Module = engine.module
         self._schedule = optimizers.schedule(engine.optimizer, config.optimizer)
+        engine.stateful["schedule"] = self._schedule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -86,10 +86,10 @@ class ReferenceEngine:
         return Observations(loss_scale=1.0, skipped_steps=0, learning_rates=rates)
 
     def save(self, path: Path) -> None:
-        raise UsageError(f"save: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+        self.engine.save_checkpoint(path)
 
     def load(self, path: Path) -> None:
-        raise UsageError(f"load: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+        self.engine.load_checkpoint(path)
 
     def close(self) -> None:
         self.engine.close()

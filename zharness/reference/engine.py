@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
+from zharness.errors import CheckpointError
+from zharness.reference import saving
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.parameters import Parameters
+from zharness.reference.state import Contents, TrainingState
+from zharness.reference.together import together
 
 
 class Engine:
@@ -52,6 +58,9 @@ class Engine:
         self._ledger = ledger
         self._micro_batches = 0
         self._norm: float | None = None
+        self._state = TrainingState(module, originals, owners, parameters, optimizer, comm)
+        # What else a checkpoint keeps, by name: a learning-rate schedule, a loss scale.
+        self.stateful: dict[str, Stateful] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -125,6 +134,72 @@ class Engine:
         if self._owners.optimizer_state is Owner.SHARDED and value.shape == leaf.shape:
             value = gather(value, self._originals[name].layout, self.comm)
         return value.detach().to("cpu", copy=True)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's ``state_dict`` with whole parameters on CPU, for ``load_state_dict`` of a plain one. Collective.
+
+        A tied weight is one tensor under all its names, as in the plain one. Buffers are this rank's.
+        """
+        whole = self.full_params()
+        named = {original.parameter: whole[name] for name, original in self._originals.items()}
+        return {
+            name: named[value] if value in named else value.detach().to("cpu", copy=True)
+            for name, value in self.module.state_dict(keep_vars=True).items()
+        }
+
+    def save_checkpoint(
+        self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save all that training goes on from to ``save_dir/tag`` (``global_step{steps}`` without one); its path.
+
+        Parameters, buffers, the optimizer with its groups, the count of steps, what is ``stateful``, and the caller's
+        ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
+        Raises CheckpointError on every rank; whatever interrupts, the checkpoint before stays whole and the latest.
+        """
+        with together(self.comm):
+            if self._micro_batches or self._waiting_gradients():
+                raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
+            contents = self._state.contents()
+            facts = {
+                "contents": vars(contents),
+                "steps": self.steps,
+                "stateful": {key: (type(each).__name__, each.state_dict()) for key, each in self.stateful.items()},
+                "client_state": dict(client_state or {}),
+            }
+        pieces = self._state.pieces(contents)
+        return saving.save(Path(save_dir), tag or f"global_step{self.steps}", pieces, facts, self.comm)
+
+    def load_checkpoint(
+        self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
+    ) -> tuple[Path, dict[str, Any]]:
+        """Go on from ``load_dir/tag``, or from the latest; its path and the ``client_state`` saved with it.
+
+        Any stage at any world size reads what any other wrote. ``load_module_only`` takes the parameters and buffers
+        alone. Gradients that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded,
+        for a checkpoint that is missing, damaged, carries code, or is of another model or optimizer.
+        """
+        found = saving.find(Path(load_dir), tag, self.comm)
+        with together(self.comm):
+            contents = Contents(**found.facts["contents"])
+            steps, stateful, client_state = (found.facts[key] for key in ("steps", "stateful", "client_state"))
+            self._state.check(contents, load_module_only)
+            kinds = {key: type(each).__name__ for key, each in self.stateful.items()}
+            saved = {key: kind for key, (kind, _) in stateful.items()}
+            if kinds != saved and not load_module_only:
+                raise CheckpointError(f"the checkpoint keeps the state of {saved}, this engine has {kinds}")
+            pieces = self._state.blank(contents, load_module_only)
+        found.fill(pieces)
+        self.zero_grad()
+        self._state.adopt(contents, pieces, load_module_only)
+        if not load_module_only:
+            self.steps = steps
+            for key, each in self.stateful.items():
+                each.load_state_dict(stateful[key][1])
+        return found.path, client_state
+
+    def _waiting_gradients(self) -> list[Tensor]:
+        local = (original.parameter.grad for original in self._originals.values())
+        return [*self._gradients.held(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Per parameter, start and stop of each rank's flat elements; empty where the optimizer state is whole."""
