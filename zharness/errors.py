@@ -44,6 +44,10 @@ class StaleGraphError(RuntimeError):
     """
 
 
+class NonFiniteError(ZHarnessError, FloatingPointError):
+    """A loss or a gradient is infinite or not a number, and the configuration does not say to skip such a step."""
+
+
 class WorldError(ZHarnessError):
     """The rank server itself failed: it died, or its channel broke."""
 

@@ -294,8 +294,8 @@ def pair(net: type[Net], lr: float = 1.0) -> tuple[Engine, nn.Module, Tensor]:
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "SGD", "params": {"lr": lr}},
+            "gradient_allreduce_op": "sum",
         },
-        average_over_ranks=False,
     )
     torch.manual_seed(1 + dist.get_rank())
     return engine, plain, torch.randint(-1, 2, (BATCH, WIDTH)).float()

@@ -317,7 +317,7 @@ def exact_pair() -> tuple[Engine, nn.Module, Tensor]:
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
         torch.randint(-1, 2, p.shape, out=p.data)
-    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG, average_over_ranks=False)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG | {"gradient_allreduce_op": "sum"})
     torch.manual_seed(1 + dist.get_rank())
     return engine, plain, torch.randint(-1, 2, (3, 4)).float()
 

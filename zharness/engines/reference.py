@@ -18,7 +18,6 @@ from zharness.engines.protocol import (
     Feature,
     Observations,
     Piece,
-    Reduction,
 )
 from zharness.errors import UsageError
 
@@ -36,11 +35,9 @@ class ReferenceEngine:
 
     capabilities = CAPABILITIES
 
-    def __init__(self, engine: reference.Engine, config: EngineConfig) -> None:
+    def __init__(self, engine: reference.Engine) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
-        self._schedule = optimizers.schedule(engine.optimizer, config.optimizer)
-        engine.stateful["schedule"] = self._schedule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -52,10 +49,7 @@ class ReferenceEngine:
         return self.engine.scale(loss)
 
     def step(self) -> None:
-        before = self.engine.steps
         self.engine.step()
-        if self.engine.steps > before:
-            self._schedule.step()
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -83,7 +77,7 @@ class ReferenceEngine:
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
-        return Observations(loss_scale=1.0, skipped_steps=0, learning_rates=rates)
+        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates)
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)
@@ -103,9 +97,9 @@ def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
         model=model,
         config=_json(config),
         optimizer=lambda leaves: optimizers.build(leaves, config.optimizer),
-        average_over_ranks=config.reduction is Reduction.MEAN,
+        lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
     )
-    return ReferenceEngine(engine, config)
+    return ReferenceEngine(engine)
 
 
 def _json(config: EngineConfig) -> dict[str, Any]:
@@ -115,6 +109,7 @@ def _json(config: EngineConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
         "gradient_clipping": config.clip or 0.0,
+        "gradient_allreduce_op": config.reduction.value,
         "zero_optimization": {"stage": config.stage},
     }
     for key, value in config.options.items():

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
-from zharness.errors import CheckpointError
+from zharness.errors import CheckpointError, NonFiniteError, UsageError
 from zharness.reference import saving
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.loss_scale import LossScale
 from zharness.reference.parameters import Parameters
+from zharness.reference.precision import OnOverflow
 from zharness.reference.state import Contents, TrainingState
 from zharness.reference.together import together
+
+
+class Phase(Enum):
+    """What an engine may be asked for now. ``no_sync`` and ``close`` change it."""
+
+    TRAINING = "training"
+    NO_SYNC = "inside no_sync"
+    CLOSED = "closed"
 
 
 class Engine:
@@ -44,43 +57,133 @@ class Engine:
         parameters: Parameters,
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loss_scale: LossScale,
         ledger: Ledger,
     ) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
+        self.schedule = schedule
         self.comm = comm
         self.steps = 0
+        self.skipped_steps = 0
         self._owners = owners
         self._originals = originals
         self._parameters = parameters
         self._gradients = gradients
+        self._scale = loss_scale
         self._ledger = ledger
+        self._phase = Phase.TRAINING
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._micro_batches = 0
+        self._losses: list[Tensor] = []
         self._norm: float | None = None
         self._state = TrainingState(module, originals, owners, parameters, optimizer, comm)
-        # What else a checkpoint keeps, by name: a learning-rate schedule, a loss scale.
-        self.stateful: dict[str, Stateful] = {}
+        # What else a checkpoint keeps, by name.
+        kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
+        self.stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        """The module's forward, under the configured torch_autocast; the loss is computed outside of it."""
+        self._need(Phase.TRAINING, Phase.NO_SYNC)
+        precision = self.settings.precision
+        with precision.forward(self._device.type):
+            return self.module(*precision.arguments(args), **precision.arguments(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Exactly ``loss.backward()``: the mean over ranks and micro-batches is taken where gradients are reduced."""
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        """``scale(loss).backward()``; the mean over ranks and micro-batches is taken where gradients are reduced."""
+        self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` itself: fp32 needs no loss scale."""
-        return loss
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """``loss`` times the loss scale, where one is needed; call ``backward`` on that. ``retain_graph`` says nothing.
+
+        An external scale (``override_loss_scale``) goes before torch_autocast's, and that before fp16's own. Raises
+        UsageError unless ``loss`` is a tensor of one element.
+        """
+        self._need(Phase.TRAINING, Phase.NO_SYNC)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) scale (out * g).sum()")
+        self._losses.append(loss.detach())
+        return self._scale.scale(loss)
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward of an unscaled loss would be wrong; such a one raises UsageError."""
+        return self._scale.needed()
+
+    def override_loss_scale(self, scale: float | None) -> None:
+        """Use an external loss scale, which the caller moves; None returns to the configured one."""
+        self._scale.override(scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``scale`` multiplies by now."""
+        return self._scale.value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up on this rank; a later one outside is reduced with them. Stages 0 and 1 only.
+
+        Raises UsageError where gradients are sharded, since a shard has no room for what is not reduced; accumulate
+        over ``step`` there. ``step`` inside the block raises it as well.
+        """
+        self._need(Phase.TRAINING)
+        if self._owners.gradients is Owner.SHARDED:
+            raise UsageError(
+                f"no_sync at stage {self.settings.stage}: sharded gradients have no room for what is not reduced; "
+                "set gradient_accumulation_steps and call step() after every micro-batch"
+            )
+        self._phase = Phase.NO_SYNC
+        try:
+            yield
+        finally:
+            self._phase = Phase.TRAINING
 
     def step(self) -> None:
-        """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then."""
+        """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then.
+
+        A step whose gradients are not finite on some rank changes no weight on any: it is skipped and counted under
+        fp16 and (unless bf16.check_grad_overflow is false) bf16, and raises NonFiniteError otherwise. There it also
+        does so for a loss that the engine saw; gradients are looked at where something needs their norm.
+        """
+        self._need(Phase.TRAINING)
         self._micro_batches += 1
         if self._micro_batches < self.settings.accumulation_steps:
             return
         self._parameters.refuse_lost_edits()
         reduced = self._gradients.reduced()
-        self._norm = None if self.settings.clip is None else self._gradients.clip(self.settings.clip)
+        finite = self._rescale(reduced)
+        if finite:
+            self._update(reduced)
+        self.zero_grad()
+        self._scale.update(not finite)
+        if not finite:
+            self._skip()
+
+    def _rescale(self, reduced: Mapping[str, Tensor]) -> bool:
+        """Unscale and clip, by one factor; whether losses and gradients are finite on all ranks. Collective."""
+        settings, scale = self.settings, self._scale
+        skips = settings.precision.on_overflow is OnOverflow.SKIP
+        finite = skips or not self._saw_infinite_loss()
+        self._norm, factor = None, 1.0 / scale.value
+        if settings.clip is not None or skips or scale.needed():
+            self._norm = self._gradients.norm() / scale.value
+            finite = finite and math.isfinite(self._norm)
+        if settings.clip is not None and self._norm is not None:
+            factor *= min(1.0, settings.clip / (self._norm + 1e-6))
+        if finite and factor != 1.0:
+            for grad in reduced.values():
+                grad.mul_(factor)
+        return finite
+
+    def _saw_infinite_loss(self) -> bool:
+        """Whether a loss of this window was not finite, on any rank. Collective: one byte."""
+        seen = [loss.isfinite().all() for loss in self._losses]
+        flag = (~torch.stack(seen)).any() if seen else torch.zeros((), dtype=torch.bool, device=self._device)
+        return bool(self.comm.all_reduce(flag.to(torch.uint8), op=dist.ReduceOp.MAX))
+
+    def _update(self, reduced: Mapping[str, Tensor]) -> None:
         leaves = self._parameters.leaves
         try:
             for name, grad in reduced.items():
@@ -90,21 +193,36 @@ class Engine:
             for name in reduced:
                 leaves[name].grad = None
         self._parameters.publish(reduced)
-        self.zero_grad()
         self.steps += 1
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        if self.settings.precision.on_overflow is OnOverflow.RAISE:
+            raise NonFiniteError(
+                f"after step {self.steps} a loss or a gradient is not finite on some rank (norm {self._norm}): "
+                "no weight was changed and the gradients are forgotten; look at the data and the learning rate"
+            )
+
+    def _need(self, *phases: Phase) -> None:
+        if self._phase not in phases:
+            raise UsageError(f"the engine is {self._phase.value}; this call needs it {phases[0].value}")
 
     def zero_grad(self) -> None:
         """Forget every gradient, reduced or not, and the micro-batches that they came from."""
         self._gradients.forget()
+        self._scale.forget()
+        self._losses.clear()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """The norm before clipping of the last step; None where gradient_clipping is off or no step was made."""
+        """The norm of the last step's gradients, unscaled and before clipping; None where no step needed it."""
         return self._norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """The reduced gradients so far, original names and shapes, on CPU. Collective."""
-        return self._gradients.full()
+        """The reduced gradients so far, unscaled, original names and shapes, on CPU. Collective."""
+        return {name: grad / self._scale.value for name, grad in self._gradients.full().items()}
 
     def full_params(self) -> dict[str, Tensor]:
         """The current weights, original names and shapes, on CPU. Collective."""
@@ -120,6 +238,10 @@ class Engine:
         both ends, at every stage. Raises UsageError for an unknown parameter, and where another rank raised.
         """
         return self._parameters.gathered(parameters, source)
+
+    def full_masters(self) -> dict[str, Tensor]:
+        """The optimizer's own copies of the weights, where it works in another dtype than the model. Collective."""
+        return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter name, original shapes, on CPU; scalars such as ``step`` as they are."""
@@ -231,8 +353,11 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks and the exchanged classes away. No collective: at stage 3 the parameters stay shards."""
-        self._gradients.close()
-        self._parameters.close()
+        if self._phase is not Phase.CLOSED:
+            self._phase = Phase.CLOSED
+            self._scale.close()
+            self._gradients.close()
+            self._parameters.close()
 
 
 def _storage_bytes(values: Iterable[Any]) -> int:

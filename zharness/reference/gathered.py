@@ -213,14 +213,20 @@ class Gather(torch.autograd.Function):
         raise RuntimeError(f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap")
 
 
+def _mean_shard(full: Tensor, copy: Copy) -> Tensor:
+    """This rank's shard of the mean of ``full``, summed in the wire's dtype and divided in the master's. Collective."""
+    formats = copy.original.formats
+    shard = reduce_scatter(full.to(formats.wire), copy.original.layout, copy.wire.comm)
+    return shard.to(formats.master) / copy.wire.divisor
+
+
 class Reduce(torch.autograd.Function):
     """Full gradient to the shard of its mean: the backward of Meet, differentiable again for create_graph."""
 
     @staticmethod
     def forward(full: Tensor, copy: Copy) -> Tensor:
-        layout, comm = copy.original.layout, copy.wire.comm
         with private.outside_transforms():
-            return private.by_row(lambda row: reduce_scatter(row, layout, comm) / copy.wire.divisor, full)
+            return private.by_row(lambda row: _mean_shard(row, copy), full)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:

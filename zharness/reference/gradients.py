@@ -22,7 +22,8 @@ class Gradients:
 
     * Whole gradients wait in ``parameter.grad`` until the boundary asks for them.
     * Sharded gradients of whole parameters are absorbed by a hook, one parameter at a time, as backward makes them.
-    * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved.
+    * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved (at once,
+      where the optimizer's dtype is wider).
 
     A parameter that only some ranks used counts as zero on the others. That is agreed on at the boundary, so it holds
     for whole gradients; in the other two cases every backward must make the same gradients on every rank, in one order.
@@ -34,8 +35,13 @@ class Gradients:
         self._wire = wire
         self._reduced: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
-        if owners.gradients is Owner.SHARDED and owners.parameters is Owner.WHOLE:
-            self._hooks = [self._absorb_as_made(o) for o in originals.values() if o.parameter.requires_grad]
+        if owners.gradients is Owner.SHARDED:
+            self._hooks = [self._absorb_as_made(o) for o in originals.values() if self._absorbs(o)]
+
+    def _absorbs(self, original: Original) -> bool:
+        """Whether a gradient may not wait in ``parameter.grad``: it is whole, or would add up in too narrow a dtype."""
+        narrow = original.formats.master != original.formats.held
+        return original.parameter.requires_grad and (self._owners.parameters is Owner.WHOLE or narrow)
 
     def _absorb_as_made(self, original: Original) -> RemovableHandle:
         def hook(parameter: nn.Parameter) -> None:
@@ -89,11 +95,15 @@ class Gradients:
 
     def _reduce(self, local: Tensor, original: Original) -> Tensor:
         owned = original.layout.owned(self._wire.comm.rank)
+        formats = original.formats
         if self._owners.parameters is Owner.SHARDED:
-            return local[:owned]
+            return local[:owned].to(formats.master)
+        sent = local.to(formats.wire)
         if self._owners.optimizer_state is Owner.SHARDED:
-            return reduce_scatter(local, original.layout, self._wire.comm)[:owned].div_(self._wire.divisor)
-        return self._wire.comm.all_reduce(local.contiguous()).div_(self._wire.divisor)
+            share = reduce_scatter(sent, original.layout, self._wire.comm)[:owned]
+        else:
+            share = self._wire.comm.all_reduce(sent.contiguous())
+        return share.to(formats.master).div_(self._wire.divisor)
 
     def _whole(self, name: str, grad: Tensor) -> Tensor:
         if self._owners.optimizer_state is Owner.WHOLE:

@@ -95,12 +95,9 @@ class Original:
     formats: Formats
 
 
-def originals(module: nn.Module, ranks: int) -> dict[str, Original]:
+def originals(module: nn.Module, ranks: int, formats: Mapping[nn.Parameter, Formats]) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""
-    return {
-        name: Original(name, p, _layout(p, ranks), Formats(p.dtype, p.dtype, p.dtype))
-        for name, p in module.named_parameters()
-    }
+    return {name: Original(name, p, _layout(p, ranks), formats[p]) for name, p in module.named_parameters()}
 
 
 def _layout(parameter: nn.Parameter, ranks: int) -> Layout:

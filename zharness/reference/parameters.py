@@ -22,7 +22,8 @@ class Parameters:
 
     ``leaves`` are what the optimizer sees, by name: the whole parameter, or this rank's elements of it. They are views
     of the parameter's own memory (of the shard's, where parameters are sharded), so an optimizer step needs no copy
-    back, and they share its version counter, so autograd notices the step.
+    back, and they share its version counter, so autograd notices the step. Where the optimizer works in another dtype
+    than the model holds, the leaf is a master: a copy of the values as they were given, from which ``publish`` casts.
     """
 
     def __init__(self, module: nn.Module, originals: Mapping[str, Original], owners: Owners, wire: Wire) -> None:
@@ -31,40 +32,58 @@ class Parameters:
         self._comm = wire.comm
         self._reader: Reader | None = None
         self._exchange: Exchange | None = None
-        self._materialise(module)
+        self.masters: dict[str, Tensor] = {}
+        for original in self._unsettled(module):
+            self._settle(original)
         if owners.parameters is Owner.SHARDED:
-            for original in originals.values():
-                _keep_shard(original, wire.comm.rank)
             self._reader = Reader(originals, wire)
             self._exchange = Exchange(module, self._reader)
-        self.leaves = {name: self._leaf(original) for name, original in originals.items()}
+        self.leaves = {name: self.masters.get(name, self._leaf(o)) for name, o in originals.items()}
 
-    def _materialise(self, module: nn.Module) -> None:
-        """What was built on the meta device gets rank 0's values here; sharded parameters are whole one by one only."""
-        by_parameter: dict[Tensor, Original] = {original.parameter: original for original in self._originals.values()}
+    def _unsettled(self, module: nn.Module) -> Iterator[Original]:
+        """Each parameter, whole. What was built on the meta device gets rank 0's values, module by module, before."""
+        waiting: dict[Tensor, Original] = {original.parameter: original for original in self._originals.values()}
         home = device_of(module, self._comm)
         for each in deferred(module):
             for tensor in each.materialise(home):
                 share(tensor, self._comm)
-                if self._owners.parameters is Owner.SHARDED and tensor in by_parameter:
-                    _keep_shard(by_parameter[tensor], self._comm.rank)
+                if tensor in waiting:
+                    yield waiting.pop(tensor)
+        yield from waiting.values()
 
-    def _leaf(self, original: Original) -> Tensor:
-        values, rank = original.parameter.detach(), self._comm.rank
+    def _settle(self, original: Original) -> None:
+        """Put the parameter's master aside, then leave of it what the model holds: its dtype, this rank's part."""
+        parameter, formats = original.parameter, original.formats
+        if formats.master != formats.held:
+            self.masters[original.name] = self._elements(original).to(formats.master, copy=True)
+        if parameter.dtype != formats.held:
+            parameter.data = parameter.detach().to(formats.held)
+        if self._owners.parameters is Owner.SHARDED:
+            _keep_shard(original, self._comm.rank)
+
+    def _elements(self, original: Original) -> Tensor:
+        """This rank's elements of a parameter that is whole still, in the shape of its leaf."""
+        values = original.parameter.detach()
         if self._owners.optimizer_state is Owner.WHOLE:
             return values
-        if self._owners.parameters is Owner.SHARDED:
-            return values[: original.layout.owned(rank)]
-        start, stop = original.layout.bounds(rank)
+        start, stop = original.layout.bounds(self._comm.rank)
         return values.reshape(-1)[start:stop]
 
+    def _leaf(self, original: Original) -> Tensor:
+        if self._owners.parameters is Owner.SHARDED:
+            return original.parameter.detach()[: original.layout.owned(self._comm.rank)]
+        return self._elements(original)
+
     @torch.no_grad()
-    def publish(self, updated: Iterable[str]) -> None:
-        """After an optimizer step on the leaves ``updated``: gather what every rank holds whole. Collective."""
-        for name in updated:
-            original = self._originals[name]
+    def publish(self, names: Iterable[str]) -> None:
+        """After an optimizer step on the leaves ``names``: gather what every rank holds whole. Collective."""
+        for name in names:
+            original, leaf = self._originals[name], self.leaves[name]
             if self._owners.optimizer_state is Owner.SHARDED and self._owners.parameters is Owner.WHOLE:
-                original.parameter.detach().copy_(gather(self.leaves[name], original.layout, self._comm))
+                updated = gather(leaf.to(original.formats.held), original.layout, self._comm)
+                original.parameter.detach().copy_(updated)
+            elif name in self.masters:
+                self._leaf(original).copy_(leaf)
             # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
             torch.autograd.graph.increment_version(original.parameter)
             if self._reader is not None:
@@ -129,6 +148,15 @@ class Parameters:
             return values
         return gather(values, original.layout, self._comm)
 
+    @torch.no_grad()
+    def full_masters(self) -> dict[str, Tensor]:
+        """The masters where there are any, original shapes, copied to CPU. Collective where they are sharded."""
+        whole = self._owners.optimizer_state is Owner.WHOLE
+        return {
+            name: (leaf if whole else gather(leaf, self._originals[name].layout, self._comm)).to("cpu", copy=True)
+            for name, leaf in self.masters.items()
+        }
+
     def close(self) -> None:
         """Give the modules their classes back. Sharded parameters stay shards: no collective runs here."""
         if self._exchange is not None:
@@ -145,10 +173,8 @@ def share(tensor: Tensor, comm: Comm, source: int = 0) -> None:
 
 
 def _keep_shard(original: Original, rank: int) -> None:
-    """Exchange the parameter's data for this rank's shard, padded to the common length; once."""
+    """Exchange the parameter's data for this rank's shard, padded to the common length."""
     layout = original.layout
-    if original.parameter.shape != layout.shape:
-        return
     start, stop = layout.bounds(rank)
     shard = original.parameter.detach().new_zeros(layout.length)
     shard[: stop - start] = original.parameter.detach().reshape(-1)[start:stop]
