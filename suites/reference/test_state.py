@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ class Net(nn.Module):
         return (h @ self.transposed) * self.tiny + self.scalar + self.empty.sum()
 
 
-def built(stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int = 0) -> tuple[Engine, Any]:
-    """An engine and a schedule over its optimizer, which a checkpoint of the engine keeps too."""
+def built(stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int = 0) -> Engine:
+    """An engine with two groups and a schedule."""
     torch.manual_seed(seed)
 
     def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -54,13 +54,11 @@ def built(stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int
         return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
     config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
-    engine, optimizer, *_ = initialize(model=net(), config=config, optimizer=build)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    engine.stateful["schedule"] = schedule
-    return engine, schedule
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    return initialize(model=net(), config=config, optimizer=build, lr_scheduler=halving)[0]
 
 
-def train(engine: Engine, schedule: Any, steps: range, same: str = "batches of each rank's own") -> list[Tensor]:
+def train(engine: Engine, steps: range, same: str = "batches of each rank's own") -> list[Tensor]:
     """Batches that follow from the step, and from the rank unless ``same`` is "everywhere"."""
     losses = []
     for step in steps:
@@ -68,7 +66,6 @@ def train(engine: Engine, schedule: Any, steps: range, same: str = "batches of e
         loss = engine(torch.randn(3, 5)).pow(2).mean()
         engine.backward(loss)
         engine.step()
-        schedule.step()
         losses.append(loss.detach())
     return losses
 
@@ -90,16 +87,16 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.world_size(1, 3)
 def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(stage: int, kind: str, shared_tmp_path: Path) -> None:
-    never, schedule = built(stage, kind)
-    train(never, schedule, range(2))
+    never = built(stage, kind)
+    train(never, range(2))
     saved = never.save_checkpoint(shared_tmp_path, client_state={"epoch": 4, "order": [1, 2], "seen": torch.ones(2)})
-    resumed, again = built(stage, kind, seed=5)
-    train(resumed, again, range(7, 8))  # what it was before is forgotten, its waiting gradients too
+    resumed = built(stage, kind, seed=5)
+    train(resumed, range(7, 8))  # what it was before is forgotten, its waiting gradients too
     resumed.backward(resumed(torch.randn(3, 5)).sum())
     path, client_state = resumed.load_checkpoint(shared_tmp_path)
     assert (path, client_state["epoch"], client_state["order"]) == (saved, 4, [1, 2])
     assert_same(everything(resumed), everything(never))
-    for ours, theirs in zip(train(resumed, again, range(2, 5)), train(never, schedule, range(2, 5)), strict=True):
+    for ours, theirs in zip(train(resumed, range(2, 5)), train(never, range(2, 5)), strict=True):
         assert torch.equal(ours, theirs)
     assert_same(everything(resumed), everything(never))
 
@@ -113,18 +110,18 @@ class Plain(Net):
 
 
 def write(stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    engine, schedule = built(stage, net=Plain)
-    train(engine, schedule, range(2), same="everywhere")
+    engine = built(stage, net=Plain)
+    train(engine, range(2), same="everywhere")
     engine.save_checkpoint(folder)
     before = everything(engine)
     return before, engine.full_params()
 
 
 def read(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
-    engine, schedule = built(stage, net=Plain, seed=3)
+    engine = built(stage, net=Plain, seed=3)
     engine.load_checkpoint(folder)
     found = everything(engine)
-    losses = train(engine, schedule, range(2, 4), same="everywhere")
+    losses = train(engine, range(2, 4), same="everywhere")
     return found, losses
 
 
@@ -147,8 +144,8 @@ def test_another_stage_at_another_world_size_reads_the_same_state(
 @stages
 @pytest.mark.world_size(1, 3)
 def test_the_consolidated_state_is_vanilla_s_and_a_plain_model_loads_it(stage: int) -> None:
-    engine, schedule = built(stage)
-    train(engine, schedule, range(1))
+    engine = built(stage)
+    train(engine, range(1))
     full, plain = engine.full_state_dict(), Net()
     wanted = {name: (value.shape, value.dtype) for name, value in plain.state_dict().items()}
     assert {name: (value.shape, value.dtype) for name, value in full.items()} == wanted
@@ -165,10 +162,10 @@ def test_the_consolidated_state_is_vanilla_s_and_a_plain_model_loads_it(stage: i
 
 @pytest.mark.world_size(2)
 def test_weights_alone_are_taken_where_that_is_asked_for(shared_tmp_path: Path) -> None:
-    source, schedule = built(2)
-    train(source, schedule, range(1))
+    source = built(2)
+    train(source, range(1))
     source.save_checkpoint(shared_tmp_path, "best")
-    target, _ = built(3, "SGD", seed=5)
+    target = built(3, "SGD", seed=5)
     with pytest.raises(CheckpointError, match="optimizer AdamW, this engine has SGD; load_module_only"):
         target.load_checkpoint(shared_tmp_path)
     target.load_checkpoint(shared_tmp_path, "best", load_module_only=True)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError, NonFiniteError, UsageError
-from zharness.reference import saving
+from zharness.reference import saving, universal
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
@@ -278,13 +278,14 @@ class Engine:
         ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
         Raises CheckpointError on every rank; whatever interrupts, the checkpoint before stays whole and the latest.
         """
+        self._need(Phase.TRAINING)
         with together(self.comm):
             if self._micro_batches or self._waiting_gradients():
                 raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
             contents = self._state.contents()
             facts = {
                 "contents": vars(contents),
-                "steps": self.steps,
+                "steps": (self.steps, self.skipped_steps),
                 "stateful": {key: (type(each).__name__, each.state_dict()) for key, each in self.stateful.items()},
                 "client_state": dict(client_state or {}),
             }
@@ -300,6 +301,7 @@ class Engine:
         alone. Gradients that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded,
         for a checkpoint that is missing, damaged, carries code, or is of another model or optimizer.
         """
+        self._need(Phase.TRAINING)
         found = saving.find(Path(load_dir), tag, self.comm)
         with together(self.comm):
             contents = Contents(**found.facts["contents"])
@@ -314,10 +316,32 @@ class Engine:
         self.zero_grad()
         self._state.adopt(contents, pieces, load_module_only)
         if not load_module_only:
-            self.steps = steps
+            self.steps, self.skipped_steps = steps
             for key, each in self.stateful.items():
                 each.load_state_dict(stateful[key][1])
         return found.path, client_state
+
+    def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
+        """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
+
+        ``mpu`` tells which tensor-parallel slice the model on this rank is. Takes weights, buffers, Adam's moments,
+        counts and settings, the loss scale, and the schedule where both sides have one. Collective. Raises
+        CheckpointError on every rank, with nothing loaded, for one that is missing, incomplete, damaged, unsafe, or of
+        another model.
+        """
+        self._need(Phase.TRAINING)
+        with together(self.comm):
+            found = universal.read(Path(path), self._state, mpu)
+        self.zero_grad()
+        self._state.adopt(found.contents, found.pieces)
+        self.steps = found.steps
+        self.skipped_steps = found.skipped_steps
+        if found.schedule is not None and "schedule" in self.stateful:
+            self.stateful["schedule"].load_state_dict(dict(found.schedule))
+        if "loss_scale" in self.stateful:
+            scale = self.stateful["loss_scale"]
+            scale.load_state_dict({**scale.state_dict(), "scale": found.loss_scale})
+        return Path(path), found.client_state
 
     def _waiting_gradients(self) -> list[Tensor]:
         local = (original.parameter.grad for original in self._originals.values())

@@ -138,6 +138,19 @@ class TrainingState:
         own = {buffer_key(name, rank): torch.empty_like(buffer) for name, buffer in self._buffers().items()}
         return {key: tensor for key, tensor in (found | own).items() if tensor.numel()}
 
+    def trained(self, name: str) -> bool:
+        """Whether the parameter wants gradients."""
+        return self._originals[name].parameter.requires_grad
+
+    def names(self) -> set[str]:
+        """Every name in the module's ``state_dict``, those of tied weights included."""
+        return set(self._module.state_dict(keep_vars=True))
+
+    def cut(self, name: str, full: Tensor) -> DTensor:
+        """This rank's part of a whole parameter, in memory of its own."""
+        start, stop = self._originals[name].layout.bounds(self._comm.rank)
+        return self.piece(name, full.reshape(-1)[start:stop].clone() if self._sharded else full)
+
     def piece(self, name: str, values: Tensor) -> DTensor:
         """``values`` of this rank's leaf (any shape) as its part of the flat parameter ``name``."""
         group = self._comm.group or dist.group.WORLD
