@@ -77,12 +77,14 @@ class Formats:
     """The dtypes of one parameter.
 
     As the model holds it and its gradient is made (``held``), as that gradient crosses the wire (``wire``), and as the
-    optimizer holds its own copy, state and reduced gradient (``master``).
+    optimizer holds its own copy, state and reduced gradient (``master``). ``gathered`` is how stage 3 gathers it inside
+    a torch.autocast of that dtype, and None where that is as it is held.
     """
 
     held: torch.dtype
     wire: torch.dtype
     master: torch.dtype
+    gathered: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,9 @@ class Precision:
         convert = parameter.requires_grad and own.is_floating_point
         held = self.held if convert and self.held is not None else own
         master = self.master if convert and self.master is not None else held
-        wire = self.autocast.dtype if self.autocast is not None and low else self.wire
-        return Formats(held, wire if wire is not None and own.is_floating_point else held, master)
+        gathered = self.autocast.dtype if self.autocast is not None and low else None
+        wire = gathered or self.wire
+        return Formats(held, wire if wire is not None and own.is_floating_point else held, master, gathered)
 
     def _low(self, module: nn.Module) -> set[nn.Parameter]:
         """The float32 parameters that safe modules alone hold: a tied one that another module reads is not among them.

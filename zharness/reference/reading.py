@@ -22,10 +22,6 @@ from zharness.reference.gathered import Copy, Wire, read, stand_in
 from zharness.reference.layout import Original
 from zharness.reference.promises import promise
 
-# torch.autocast would cast these modules' parameters anyway. Handing them out in its dtype halves the wire and puts the
-# low-precision tensor that autograd saves into the ledger; in any other module autocast's own policy decides.
-SAFE_UNDER_AUTOCAST: frozenset[type[nn.Module]] = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
-
 
 @dataclass
 class Visit:
@@ -47,7 +43,7 @@ class Reader:
         self._lent: dict[nn.Parameter, Tensor] = {}
         self._versions = {parameter: parameter._version for parameter in self._sharded}
 
-    def read(self, value: Any, owner: type[nn.Module]) -> Any:
+    def read(self, value: Any) -> Any:
         """``value``, or the full tensor where ``value`` is a sharded parameter. Collective then.
 
         Raises UsageError where an edit of a gathered copy would be lost, or where a gradient would bypass one.
@@ -59,7 +55,7 @@ class Reader:
                 raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
             return self._lent[value]
         self.refuse_lost_edits([value])
-        dtype = _dtype_of_read(value, owner)
+        dtype = _dtype_of_read(self._sharded[value])
         visit = self._running[-1] if self._running else Visit(0)
         key = (value, dtype, torch.is_grad_enabled())
         if key not in visit.seen:
@@ -142,11 +138,12 @@ class Reader:
         return output
 
 
-def _dtype_of_read(parameter: nn.Parameter, owner: type[nn.Module]) -> torch.dtype:
-    device = parameter.device.type
-    if owner in SAFE_UNDER_AUTOCAST and parameter.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return parameter.dtype
+def _dtype_of_read(original: Original) -> torch.dtype:
+    """Where torch.autocast would cast the parameter anyway, gathering it so halves the wire and what autograd saves."""
+    device, low = original.parameter.device.type, original.formats.gathered
+    if low is not None and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == low:
+        return low
+    return original.parameter.dtype
 
 
 class Exchange:
@@ -183,7 +180,7 @@ class Exchange:
 
 def _reading_class(base: type[nn.Module], reader: Reader, adopt: Callable[[nn.Module], None]) -> type[nn.Module]:
     def read_attribute(self: nn.Module, name: str) -> Any:
-        return reader.read(base.__getattr__(self, name), base)
+        return reader.read(base.__getattr__(self, name))
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return reader.visit(lambda: base.__call__(self, *args, **kwargs))
