@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zharness.errors import ConfigError
+from zharness.reference.buckets import SIZE
 from zharness.reference.loss_scale import Scaling
 from zharness.reference.precision import Autocast, OnOverflow, Precision
 from zharness.reference.sections import TOP
@@ -67,6 +68,7 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     average: bool = True
     drop_last: bool = False
+    bucket_size: int = SIZE
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -102,6 +104,7 @@ def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Set
         precision=precision,
         average=got["gradient_allreduce_op"] == "mean",
         drop_last=got["dataloader_drop_last"],
+        bucket_size=zero["reduce_bucket_size"],
     )
 
 

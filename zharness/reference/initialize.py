@@ -16,6 +16,7 @@ from zharness.comm import Comm
 from zharness.errors import ConfigError
 from zharness.reference import config as configuration
 from zharness.reference.agreement import together
+from zharness.reference.buckets import buckets
 from zharness.reference.config import Settings
 from zharness.reference.data import MicroBatches
 from zharness.reference.deferred import device_of
@@ -68,9 +69,10 @@ def initialize(
     divisor = settings.accumulation_steps * (comm.world_size if settings.average else 1)
     wire = Wire(comm, Ledger(), divisor)
     found = originals(model, comm.world_size, settings.precision.formats(model))
+    travelling = buckets(list(found.values()), settings.bucket_size)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
         undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
-        parameters = Parameters(model, found, owners, wire)
+        parameters = Parameters(model, found, owners, wire, travelling)
         undo.callback(parameters.close)
         if isinstance(optimizer, torch.optim.Optimizer):
             undo.callback(_regroup, optimizer, [group["params"] for group in optimizer.param_groups])
@@ -82,7 +84,7 @@ def initialize(
         chosen, schedule = together(comm, device, choose, lambda both: group_facts(both[0], found, parameters.leaves))
         undo.pop_all()
     scale = LossScale(settings.precision.scaling, [p for p in model.parameters() if p.requires_grad])
-    gradients = Gradients(found, owners, wire)
+    gradients = Gradients(found, owners, wire, travelling)
     engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, schedule, scale, wire.ledger)
     return engine, chosen, loader, schedule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zharness.comm import Comm
 from zharness.errors import UsageError
+from zharness.reference.buckets import Bucket
 from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
 from zharness.reference.layout import Original, Owner, Owners, gather
@@ -26,8 +27,16 @@ class Parameters:
     than the model holds, the leaf is a master: a copy of the values as they were given, from which ``publish`` casts.
     """
 
-    def __init__(self, module: nn.Module, originals: Mapping[str, Original], owners: Owners, wire: Wire) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        originals: Mapping[str, Original],
+        owners: Owners,
+        wire: Wire,
+        travelling: Sequence[Bucket],
+    ) -> None:
         self._originals = originals
+        self._buckets = travelling
         self._owners = owners
         self._comm = wire.comm
         self._reader: Reader | None = None
@@ -77,17 +86,26 @@ class Parameters:
     @torch.no_grad()
     def publish(self, names: Iterable[str]) -> None:
         """After an optimizer step on the leaves ``names``: gather what every rank holds whole. Collective."""
-        for name in names:
-            original, leaf = self._originals[name], self.leaves[name]
-            if self._owners.optimizer_state is Owner.SHARDED and self._owners.parameters is Owner.WHOLE:
-                updated = gather(leaf.to(original.formats.held), original.layout, self._comm)
-                original.parameter.detach().copy_(updated)
-            elif name in self.masters:
-                self._leaf(original).copy_(leaf)
+        updated = set(names)
+        if self._owners.optimizer_state is Owner.SHARDED and self._owners.parameters is Owner.WHOLE:
+            self._share_shards(updated)
+        else:
+            for name in updated & self.masters.keys():
+                self._leaf(self._originals[name]).copy_(self.leaves[name])
+        for name in updated:
+            parameter = self._originals[name].parameter
             # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
-            torch.autograd.graph.increment_version(original.parameter)
+            torch.autograd.graph.increment_version(parameter)
             if self._reader is not None:
-                self._reader.know(original.parameter)
+                self._reader.know(parameter)
+
+    def _share_shards(self, names: Container[str]) -> None:
+        for bucket in self._buckets:
+            chosen = bucket.only(names)
+            if chosen.members:
+                held = chosen.members[0].formats.held
+                rows = chosen.gather(chosen.join(self.leaves[o.name].to(held) for o in chosen.members), self._comm)
+                chosen.spread(rows, [original.parameter.detach() for original in chosen.members])
 
     def refuse_lost_edits(self) -> None:
         """Raise UsageError for a sharded parameter that was edited outside ``gathered``: a step would hide that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zharness.reference import schema
+from zharness.reference.buckets import SIZE
 from zharness.reference.layout import STAGES
 from zharness.reference.schema import Fixed, Key, Section, dtype, flag, integer, number, one_of
 
@@ -17,6 +18,7 @@ OFFLOAD = Section(
 ZERO = Section(
     honoured={
         "stage": Key(one_of(*STAGES), 0),
+        "reduce_bucket_size": Key(lambda path, value: int(number(path, value)), SIZE),
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },
@@ -35,7 +37,6 @@ ZERO = Section(
             "overlap_comm",
             "override_module_apply",
             "parameter_alignment",
-            "reduce_bucket_size",
             "reduce_scatter",
             "round_robin_gradients",
             "stage3_allgather_sequential",
