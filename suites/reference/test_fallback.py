@@ -155,12 +155,14 @@ def train_without(hide: Hide) -> None:
         hide(patch)
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "gradient_allreduce_op": "sum",
+        }
         for stage in (2, 3):
             twin = copy.deepcopy(plain)
-            engine, *_ = initialize(
-                model=twin, config={**config, "zero_optimization": {"stage": stage}}, average_over_ranks=False
-            )
+            engine, *_ = initialize(model=twin, config={**config, "zero_optimization": {"stage": stage}})
             alone = copy.deepcopy(plain)
             x = torch.eye(3) * float(dist.get_rank() == 1)  # one rank's gradients plus zeros: exact in any order
             for net in (alone, engine):

@@ -41,6 +41,10 @@ class Feature(Enum):
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "save and load"
+    AUTOGRAD = "every way in which torch runs a backward"
+    TRANSFORMS = "every transform of torch.func, from outside and from within the model"
+    RECOMPUTATION = "activation checkpointing"
+    PARAMETERS = "parameters of every kind"
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,15 @@ class Absent:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine says about itself between steps; identical on all ranks."""
+    """What an engine says about itself between steps; identical on all ranks.
+
+    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now.
+    """
 
     loss_scale: float | Absent
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
+    gathered_bytes: int | Absent = Absent("the engine does not count them")
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class ReferenceEngine:
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
-        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates)
+        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates, self.engine.gathered_bytes())
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)
