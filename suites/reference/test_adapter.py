@@ -86,8 +86,8 @@ def options_and_refusals() -> None:
     engine = factory(net(), config)
     with pytest.raises(UsageError, match="no room"):
         engine.no_sync()
-    with pytest.raises(UsageError, match="fp32"):
-        factory(net(), EngineConfig(dtype="bf16"))
+    with pytest.raises(UsageError, match="bf16, fp16, fp32"):
+        factory(net(), EngineConfig(dtype="fp8"))
     with pytest.raises(UsageError, match=r"zero_optimization\.nonsense"):
         factory(net(), EngineConfig(options={"zero_optimization": {"nonsense": 1}}))
 

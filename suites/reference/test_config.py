@@ -63,6 +63,7 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
             ["torch.nn.init", "no class"],
         ),
         ({"communication_data_type": "fp8"}, ["communication_data_type", "fp8", "fp32, bf16, fp16"]),
+        (masters("bf16", 3) | {"communication_data_type": "fp32"}, ["communication_data_type", "float32", "bfloat16"]),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype", "torch.bfloat16", "torch.float32"]),
         ({"data_types": {"param_dtype": "bf16"}}, ["data_types.param_dtype"]),
         ({"gradient_clipping": -1}, ["gradient_clipping", "-1"]),

@@ -90,7 +90,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a check may ask of an engine; the same object configures the baseline."""
+    """Everything a check may ask of an engine; the same object configures the baseline.
+
+    ``dtype`` is that of parameters, gradients and wire: under bf16 and fp16 the optimizer works on fp32 masters, and
+    under fp16 ``loss_scale`` is the static loss scale.
+    """
 
     stage: int = 0
     dtype: str = "fp32"
@@ -99,6 +103,7 @@ class EngineConfig:
     accumulation_owner: AccumulationOwner = AccumulationOwner.CALLER
     reduction: Reduction = Reduction.MEAN
     clip: float | None = None
+    loss_scale: float = 1.0
     optimizer: OptimizerSpec = OptimizerSpec()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -112,15 +117,17 @@ class Absent:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine says about itself between steps; identical on all ranks.
+    """What an engine says about itself between steps; identical on all ranks. Asking is collective.
 
-    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now.
+    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now. ``masters`` are the
+    weights that the optimizer works on, where those are not the parameters themselves.
     """
 
     loss_scale: float | Absent
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
     gathered_bytes: int | Absent = Absent("the engine does not count them")
+    masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zharness import reference
 from zharness.engines import optimizers
 from zharness.engines.protocol import (
+    Absent,
     AccumulationOwner,
     Capabilities,
     EngineConfig,
@@ -23,7 +24,7 @@ from zharness.errors import UsageError
 
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}),
-    dtypes=frozenset({"fp32"}),
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
     refuses={
         Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
     },
@@ -77,7 +78,9 @@ class ReferenceEngine:
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
-        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates, self.engine.gathered_bytes())
+        masters = self.engine.full_masters() or Absent("the optimizer works on the parameters themselves")
+        gathered = self.engine.gathered_bytes()
+        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates, gathered, masters)
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)
@@ -92,7 +95,7 @@ class ReferenceEngine:
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """The reference engine over ``model``. Called on every rank with the default process group ready."""
     if config.dtype not in CAPABILITIES.dtypes:
-        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "this engine computes in fp32")
+        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "and a low one has fp32 masters")
     engine, *_ = reference.initialize(
         model=model,
         config=_json(config),
@@ -112,6 +115,10 @@ def _json(config: EngineConfig) -> dict[str, Any]:
         "gradient_allreduce_op": config.reduction.value,
         "zero_optimization": {"stage": config.stage},
     }
+    if config.dtype == "bf16":
+        written["bf16"] = {"enabled": True}
+    if config.dtype == "fp16":
+        written["fp16"] = {"enabled": True, "loss_scale": config.loss_scale}
     for key, value in config.options.items():
         section = written.get(key)
         written[key] = {**section, **value} if isinstance(section, dict) else value

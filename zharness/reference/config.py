@@ -94,6 +94,12 @@ def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Set
     micro, steps = _batch(got, world_size)
     precision = _precision(got)
     _accumulates(got["data_types"]["grad_accum_dtype"], precision, zero["stage"])
+    held, wire = precision.held, precision.wire
+    if zero["stage"] == 3 and held is not None and wire not in (None, held):
+        raise ConfigError(
+            f"communication_data_type is {wire} and the parameters are {held}: at stage 3 a gradient arrives in the "
+            "parameters' dtype, so no other wire keeps its promise; leave the key out, or use another stage"
+        )
     return Settings(
         stage=zero["stage"],
         micro_batch_size=micro,

@@ -213,11 +213,15 @@ class Gather(torch.autograd.Function):
         raise RuntimeError(f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap")
 
 
+def _divisor(copy: Copy) -> int:
+    """Autograd rounds a gradient to its parameter's dtype: where the master's is wider, it divides, and not before."""
+    return 1 if copy.original.has_master else copy.wire.divisor
+
+
 def _mean_shard(full: Tensor, copy: Copy) -> Tensor:
-    """This rank's shard of the mean of ``full``, summed in the wire's dtype and divided in the master's. Collective."""
-    formats = copy.original.formats
-    shard = reduce_scatter(full.to(formats.wire), copy.original.layout, copy.wire.comm)
-    return shard.to(formats.master) / copy.wire.divisor
+    """This rank's shard of the mean of ``full``, summed in the wire's dtype. Collective."""
+    shard = reduce_scatter(full.to(copy.original.formats.wire), copy.original.layout, copy.wire.comm)
+    return shard.to(copy.original.formats.held) / _divisor(copy)
 
 
 class Reduce(torch.autograd.Function):
@@ -249,7 +253,7 @@ class Spread(torch.autograd.Function):
     def forward(shard: Tensor, copy: Copy) -> Tensor:
         layout, comm = copy.original.layout, copy.wire.comm
         with private.outside_transforms():
-            return private.by_row(lambda row: gather(row, layout, comm) / copy.wire.divisor, shard)
+            return private.by_row(lambda row: gather(row, layout, comm) / _divisor(copy), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:

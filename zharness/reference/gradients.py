@@ -52,7 +52,7 @@ class Gradients:
             self._rounds = Rounds([b for b in (b.only(names) for b in self._buckets) if b.members], self._absorb_some)
             self._hooks = [_hook(original, self._rounds.arrived) for original in trained]
         else:
-            narrow = [o for o in trained if o.formats.master != o.formats.held]
+            narrow = [o for o in trained if o.has_master]
             self._hooks = [_hook(original, self._absorber(Bucket((original,)))) for original in narrow]
 
     def _absorber(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
@@ -116,7 +116,7 @@ class Gradients:
         rank, formats, comm = self._wire.comm.rank, bucket.members[0].formats, self._wire.comm
         taken = [_take(original) for original in bucket.members]
         if self._owners.parameters is Owner.SHARDED:
-            return [g[: o.layout.owned(rank)].to(formats.master) for g, o in zip(taken, bucket.members, strict=True)]
+            return [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
         row = bucket.reduce_scatter([grad.to(formats.wire) for grad in taken], comm)
         if self._owners.optimizer_state is Owner.SHARDED:
             return bucket.shards(row.to(formats.master).div_(self._wire.divisor), rank)
@@ -124,6 +124,11 @@ class Gradients:
         whole = [grad.to(formats.master) for grad in taken]
         bucket.spread(rows, whole)
         return whole
+
+    def _moved(self, shard: Tensor, original: Original) -> Tensor:
+        """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
+        mine = shard[: original.layout.owned(self._wire.comm.rank)].to(original.formats.master)
+        return mine.div_(self._wire.divisor) if original.has_master else mine
 
     def _whole(self, name: str, grad: Tensor) -> Tensor:
         if self._owners.optimizer_state is Owner.WHOLE:

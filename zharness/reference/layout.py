@@ -96,6 +96,11 @@ class Original:
     layout: Layout
     formats: Formats
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on a copy of the parameter, in a dtype of its own."""
+        return self.formats.master != self.formats.held
+
 
 def originals(module: nn.Module, ranks: int, formats: Mapping[nn.Parameter, Formats]) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""

@@ -63,7 +63,7 @@ class Parameters:
     def _settle(self, original: Original) -> None:
         """Put the parameter's master aside, then leave of it what the model holds: its dtype, this rank's part."""
         parameter, formats = original.parameter, original.formats
-        if formats.master != formats.held:
+        if original.has_master:
             self.masters[original.name] = self._elements(original).to(formats.master, copy=True)
         if parameter.dtype != formats.held:
             parameter.data = parameter.detach().to(formats.held)

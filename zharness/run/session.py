@@ -56,9 +56,15 @@ def stages_from(text: str) -> tuple[int, ...]:
         raise UsageError(f"--stage: {error}") from None
 
 
-def request_of(engine: str, world_sizes: tuple[int, ...] = (2,), checks: tuple[str, ...] = ()) -> Request:
+def request_of(
+    engine: str,
+    world_sizes: tuple[int, ...] = (2,),
+    dtypes: tuple[str, ...] = ("fp32",),
+    checks: tuple[str, ...] = (),
+    models: tuple[str, ...] = (),
+) -> Request:
     """What one marker asks for; ``checks`` are patterns, all checks when there is none."""
-    return Request(patterns=checks, engines=(engine,), world_sizes=world_sizes)
+    return Request(checks, engines=(engine,), world_sizes=world_sizes, dtypes=dtypes, models=models)
 
 
 def narrowed(requests: list[Request], asked: tuple[str, ...]) -> list[Request]:

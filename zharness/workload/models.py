@@ -22,6 +22,11 @@ class Batch:
     inputs: Tensor
     target: Tensor
 
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
+        """The same on ``device``, what is floating point in ``dtype``."""
+        moved = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (self.inputs, self.target))
+        return Batch(*moved)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
