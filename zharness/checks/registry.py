@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from zharness.checks import backward, checkpointing, double_backward, parameters, torch_func, training
+from zharness.checks import (
+    backward,
+    checkpointing,
+    double_backward,
+    foreign_state,
+    parameters,
+    state,
+    torch_func,
+    training,
+)
 from zharness.checks.law import Check
 from zharness.errors import UsageError
 
-GROUPS = (training, backward, double_backward, torch_func, checkpointing, parameters)
+GROUPS = (training, backward, double_backward, torch_func, checkpointing, parameters, state, foreign_state)
 CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 
 

@@ -41,6 +41,7 @@ class Feature(Enum):
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "save and load"
+    UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
     AUTOGRAD = "every way in which torch runs a backward"
     TRANSFORMS = "every transform of torch.func, from outside and from within the model"
     RECOMPUTATION = "activation checkpointing"
@@ -195,6 +196,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything; the engine is unusable afterwards."""
+
+
+class Keeping(Protocol):
+    """What an engine has beyond Engine's verbs: the first with CHECKPOINT, the second with UNIVERSAL_CHECKPOINT."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """``state_dict()`` of the plain model, which loads it: on CPU, tied weights one tensor. Collective."""
+
+    def load_universal(self, path: Path) -> None:
+        """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""
 
 
 EngineFactory = Callable[[nn.Module, EngineConfig], Engine]

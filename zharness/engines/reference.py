@@ -88,6 +88,12 @@ class ReferenceEngine:
     def load(self, path: Path) -> None:
         self.engine.load_checkpoint(path)
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.engine.full_state_dict()
+
+    def load_universal(self, path: Path) -> None:
+        self.engine.load_universal_checkpoint(path)
+
     def close(self) -> None:
         self.engine.close()
 
