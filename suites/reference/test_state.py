@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ class Net(nn.Module):
         return (h @ self.transposed) * self.tiny + self.scalar + self.empty.sum()
 
 
-def built(stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int = 0) -> Engine:
+def built(
+    stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int = 0, **precision: dict[str, Any]
+) -> Engine:
     """An engine with two groups and a schedule."""
     torch.manual_seed(seed)
 
@@ -53,7 +56,7 @@ def built(stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int
             return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
         return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
-    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, **precision}
     halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     return initialize(model=net(), config=config, optimizer=build, lr_scheduler=halving)[0]
 
@@ -83,8 +86,7 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@stages
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "SGD"), (2, "AdamW"), (3, "AdamW"), (3, "SGD")])
 @pytest.mark.world_size(1, 3)
 def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(stage: int, kind: str, shared_tmp_path: Path) -> None:
     never = built(stage, kind)
@@ -96,9 +98,55 @@ def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(stage: int, kind: s
     path, client_state = resumed.load_checkpoint(shared_tmp_path)
     assert (path, client_state["epoch"], client_state["order"]) == (saved, 4, [1, 2])
     assert_same(everything(resumed), everything(never))
-    for ours, theirs in zip(train(resumed, range(2, 5)), train(never, range(2, 5)), strict=True):
+    for ours, theirs in zip(train(resumed, range(2, 4)), train(never, range(2, 4)), strict=True):
         assert torch.equal(ours, theirs)
     assert_same(everything(resumed), everything(never))
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}},
+}
+
+
+def step_in(engine: Engine, step: int) -> None:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.randn(3, 5).to(dtype)).pow(2).mean())
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(0, "bf16"), (1, "fp16"), (2, "bf16 masters"), (3, "bf16"), (3, "fp16"), (3, "bf16 masters")]
+)
+@pytest.mark.world_size(2)
+def test_masters_loss_scale_and_skipped_steps_are_resumed_too(stage: int, name: str, shared_tmp_path: Path) -> None:
+    never, resumed = (built(stage, net=Low, seed=seed, **PRECISIONS[name]) for seed in (0, 5))
+    for step in range(3):
+        step_in(never, step)
+    never.save_checkpoint(shared_tmp_path)
+    resumed.load_checkpoint(shared_tmp_path)
+    assert never.steps + never.skipped_steps == 3
+    assert (never.skipped_steps > 0) == (name == "fp16")
+    for step in range(3, 6):
+        assert (resumed.loss_scale, resumed.steps, resumed.skipped_steps) == (
+            never.loss_scale,
+            never.steps,
+            never.skipped_steps,
+        )
+        assert_same(everything(resumed), everything(never))
+        assert_same(resumed.full_masters(), never.full_masters())
+        step_in(never, step)
+        step_in(resumed, step)
+    assert_same(everything(resumed), everything(never))
+
+
+class Low(nn.Sequential):
+    """Layers that half precision trains on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 class Plain(Net):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
-from zharness.reference import Engine, initialize
+from zharness.errors import CheckpointError
+from zharness.reference import Engine, initialize, unpickling
 
 GROUPS = (GroupSpec("*bias", {"lr": 0.05, "weight_decay": 0.0}),)
 
@@ -127,6 +128,23 @@ def test_what_deepspeed_wrote_is_read_at_every_stage_and_goes_on_as_vanilla(
         vanilla.step()
         equal(engine.full_params(), params)
         engine.close()
+
+
+@pytest.mark.warm("deepspeed")
+@pytest.mark.world_size(1)
+def test_of_deepspeed_s_classes_two_become_stand_ins_and_no_other_is_read(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"scaler": LossScaler(scale=8.0), "stage": ZeroStageEnum.gradients}, tmp_path / "known.pt")
+    known = unpickling.load_deepspeed(tmp_path / "known.pt")
+    assert (type(known["scaler"]), known["scaler"].cur_scale) == (unpickling.LossScaler, 8.0)
+    assert known["stage"] is unpickling.ZeroStageEnum.gradients
+    torch.save({"scaler": DynamicLossScaler(8.0, 2.0, 2, 1.0, 1, False)}, tmp_path / "unknown.pt")
+    with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*DynamicLossScaler"):
+        unpickling.load_deepspeed(tmp_path / "unknown.pt")
+    with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*LossScaler"):
+        unpickling.load(tmp_path / "known.pt", "known.pt")
 
 
 def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -12,8 +12,8 @@ numbers that come out are those of plain PyTorch. Read in this order:
 5. ``reading``, ``gathered`` and ``promises``: stage 3. Reading a parameter is an all-gather whose backward is a
    reduce-scatter, and what autograd would keep of it for backward is gathered again instead. ``torch_private`` holds
    what this takes of torch that is not public, ``fallback`` what runs where torch lacks it.
-6. ``state``, ``saving`` and ``unpickling``: checkpoints, which any stage at any world size reads. ``together`` makes
-   one rank's failure everyone's.
+6. ``state``, ``saving`` and ``unpickling``: checkpoints, which any stage at any world size reads; ``universal`` reads
+   DeepSpeed's. ``together`` makes one rank's failure everyone's.
 
 ``linear`` is the layer that other engines put in the place of torch's at stage 3, and ``deferred`` builds models that
 are too large to build first and shard afterwards.

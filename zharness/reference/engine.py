@@ -79,10 +79,9 @@ class Engine:
         self._micro_batches = 0
         self._losses: list[Tensor] = []
         self._norm: float | None = None
-        self._state = TrainingState(module, originals, owners, parameters, optimizer, comm)
-        # What else a checkpoint keeps, by name.
         kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
-        self.stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
+        stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
+        self._state = TrainingState(module, originals, owners, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, under the configured torch_autocast; the loss is computed outside of it."""
@@ -274,8 +273,8 @@ class Engine:
     ) -> Path:
         """Save all that training goes on from to ``save_dir/tag`` (``global_step{steps}`` without one); its path.
 
-        Parameters, buffers, the optimizer with its groups, the count of steps, what is ``stateful``, and the caller's
-        ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
+        Parameters, buffers, the optimizer with its groups, the schedule, the loss scale, the counts of steps, and the
+        caller's ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
         Raises CheckpointError on every rank; whatever interrupts, the checkpoint before stays whole and the latest.
         """
         self._need(Phase.TRAINING)
@@ -286,7 +285,6 @@ class Engine:
             facts = {
                 "contents": vars(contents),
                 "steps": (self.steps, self.skipped_steps),
-                "stateful": {key: (type(each).__name__, each.state_dict()) for key, each in self.stateful.items()},
                 "client_state": dict(client_state or {}),
             }
         pieces = self._state.pieces(contents)
@@ -305,20 +303,14 @@ class Engine:
         found = saving.find(Path(load_dir), tag, self.comm)
         with together(self.comm):
             contents = Contents(**found.facts["contents"])
-            steps, stateful, client_state = (found.facts[key] for key in ("steps", "stateful", "client_state"))
+            (steps, skipped), client_state = found.facts["steps"], found.facts["client_state"]
             self._state.check(contents, load_module_only)
-            kinds = {key: type(each).__name__ for key, each in self.stateful.items()}
-            saved = {key: kind for key, (kind, _) in stateful.items()}
-            if kinds != saved and not load_module_only:
-                raise CheckpointError(f"the checkpoint keeps the state of {saved}, this engine has {kinds}")
             pieces = self._state.blank(contents, load_module_only)
         found.fill(pieces)
         self.zero_grad()
         self._state.adopt(contents, pieces, load_module_only)
         if not load_module_only:
-            self.steps, self.skipped_steps = steps
-            for key, each in self.stateful.items():
-                each.load_state_dict(stateful[key][1])
+            self.steps, self.skipped_steps = steps, skipped
         return found.path, client_state
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
@@ -334,13 +326,7 @@ class Engine:
             found = universal.read(Path(path), self._state, mpu)
         self.zero_grad()
         self._state.adopt(found.contents, found.pieces)
-        self.steps = found.steps
-        self.skipped_steps = found.skipped_steps
-        if found.schedule is not None and "schedule" in self.stateful:
-            self.stateful["schedule"].load_state_dict(dict(found.schedule))
-        if "loss_scale" in self.stateful:
-            scale = self.stateful["loss_scale"]
-            scale.load_state_dict({**scale.state_dict(), "scale": found.loss_scale})
+        self.steps, self.skipped_steps = found.steps, found.skipped_steps
         return Path(path), found.client_state
 
     def _waiting_gradients(self) -> list[Tensor]:

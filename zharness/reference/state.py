@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -28,7 +29,8 @@ class Contents:
     """What a checkpoint holds, enough to know whether it fits an engine before any tensor is read.
 
     ``moments`` are the elementwise optimizer states of each parameter and their dtypes, ``counts`` the others;
-    ``groups`` are the optimizer's groups, with parameter names under ``params``.
+    ``groups`` are the optimizer's groups, with parameter names under ``params``. ``stateful`` are the kind and the
+    ``state_dict`` of what else goes on from where it was: the learning-rate schedule, the loss scale.
     """
 
     world_size: int
@@ -38,6 +40,7 @@ class Contents:
     moments: Mapping[str, Mapping[str, torch.dtype]]
     counts: Mapping[str, Mapping[str, Any]]
     groups: list[dict[str, Any]]
+    stateful: Mapping[str, tuple[str, dict[str, Any]]]
 
 
 def weight_key(name: str) -> str:
@@ -65,6 +68,7 @@ class TrainingState:
         owners: Owners,
         parameters: Parameters,
         optimizer: torch.optim.Optimizer,
+        stateful: Mapping[str, Stateful],
         comm: Comm,
     ) -> None:
         self._module = module
@@ -72,6 +76,7 @@ class TrainingState:
         self._sharded = owners.optimizer_state is Owner.SHARDED
         self._parameters = parameters
         self._optimizer = optimizer
+        self._stateful = stateful
         self._comm = comm
 
     def contents(self) -> Contents:
@@ -96,6 +101,7 @@ class TrainingState:
             moments,
             counts,
             self._groups(),
+            {key: (type(each).__name__, each.state_dict()) for key, each in self._stateful.items()},
         )
 
     def check(self, contents: Contents, module_only: bool = False) -> None:
@@ -113,6 +119,12 @@ class TrainingState:
         mine, theirs = ([group["params"] for group in groups] for groups in (self._groups(), contents.groups))
         if mine != theirs:
             raise CheckpointError(f"the checkpoint's parameter groups are {theirs}, this engine's {mine}")
+        kinds = {key: type(each).__name__ for key, each in self._stateful.items()}
+        saved = {key: kind for key, (kind, _) in contents.stateful.items()}
+        if kinds != saved:
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved or 'nothing'}, this engine {kinds or 'none'}"
+            )
 
     def pieces(self, contents: Contents) -> dict[str, Tensor]:
         """This rank's part of everything in ``contents``, sharing memory with the engine."""
@@ -183,6 +195,8 @@ class TrainingState:
         }
         groups = [{**group, "params": self._indices(group["params"])} for group in contents.groups]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        for key, each in self._stateful.items():
+            each.load_state_dict(contents.stateful[key][1])
 
     def _names(self) -> list[str]:
         """The optimizer's parameters in the order in which torch.optim numbers them."""

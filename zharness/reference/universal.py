@@ -39,8 +39,6 @@ class Universal:
     pieces: Mapping[str, Tensor]
     steps: int
     skipped_steps: int
-    loss_scale: float
-    schedule: Mapping[str, Any] | None
     client_state: dict[str, Any]
 
 
@@ -108,14 +106,13 @@ def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
         groups=groups,
         moments={name: dict.fromkeys(MOMENTS, torch.float32) for name in steps},
         counts=_counts(groups, steps, own),
+        stateful=_stateful(own, whole.loss_scale, models[0]["lr_scheduler"]),
     )
     return Universal(
         contents,
         {key: piece for key, piece in pieces.items() if piece.numel()},
         int(models[0]["global_steps"]),
         int(models[0]["skipped_steps"]),
-        whole.loss_scale,
-        models[0]["lr_scheduler"],
         {key: value for key, value in models[0].items() if key not in OWN_KEYS.split()},
     )
 
@@ -239,7 +236,8 @@ def _frozen(name: str, shape: tuple[int, ...], models: list[Mapping[str, Any]]) 
 
 
 def _step(folder: Path) -> Any:
-    return unpickling.load(folder / f"{STEP}.pt", str(folder)) if (folder / f"{STEP}.pt").is_file() else None
+    file = folder / f"{STEP}.pt"
+    return unpickling.load(file, str(file)) if file.is_file() else None
 
 
 def _counts(groups: list[dict[str, Any]], steps: Mapping[str, Any], own: Contents) -> dict[str, dict[str, Any]]:
@@ -257,6 +255,20 @@ def _counts(groups: list[dict[str, Any]], steps: Mapping[str, Any], own: Content
                     f"no step is saved for {name!r}, and this engine, which made none, has none either"
                 )
     return counts
+
+
+def _stateful(own: Contents, scale: float, schedule: Mapping[str, Any] | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The loss scale goes on with the saved value; a schedule where the saved one is of this engine's kind."""
+    found = dict(own.stateful)
+    for key, (kind, state) in own.stateful.items():
+        if key == "loss_scale":
+            found[key] = (kind, {**state, "scale": scale})
+        elif schedule is not None and schedule.keys() == state.keys():
+            found[key] = (kind, dict(schedule))
+        else:
+            saved = "none" if schedule is None else f"one of another kind, with {sorted(schedule)}"
+            warnings.warn(f"the checkpoint's schedule is {saved}: this engine's {kind} stays where it is", stacklevel=4)
+    return found
 
 
 def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
