@@ -17,6 +17,8 @@ KILLS = {
     ("autograd:doubles_every_gradient", "backward.tensor_backward", "blocks", ""): REDUCED,
     ("autograd:doubles_every_gradient", "backward.non_scalar", "blocks", ""): REDUCED,
     ("autograd:doubles_what_comes_to_its_output", "backward.joint_loss", "blocks", ""): REDUCED,
+    ("autograd:only_the_first_backward_counts", "backward.auxiliary_loss", "blocks", ""): REDUCED,
+    ("autograd:doubles_every_gradient", "backward.without_grad", "blocks", ""): REDUCED,
     ("autograd:divides_every_backward", "backward.autograd_grad", "blocks", ""): GRADIENT,
     ("autograd:doubles_what_comes_to_its_output", "backward.backward_inputs", "blocks", ""): GRADIENT,
     ("autograd:doubles_what_comes_to_its_output", "backward.recurrent", "blocks", ""): REDUCED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -31,15 +32,16 @@ class Net(nn.Module):
         return self.last(self.lstm(self.first(x) + self.tied(x))[0])
 
 
-def pair(stage: int, net: type[nn.Module] = Net, **more: Any) -> tuple[Engine, nn.Module, Tensor]:
+def pair(stage: int, net: type[nn.Module] = Net, **more: Mapping[str, Any] | str) -> tuple[Engine, nn.Module, Tensor]:
     torch.manual_seed(0)
     plain = net()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        **more,
     }
-    engine, *_ = initialize(model=copy.deepcopy(plain), config=config, **more)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=config)
     return engine, plain, torch.randn(2, 4)
 
 
@@ -63,6 +65,33 @@ def test_an_edit_inside_gathered_is_rank_0s_on_every_rank(stage: int) -> None:
     if dist.get_world_size() == 1:
         assert all(torch.equal(p, plain.get_parameter(name)) for name, p in engine.full_params().items())
     assert engine.gathered_bytes() == 0
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_an_edit_reaches_the_masters_and_leaves_the_others_as_fine_as_they_were(stage: int) -> None:
+    engine, plain, _ = pair(stage, bf16={"enabled": True})
+    before = engine.full_masters()
+    with engine.gathered() as weights:
+        weights["first.bias"][1] = 3.0
+    for name, master in engine.full_masters().items():
+        expected = plain.get_parameter(name).detach().clone()
+        assert torch.equal(before[name], expected), name
+        if name == "first.bias":
+            expected[1] = 3.0
+        assert torch.equal(master, expected), name
+        assert torch.equal(engine.full_params()[name], expected.bfloat16()), name
+
+
+@pytest.mark.world_size(3)
+def test_a_reduced_gradient_is_as_wide_as_its_master_at_every_stage() -> None:
+    grads = []
+    for stage in (2, 3):
+        engine, _, x = pair(stage, bf16={"enabled": True}, communication_data_type="fp32")
+        (engine(x.bfloat16()) * (dist.get_rank() + 1)).sum().backward()
+        grads.append(engine.full_grads())
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in grads[1].values())
 
 
 def edit_and_raise_on_rank_1(engine: Engine) -> None:

@@ -39,10 +39,37 @@ def joint_loss(side: Side) -> None:
     backward(side.loss(together) + bypass)
 
 
+def auxiliary_loss(side: Side) -> None:
+    """A second loss that the forward leaves where no output leads to it."""
+    left: list[Tensor] = []
+
+    def through(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        left.append(side.module.last.weight.sum() + hidden.sum())
+        return block(hidden)
+
+    loss = side.loss(side.call(side.x(), through=through))
+    backward(left[0], retain_graph=True)
+    backward(loss + left[0])
+
+
+def without_grad(side: Side) -> Values:
+    """Forwards under no_grad and inference_mode, before and between training: they leave nothing behind."""
+    with torch.no_grad():
+        values = {"no_grad": side.call(side.x())}
+    loss = side.trained()
+    with torch.inference_mode():
+        values["inference"] = side.call(side.x()).clone()
+    backward(loss)
+    return values
+
+
 def autograd_grad(side: Side) -> Values:
-    """The gradient of an output with respect to an input; no parameter gets one."""
+    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one."""
     leaf = side.leaf()
-    return {"input": grad(side.loss(side.call(leaf)), leaf)[0]}
+    output = side.call(leaf)
+    rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
+    batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
+    return {"input": grad(side.loss(output), leaf)[0], "batched": batched}
 
 
 def backward_inputs(side: Side) -> Values:
@@ -188,6 +215,8 @@ CHECKS = (
     backward_law(
         joint_loss, "a loss over two engines, with a branch that bypasses both, gives each its gradients", engines=2
     ),
+    backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
+    backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),
     backward_law(
         autograd_grad,
         "torch.autograd.grad of an output is vanilla's, unscaled by accumulation, and leaves training as it was",

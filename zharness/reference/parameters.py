@@ -69,6 +69,8 @@ class Parameters:
             parameter.data = parameter.detach().to(formats.held)
         if self._owners.parameters is Owner.SHARDED:
             _keep_shard(original, self._comm.rank)
+            if formats.master != formats.held and hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = formats.master  # torch 2.10; else autograd rounds what was reduced
 
     def _elements(self, original: Original) -> Tensor:
         """This rank's elements of a parameter that is whole still, in the shape of its leaf."""
@@ -139,13 +141,17 @@ class Parameters:
 
     @torch.no_grad()
     def _replace(self, original: Original, value: Tensor, source: int) -> None:
-        """Make rank ``source``'s ``value`` the full parameter on every rank. Collective."""
+        """Make rank ``source``'s ``value`` the full parameter on every rank. Collective.
+
+        A master keeps the elements that were not edited: they are finer than what the model holds of them.
+        """
         share(value, self._comm, source)
         if self._owners.parameters is Owner.WHOLE:
             original.parameter.detach().copy_(value)
         start, stop = original.layout.bounds(self._comm.rank)
         part = value if self._owners.optimizer_state is Owner.WHOLE else value.reshape(-1)[start:stop]
-        self.leaves[original.name].copy_(part)
+        leaf = self.leaves[original.name]
+        leaf.copy_(torch.where(leaf.to(part.dtype) == part, leaf, part.to(leaf.dtype)))
         self.publish([original.name])
 
     def _find(self, chosen: str | nn.Parameter) -> Original:
