@@ -55,6 +55,7 @@ KILLS = {
     (":zero_grad_forgets_nothing", "checkpointing.exception", "blocks", "reentrant"): REDUCED,
     ("autograd:draws_while_recomputing", "checkpointing.dropout", "blocks", "non_reentrant"): REDUCED,
     ("autograd:doubles_every_gradient", "parameters.every_kind", "odd", ""): REDUCED,
+    ("autograd:only_the_first_backward_counts", "parameters.used_on_some_ranks", "odd", ""): REDUCED,
     ("autograd:only_the_first_backward_counts", "parameters.outside_its_module", "odd", ""): REDUCED,
     ("autograd:doubles_every_gradient", "parameters.late_submodule", "odd", ""): REDUCED,
 }

@@ -52,8 +52,10 @@ def late_submodule(side: Side) -> None:
 
 
 def used_on_some_ranks(side: Side) -> None:
-    """Only rank 0's loss reaches the branch: it counts as zero on the others."""
-    backward(side.loss(side.call(side.x(), branch=side.rank == 0)))
+    """Rank 0's first forward and the others' second one take the branch; on one rank, the first alone does."""
+    with side.uneven():
+        backward(side.loss(side.call(side.x(), branch=side.rank == 0)))
+        backward(side.loss(side.call(side.x(2), branch=side.rank != 0), 2))
 
 
 def parameter_law(play: Play, words: str) -> Check:
@@ -66,5 +68,6 @@ CHECKS = (
     parameter_law(branch, "a parameter that a step does not use has no gradient in it, whatever step before did"),
     parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction"),
     parameter_law(outside_its_module, "a weight that is read outside its module's forward gets that gradient too"),
+    parameter_law(used_on_some_ranks, "a parameter that only some ranks use counts as zero on the others"),
     parameter_law(late_submodule, "a submodule that is attached late may use the model's parameters"),
 )

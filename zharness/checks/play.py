@@ -9,6 +9,7 @@ one ordinary micro-batch: that has to come out right too, and nothing may stay g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ AFTER = 1  # the micro-batch of the ordinary training after a play; plays use ot
 class Side:
     """The engine, or the plain model, so that one play drives either. ``rank`` is this micro-batch's.
 
+    ``uneven()`` is a block in which ranks may use other parameters than their peers, where an engine wants to be told;
     ``recompute`` is torch.utils.checkpoint.checkpoint on the engine, and just calls on the plain model: gradients have
     to be the same without it. ``other`` is a second engine (model) in the same initial weights, where the law asks for
     one.
@@ -47,6 +49,7 @@ class Side:
     backward: Callable[..., None]
     zero_grad: Callable[[], None]
     step: Callable[[], None]
+    uneven: Callable[[], AbstractContextManager[Any]]
     recompute: Callable[..., Any]
     other: Side | None = None
 
@@ -129,6 +132,7 @@ def of_engine(bench: Bench, engine: Engine, other: Side | None) -> Side:
         backward=engine.backward,
         zero_grad=engine.zero_grad,
         step=engine.step,
+        uneven=getattr(engine, "uneven", nullcontext),
         recompute=checkpoint,
         other=other,
     )
@@ -164,6 +168,7 @@ def of_plain(trial: Trial, rank: int, dtype: torch.dtype, other: Side | None) ->
         backward=backward,
         zero_grad=module.zero_grad,
         step=step,
+        uneven=nullcontext,
         recompute=recompute,
         other=other,
     )

@@ -76,6 +76,10 @@ class ReferenceEngine:
             for name, bounds in self.engine.shards().items()
         }
 
+    def uneven(self) -> AbstractContextManager[None]:
+        """A block in which ranks may use other parameters than their peers."""
+        return self.engine.uneven()
+
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
         masters = self.engine.full_masters() or Absent("the optimizer works on the parameters themselves")

@@ -150,7 +150,7 @@ class Engine:
         self._micro_batches += 1
         if self._micro_batches < self.settings.accumulation_steps:
             return
-        self._parameters.refuse_lost_edits()
+        self._parameters.ready_to_step()
         reduced = self._gradients.reduced()
         finite = self._rescale(reduced)
         if finite:
@@ -237,6 +237,18 @@ class Engine:
         both ends, at every stage. Raises UsageError for an unknown parameter, and where another rank raised.
         """
         return self._parameters.gathered(parameters, source)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """A block whose forwards and backwards may use other parameters on other ranks, as branches on data do.
+
+        What a rank does not use counts as zero in the mean. Without it, stage 3 asks the same reads of every rank, each
+        a collective (two, inside the block: the first says which), and stage 2 as many backwards, those of reentrant
+        checkpoints among them. Collective at its end. Raises UsageError where another rank raised inside it, and for
+        another such block, or a step at stage 3, inside it.
+        """
+        with self._gradients.uneven(), self._parameters.uneven():
+            yield
 
     def full_masters(self) -> dict[str, Tensor]:
         """The optimizer's own copies of the weights, where it works in another dtype than the model. Collective."""

@@ -20,7 +20,8 @@ from zharness.comm import Comm
 from zharness.errors import StaleGraphError
 from zharness.reference import fallback
 from zharness.reference import torch_private as private
-from zharness.reference.layout import Original, gather, reduce_scatter
+from zharness.reference.layout import Original
+from zharness.reference.uneven import Channel
 
 
 class Ledger:
@@ -43,11 +44,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Wire:
-    """What a gather and its backward need beside the parameter: the group, the ledger, and the mean's divisor."""
+    """What a gather and its backward need beside the parameter: the group, the ledger, the divisor, the collectives."""
 
     comm: Comm
     ledger: Ledger
     divisor: int
+    channel: Channel
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Copy:
         layout, shard = self.original.layout, self.original.parameter
         with torch.no_grad(), private.outside_transforms():
             # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
-            received = gather(shard.detach().to(self.dtype), layout, self.wire.comm)
+            received = self.wire.channel.full(self.original, self.dtype)
             full = shard.detach()
             full.data = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
             full.data.copy_(received)
@@ -213,24 +215,13 @@ class Gather(torch.autograd.Function):
         raise RuntimeError(f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap")
 
 
-def _divisor(copy: Copy) -> int:
-    """Autograd rounds a gradient to its parameter's dtype: where the master's is wider, it divides, and not before."""
-    return 1 if copy.original.has_master else copy.wire.divisor
-
-
-def _mean_shard(full: Tensor, copy: Copy) -> Tensor:
-    """This rank's shard of the mean of ``full``, summed in the wire's dtype. Collective."""
-    shard = reduce_scatter(full.to(copy.original.formats.wire), copy.original.layout, copy.wire.comm)
-    return shard.to(copy.original.formats.held) / _divisor(copy)
-
-
 class Reduce(torch.autograd.Function):
     """Full gradient to the shard of its mean: the backward of Meet, differentiable again for create_graph."""
 
     @staticmethod
     def forward(full: Tensor, copy: Copy) -> Tensor:
         with private.outside_transforms():
-            return private.by_row(lambda row: _mean_shard(row, copy), full)
+            return private.by_row(lambda row: copy.wire.channel.mean(copy.original, row), full)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
@@ -251,9 +242,8 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(shard: Tensor, copy: Copy) -> Tensor:
-        layout, comm = copy.original.layout, copy.wire.comm
         with private.outside_transforms():
-            return private.by_row(lambda row: gather(row, layout, comm) / _divisor(copy), shard)
+            return private.by_row(lambda row: copy.wire.channel.spread(copy.original, row), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:

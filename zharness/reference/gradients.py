@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,13 @@ class Gradients:
         self._reduced: dict[str, Tensor] = {}
         self._rounds: Rounds | None = None
         self._hooks: list[RemovableHandle] = []
-        if owners.gradients is Owner.SHARDED:
-            self._watch([o for o in originals.values() if o.parameter.requires_grad])
+        self._watch()
 
-    def _watch(self, trained: Sequence[Original]) -> None:
+    def _watch(self) -> None:
         """Absorb gradients as they come: those that are whole, and those that would add up in too narrow a dtype."""
+        if self._owners.gradients is Owner.WHOLE:
+            return
+        trained = [original for original in self._originals.values() if original.parameter.requires_grad]
         if self._owners.parameters is Owner.WHOLE:
             names = {original.name for original in trained}
             self._rounds = Rounds([b for b in (b.only(names) for b in self._buckets) if b.members], self._absorb_some)
@@ -57,6 +60,17 @@ class Gradients:
 
     def _absorber(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
         return lambda _: self._absorb(bucket)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside, gradients of whole parameters wait for the boundary: ranks may run different backwards."""
+        if self._rounds is not None:
+            self._unwatch()
+        try:
+            yield
+        finally:
+            if not self._hooks:
+                self._watch()
 
     def reduced(self) -> dict[str, Tensor]:
         """All that backward left, reduced; parameters without gradient are left out. Collective."""
@@ -84,9 +98,12 @@ class Gradients:
             self._rounds.forget()
 
     def close(self) -> None:
+        self._unwatch()
+        self.forget()
+
+    def _unwatch(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        self.forget()
 
     def _agree(self, candidates: Sequence[Original], more: bool = False) -> tuple[set[str], bool]:
         """The names of those with a gradient on any rank, and whether any rank has ``more``. Collective: bytes."""

@@ -27,6 +27,7 @@ from zharness.reference.layout import STAGES, originals
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
 from zharness.reference.parameters import Parameters, share
+from zharness.reference.uneven import Channel
 
 
 def initialize(
@@ -67,8 +68,8 @@ def initialize(
             share(tensor, comm)
     owners = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average else 1)
-    wire = Wire(comm, Ledger(), divisor)
     found = originals(model, comm.world_size, settings.precision.formats(model))
+    wire = Wire(comm, Ledger(), divisor, Channel(list(found.values()), comm, divisor))
     travelling = buckets(list(found.values()), settings.bucket_size)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
         undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])

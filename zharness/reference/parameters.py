@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class Parameters:
         self._buckets = travelling
         self._owners = owners
         self._comm = wire.comm
+        self._channel = wire.channel
         self._reader: Reader | None = None
         self._exchange: Exchange | None = None
         self.masters: dict[str, Tensor] = {}
@@ -69,8 +70,6 @@ class Parameters:
             parameter.data = parameter.detach().to(formats.held)
         if self._owners.parameters is Owner.SHARDED:
             _keep_shard(original, self._comm.rank)
-            if formats.master != formats.held and hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = formats.master  # torch 2.10; else autograd rounds what was reduced
 
     def _elements(self, original: Original) -> Tensor:
         """This rank's elements of a parameter that is whole still, in the shape of its leaf."""
@@ -109,8 +108,13 @@ class Parameters:
                 rows = chosen.gather(chosen.join(self.leaves[o.name].to(held) for o in chosen.members), self._comm)
                 chosen.spread(rows, [original.parameter.detach() for original in chosen.members])
 
-    def refuse_lost_edits(self) -> None:
-        """Raise UsageError for a sharded parameter that was edited outside ``gathered``: a step would hide that."""
+    def uneven(self) -> AbstractContextManager[None]:
+        """The engine's ``uneven``."""
+        return nullcontext() if self._reader is None else self._channel.uneven()
+
+    def ready_to_step(self) -> None:
+        """Raise UsageError inside ``gathered`` or ``uneven``, and for an edit that the step would lose."""
+        self._channel.require_even("a step")
         if self._reader is not None:
             self._reader.refuse_lost_edits()
 
