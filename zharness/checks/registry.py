@@ -10,6 +10,7 @@ from zharness.checks import (
     double_backward,
     foreign_state,
     parameters,
+    precision,
     state,
     torch_func,
     training,
@@ -17,7 +18,7 @@ from zharness.checks import (
 from zharness.checks.law import Check
 from zharness.errors import UsageError
 
-GROUPS = (training, backward, double_backward, torch_func, checkpointing, parameters, state, foreign_state)
+GROUPS = (training, backward, double_backward, torch_func, checkpointing, precision, parameters, state, foreign_state)
 CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 
 

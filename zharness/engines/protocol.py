@@ -46,6 +46,7 @@ class Feature(Enum):
     TRANSFORMS = "every transform of torch.func, from outside and from within the model"
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
+    PRECISION = "torch_autocast, loss scales, masters and wires of every dtype"
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,16 @@ class Absent:
 class Observations:
     """What an engine says about itself between steps; identical on all ranks. Asking is collective.
 
-    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now. ``masters`` are the
-    weights that the optimizer works on, where those are not the parameters themselves.
+    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now. ``wire`` counts elements
+    sent since the engine was made, by collective and dtype: ``"reduce_scatter bfloat16"``. ``masters`` are the weights
+    that the optimizer works on, where those are not the parameters themselves.
     """
 
     loss_scale: float | Absent
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
     gathered_bytes: int | Absent = Absent("the engine does not count them")
+    wire: Mapping[str, int] | Absent = Absent("the engine does not count them")
     masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
 
 

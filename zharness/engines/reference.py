@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zharness import reference
@@ -83,8 +84,13 @@ class ReferenceEngine:
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
         masters = self.engine.full_masters() or Absent("the optimizer works on the parameters themselves")
+        wire = {
+            f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in self.engine.comm.tallies.items()
+        }
         gathered = self.engine.gathered_bytes()
-        return Observations(self.engine.loss_scale, self.engine.skipped_steps, rates, gathered, masters)
+        return Observations(
+            self.engine.loss_scale, self.engine.skipped_steps, rates, gathered, wire=wire, masters=masters
+        )
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)
@@ -113,6 +119,10 @@ def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
         lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
     )
     return ReferenceEngine(engine)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _json(config: EngineConfig) -> dict[str, Any]:

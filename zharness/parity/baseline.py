@@ -26,8 +26,8 @@ class Local:
 class Baseline:
     """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks.
 
-    Parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients of
-    ``Local`` are divided by it, in float32 where it is not 1.
+    Trained parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients
+    of ``Local`` are divided by it, in float32 where it is not 1.
     """
 
     spec: ModelSpec
@@ -40,7 +40,8 @@ class Baseline:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
         model = self.spec.model(self.seed)
         for parameter in model.parameters():
-            parameter.data = parameter.detach().to(self.dtype)
+            if parameter.requires_grad:
+                parameter.data = parameter.detach().to(self.dtype)
         if params is not None:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

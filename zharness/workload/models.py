@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
-from zharness.workload import blocks, exact, nets
+from zharness.workload import blocks, exact, mixed, nets
 
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
 
@@ -136,6 +136,13 @@ MODELS: dict[str, ModelSpec] = {
             batch=_ternary,
             loss=exact.linear_loss,
             exact=True,
+        ),
+        ModelSpec(
+            name="mixed",
+            summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
+            build=mixed.Mixed,
+            batch=_floats(nets.FEATURES),
+            loss=_mse,
         ),
         ModelSpec(
             name="fused",
