@@ -5,8 +5,14 @@ import pytest
 from zharness.run.record import Record
 from zharness.run.session import problem
 
+# The laws of arithmetic at every world size. Those of what a caller may do differ by stage, not by it.
+ARITHMETIC = ("training", "double_backward.retained_then_zero_grad", "torch_func.grad", "torch_func.vmap_grad")
 
-@pytest.mark.cells("reference", world_sizes=(1, 2, 3, 4))
+
+@pytest.mark.cells("reference", world_sizes=(1, 2, 3, 4), checks=ARITHMETIC)
+@pytest.mark.cells("reference", world_sizes=(3,), checks=("backward", "parameters", "state"))
+@pytest.mark.cells("reference", dtypes=("bf16", "fp16"), checks=("training",), models=("mlp",))
+@pytest.mark.cells("reference")
 @pytest.mark.cells("ddp")
 @pytest.mark.cells("fsdp2")
 @pytest.mark.cells("deepspeed")

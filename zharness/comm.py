@@ -52,6 +52,7 @@ class Comm:
         self._observer = observer
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._gloo = dist.get_backend(group) == "gloo"
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
 
     @property
@@ -85,7 +86,13 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
         """Fill ``shard`` (1-D) with this rank's slice of the sum over ranks of ``full`` (1-D, N x len(shard))."""
         self._count(Collective.REDUCE_SCATTER, full)
-        dist.reduce_scatter_tensor(shard, full, group=self.group)
+        if self._gloo and full.device.type == "cpu":
+            # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
+            received = torch.empty_like(full)
+            dist.all_to_all_single(received, full, group=self.group)
+            torch.sum(received.view(self.world_size, -1), dim=0, out=shard)
+        else:
+            dist.reduce_scatter_tensor(shard, full, group=self.group)
         return shard
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:

@@ -29,6 +29,10 @@ class MissingEngine(UsageError):
     """An engine is asked for whose package is not installed."""
 
 
+class CheckpointError(UsageError):
+    """A checkpoint is missing, damaged, unsafe to read, another model's, or cannot be written; nothing was changed."""
+
+
 class EngineContractError(ZHarnessError):
     """An engine does not keep the Engine protocol: a method is missing, a name or a shape is wrong."""
 
@@ -38,6 +42,10 @@ class StaleGraphError(RuntimeError):
 
     A RuntimeError, as vanilla PyTorch raises for a saved tensor that was modified in place.
     """
+
+
+class NonFiniteError(ZHarnessError, FloatingPointError):
+    """A loss or a gradient is infinite or not a number, and the configuration does not say to skip such a step."""
 
 
 class WorldError(ZHarnessError):

@@ -60,7 +60,8 @@ CULPRIT = pytest.StashKey[str]()  # on the config: the file whose import initial
 
 
 MARKERS = (
-    "cells(engine, world_sizes=(2,)): parametrize the fixture `cell` with every planned case of an engine",
+    'cells(engine, world_sizes=(2,), dtypes=("fp32",), checks=(), models=()): parametrize the fixture `cell` '
+    "with every planned case of an engine",
     "world_size(2, 4): run the test with all its fixtures inside each of that many ranks, once for each size",
     'isolation("fresh" or "pooled", group="kept", "new" or "none"): the ranks of this test, whatever --isolation says',
     "rank_timeout(S): seconds for this test in ranks, whatever --rank-timeout says",

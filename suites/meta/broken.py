@@ -174,7 +174,7 @@ class HastySchedule(Around):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
-        self.right._schedule.step()  # type: ignore[attr-defined]
+        self.right.engine.schedule.step()  # type: ignore[attr-defined]
 
 
 class FirstLossStepped(Around):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from suites.meta import test_autograd_laws_can_fail, test_precision_laws_can_fail
 from zharness.case import Case
 from zharness.checks import CHECKS
 from zharness.parity import Part
@@ -11,6 +12,7 @@ from zharness.run import Record, Request, Runner, Verdict, plan
 from zharness.run.runner import surroundings
 
 BROKEN = "suites.meta.broken:"
+STATE = "suites.meta.broken_state:"
 
 # (engine, check, model, variant): the law that has to notice, and the part of the step it has to name.
 KILLS = {
@@ -35,6 +37,18 @@ KILLS = {
     ("scaled_transform", "torch_func.grad", "exact", ""): Part.LOCAL_GRADIENT,
     ("zero_grad_forgets_nothing", "double_backward.retained_then_zero_grad", "mlp", ""): Part.REDUCTION,
     ("zero_grad_forgets_nothing", "double_backward.retained_then_zero_grad", "exact", "tensor"): Part.REDUCTION,
+    (STATE + "drops_moments", "state.resume", "mlp", "adamw"): Part.OPTIMIZER,
+    (STATE + "drops_moments", "state.resume", "mlp", "sgd"): Part.OPTIMIZER,
+    (STATE + "restarts_counts", "state.resume", "mlp", "adamw"): Part.OPTIMIZER,
+    (STATE + "restarts_schedule", "state.resume", "mlp", "sgd"): Part.OPTIMIZER,
+    (STATE + "slips_shards", "state.reshard", "mlp", ""): Part.GATHER,
+    (STATE + "swaps_moments", "state.universal", "mlp", "shaped"): Part.OPTIMIZER,
+    (STATE + "restarts_schedule", "state.universal", "mlp", "flat"): Part.OPTIMIZER,
+    (STATE + "loads_half", "state.universal", "mlp", "shaped"): Part.GATHER,
+    (STATE + "passes_over_damage", "state.universal", "mlp", "flat"): Part.GATHER,
+    (STATE + "unpickles", "state.refuse_pickle", "mlp", ""): Part.GATHER,
+    (STATE + "unties", "state.consolidate", "transformer", ""): Part.GATHER,
+    (STATE + "saves_old_weights", "state.consolidate", "mlp", ""): Part.GATHER,
 }
 
 
@@ -50,9 +64,13 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     faults = {*FAULTS, "ranks_report_other_names"}
-    names = sorted(BROKEN + engine for engine in {engine for engine, *_ in KILLS} | faults)
+    names = sorted(path_of(engine) for engine in {engine for engine, *_ in KILLS} | faults)
     with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
+
+
+def path_of(engine: str) -> str:
+    return engine if ":" in engine else BROKEN + engine
 
 
 def run_one(runner: Runner, case: Case) -> Record:
@@ -68,22 +86,24 @@ def run_one(runner: Runner, case: Case) -> Record:
 )
 def test_a_broken_engine_fails_the_law_and_the_part_is_named(runner: Runner, key: tuple[str, ...], part: Part) -> None:
     engine, check, model, variant = key
-    record = run_one(runner, Case(check, BROKEN + engine, 0, 2, "fp32", model, variant))
+    record = run_one(runner, Case(check, path_of(engine), 0, 2, "fp32", model, variant))
     assert record.verdict is Verdict.FAIL, record.cause
     assert record.divergence is not None
     assert record.divergence.part is part, record.cause
-    names = {"loss", "input"} | {name.split("/")[0] for name in parameter_names(model)}
+    names = {"loss", "input", "refused", "command"} | {name.split("/")[0] for name in parameter_names(model)}
     assert record.divergence.parameter.split("/")[0] in names
 
 
 def parameter_names(model: str) -> list[str]:
     from zharness.workload import model_spec
 
-    return [name for name, _ in model_spec(model).model(0).named_parameters()]
+    return list(model_spec(model).model(0).state_dict())
 
 
 def test_every_law_is_broken_by_some_engine_here() -> None:
-    assert {check for _, check, *_ in KILLS} == set(CHECKS)
+    more = (*test_autograd_laws_can_fail.KILLS, *test_autograd_laws_can_fail.MISNAMED)
+    more += tuple(test_precision_laws_can_fail.KILLS)
+    assert {check for _, check, *_ in (*KILLS, *more)} == set(CHECKS)
 
 
 @pytest.mark.parametrize(("fault", "verdict", "cause"), [(name, *rest) for name, rest in FAULTS.items()], ids=FAULTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,16 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError
 from zharness.reference import Engine, initialize
-from zharness.reference.config import harmless_keys, read
+from zharness.reference.config import harmless_keys, load, read
+from zharness.reference.loss_scale import Scaling
+from zharness.reference.precision import Autocast
 from zharness.world import run
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
+
+
+def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, section: {"enabled": True, **keys}}
 
 
 @pytest.mark.parametrize(
@@ -26,15 +34,55 @@ SGD = {"type": "SGD", "params": {"lr": 1.0}}
             ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"],
         ),
         ({"zero_optimization": {"stage": 4}}, ["stage", "4", "0, 1, 2, 3"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["zero_optimization.offload_optimizer"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ["offload_optimizer.device", "none, cpu"]),
+        ({"zero_optimization": {"offload_optimiser": {}}}, ["did you mean 'offload_optimizer'"]),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, ["zero_quantized_weights", "True", "False"]),
+        ({"zero_optimization": True}, ["zero_optimization", "True", "object"]),
+        ({"prescale_gradients": True}, ["prescale_gradients", "divided once"]),
+        ({"tensorboard": {"enabled": True}}, ["tensorboard", "disable"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "AdamW"]),
+        ({"optimizer": {"type": "LBFGS"}}, ["LBFGS", "closure"]),
+        ({"optimizer": {"type": "muon"}}, ["Muon", "whole matrices"]),
+        ({"optimizer": {"type": "Adafactor"}}, ["Adafactor", "rows and columns"]),
+        ({"optimizer": {"type": "SparseAdam"}}, ["SparseAdam", "sparse"]),
         ({"optimizer": {"type": "SGD", "legacy": True}}, ["optimizer.legacy"]),
-        ({"fp16": {"enabled": True}}, ["fp16", "fp32"]),
-        ({"bf16": {"enabled": True}}, ["bf16", "fp32"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16 and bf16", "exclude"]),
+        ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, ["fp16 and torch_autocast", "exclude"]),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, ["bf16 and torch_autocast", "exclude"]),
+        ({"fp16": {"enabled": 1}}, ["fp16.enabled", "true or false"]),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, ["fp16.loss_scale", "-1"]),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ["fp16.loss_scale_window", "0"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, ["torch_autocast.dtype", "int8", "bf16"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, ["torch_autocast.dtype", "no lower"]),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linea"]}},
+            ["torch.nn.Linea", "import"],
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.init"]}},
+            ["torch.nn.init", "no class"],
+        ),
+        ({"communication_data_type": "fp8"}, ["communication_data_type", "fp8", "fp32, bf16, fp16"]),
+        (masters("bf16", 3) | {"communication_data_type": "fp32"}, ["communication_data_type", "float32", "bfloat16"]),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype", "torch.bfloat16", "torch.float32"]),
+        ({"data_types": {"param_dtype": "bf16"}}, ["data_types.param_dtype"]),
         ({"gradient_clipping": -1}, ["gradient_clipping", "-1"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps", "0"]),
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ["7", "1 x 2 x 2 = 4"]),
-        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "honoured"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler.type", "WarmupLR", "LinearLR"]),
+        (masters("fp16", fp16_master_weights_and_grads=True), ["fp16_master", "offload_optimizer"]),
+        (masters("bf16", bf16_optimizer_states=True), ["bf16_optimizer_states needs bf16_master"]),
+        (masters("bf16", bf16_master_weights_and_grads=True), ["bf16_master", "bf16_optimizer_states", "torch.optim"]),
+        (masters("bf16", 0, bf16_master_weights_and_grads=True, bf16_optimizer_states=True), ["stage 1, 2 or 3"]),
+        (
+            masters("bf16", 1, enabled=False, bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+            ["enabled"],
+        ),
+        (
+            masters("bf16", 1, bf16_master_weights_and_grads=True)
+            | {"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}},
+            ["exclude each other"],
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], words: list[str]) -> None:
@@ -65,12 +113,88 @@ def test_a_configuration_without_any_batch_size_is_refused() -> None:
         read({}, world_size=1)
 
 
-def test_disabled_precision_sections_and_harmless_keys_are_accepted() -> None:
-    zero = {key.removeprefix("zero_optimization."): 1 for key in harmless_keys() if key.startswith("zero_")}
-    top = {key: 1 for key in harmless_keys() if not key.startswith("zero_")}
-    sections = {"fp16": {"enabled": False}, "bf16": {}}
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **zero}, **top, **sections}
-    assert read(config, world_size=1).stage == 3
+def nested(keys: Iterable[str]) -> dict[str, Any]:
+    """Dotted keys as the JSON that holds them."""
+    made: dict[str, Any] = {}
+    for path in keys:
+        *sections, key = path.split(".")
+        at = made
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = 1
+    return made
+
+
+def test_disabled_sections_fixed_values_and_harmless_keys_are_accepted() -> None:
+    config = nested(harmless_keys())
+    config["zero_optimization"] |= {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}
+    sections = {"fp16": {"enabled": False}, "amp": {"enabled": False}, "wandb": {}, "prescale_gradients": False}
+    assert read({"train_batch_size": 1, **config, **sections}, world_size=1).stage == 3
+
+
+def test_offload_to_the_cpu_is_a_no_op_on_the_cpu_and_refused_elsewhere() -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+    assert read(config, world_size=1).stage == 0
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device is 'cpu' and the model is on cuda"):
+        read(config, world_size=1, device="cuda")
+
+
+def test_a_configuration_is_read_from_a_file_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 2}))
+    assert load(path) == load(str(path)) == {"train_batch_size": 2}
+    for text, words in (("{", "no readable JSON"), ("[1]", "holds a list")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load(path)
+    with pytest.raises(ConfigError, match="no readable JSON"):
+        load(tmp_path / "none.json")
+
+
+USERS = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": False},
+    "torch_autocast": {
+        "enabled": True,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"],
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+def test_a_users_configuration_of_torch_autocast_is_taken_as_written() -> None:
+    precision = read(USERS, world_size=1).precision
+    assert precision.autocast == Autocast(torch.bfloat16, (nn.Linear, nn.Conv2d))
+    assert precision.scaling is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"fp16": {"enabled": True}}, Scaling(2.0**16, 1000, 1, False, 1.0)),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, Scaling(128.0, None, 1, False, 1.0)),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 3}},
+            Scaling(16.0, 2, 3, False, 1.0),
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, Scaling(2.0**16, 2000)),
+        ({"bf16": {"enabled": True}}, None),
+    ],
+)
+def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: Scaling | None) -> None:
+    assert read({"train_batch_size": 1, **config}, world_size=1).precision.scaling == expected
 
 
 @pytest.mark.parametrize(
@@ -130,13 +254,15 @@ def test_an_optimizer_that_does_not_fit_the_model_is_refused(make: Callable[...,
     run(refuse, make, words, world_size=2)
 
 
-def refuse_dtype() -> None:
-    with pytest.raises(ConfigError, match=r"'weight' is torch\.bfloat16"):
-        start(nn.Linear(2, 2).bfloat16(), config={"optimizer": SGD})
+def refuse_integers() -> None:
+    model = nn.Linear(2, 2)
+    model.count = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"'count' is torch\.complex64"):
+        start(model, config={"optimizer": SGD})
 
 
-def test_a_model_that_is_not_fp32_is_refused_by_parameter_name() -> None:
-    run(refuse_dtype)
+def test_a_trained_parameter_that_is_no_real_number_is_refused_by_name() -> None:
+    run(refuse_integers)
 
 
 def client_optimizer(stage: int) -> None:

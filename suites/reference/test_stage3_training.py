@@ -317,7 +317,7 @@ def exact_pair() -> tuple[Engine, nn.Module, Tensor]:
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
         torch.randint(-1, 2, p.shape, out=p.data)
-    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG, average_over_ranks=False)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG | {"gradient_allreduce_op": "sum"})
     torch.manual_seed(1 + dist.get_rank())
     return engine, plain, torch.randint(-1, 2, (3, 4)).float()
 
@@ -345,9 +345,11 @@ def batched_weight_gradients() -> None:
     shards = list(engine.module.parameters())
     out = engine(x).sum(1)
     batched = vmap(lambda v: torch.autograd.grad(out, shards, v, retain_graph=True))(torch.eye(3))
+    legacy = torch.autograd.grad(out, shards, torch.eye(3), retain_graph=True, is_grads_batched=True)
     for row in range(3):
         alone = torch.autograd.grad(out, shards, torch.eye(3)[row], retain_graph=True)
         assert all(torch.equal(many[row], one) for one, many in zip(alone, batched, strict=True))
+        assert all(torch.equal(many[row], one) for one, many in zip(alone, legacy, strict=True))
 
 
 def test_batched_gradients_of_the_weights_are_reduced_row_by_row() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zharness.errors import NonFiniteError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
 from zharness.world import run
@@ -222,15 +223,20 @@ def test_gradients_are_clipped_by_their_global_norm(stage: int, limit: float) ->
 
 def infinite_norm(stage: int, value: float) -> None:
     engine, _ = pair(stage, gradient_clipping=1.0)
-    engine.backward((engine(torch.randn(3, 5)) * value).sum())
-    engine.step()
+    before = engine.full_params()
+    loss = (engine(torch.randn(3, 5)) * value).sum()
+    engine.backward(loss if dist.get_rank() == 1 else loss.nan_to_num(0.0, 0.0, 0.0))
+    with pytest.raises(NonFiniteError, match=r"not finite on some rank.*no weight was changed"):
+        engine.step()
     norm = torch.tensor(engine.grad_norm())
     assert norm.isnan() if value != value else norm.isinf() or norm.isnan()
+    assert all(torch.equal(p, before[name]) for name, p in engine.full_params().items())
+    assert (engine.full_grads(), engine.steps, engine.skipped_steps) == ({}, 0, 1)
 
 
 @stages
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_norm_that_is_not_finite_is_reported_as_such(stage: int, value: float) -> None:
+def test_a_loss_or_norm_that_is_not_finite_on_one_rank_is_reported_and_raises_on_all(stage: int, value: float) -> None:
     run(infinite_norm, stage, value, world_size=2)
 
 

@@ -67,7 +67,7 @@ def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() ->
 
 
 def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
-    cells = plan(Request(patterns=("double_backward",), engines=("ddp",)), claims)
+    cells = plan(Request(patterns=("double_backward.retained_then_zero_grad",), engines=("ddp",)), claims)
     reason = claims("ddp", 0).refusal(Feature.RETAIN_GRAPH)
     assert reason
     assert all(reason in cell.unsupported for cell in cells)
@@ -92,14 +92,20 @@ def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
 
 
 def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
-    cells = plan(Request(patterns=("training.grads",), dtypes=("bf16",)), claims)
+    cells = plan(Request(patterns=("training.grads",), engines=("ddp",), dtypes=("bf16",)), claims)
     assert all("claims fp32 only" in cell.unsupported for cell in cells)
 
     def generous(engine: str, stage: int) -> Capabilities:
         return Capabilities(stages=frozenset(range(4)), dtypes=frozenset({"fp32", "bf16"}))
 
-    cells = plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous)
-    assert all("no law is judged in bf16 yet" in cell.unsupported for cell in cells)
+    assert not any(cell.unsupported for cell in plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous))
+
+
+def test_a_backward_that_cannot_be_scaled_is_unsupported_where_the_loss_has_to_be() -> None:
+    check = "double_backward.retained_then_zero_grad"
+    cells = plan(Request(patterns=(check,), dtypes=("bf16", "fp16"), models=("mlp",)), claims)
+    refused = {(cell.case.dtype, cell.case.variant) for cell in cells if cell.unsupported}
+    assert refused == {("fp16", "tensor")}
 
 
 def test_a_request_that_leaves_no_cell_is_refused() -> None:

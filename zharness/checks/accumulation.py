@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from zharness.checks.bench import Bench
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
 from zharness.parity import Comparison
@@ -36,13 +36,13 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     label = f"{chosen}-{steps}"
     engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=OPTIMIZERS[chosen])
     for boundary in range(BOUNDARIES):
-        bench.record(f"params-{label}", engine.full_params(), boundary)
+        bench.record_weights(engine, boundary, f"-{label}")
         bench.record_state(f"state-{label}", engine, boundary)
         accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps), f"loss-{label}")
         bench.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
         engine.zero_grad()
-    bench.record(f"params-{label}", engine.full_params(), BOUNDARIES)
+    bench.record_weights(engine, BOUNDARIES, f"-{label}")
     bench.record_state(f"state-{label}", engine, BOUNDARIES)
     engine.close()
 
@@ -63,10 +63,12 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
             if trial.recorded(f"grads-{label}"):
                 for boundary in range(BOUNDARIES):
                     yield from judge_boundary(trial, label, boundary, steps)
-                    moment = Moment(boundary, f"params-{label}", f"state-{label}")
+                    moment = Moment(boundary, f"masters-{label}", f"state-{label}")
                     grads = trial.copies(f"grads-{label}", boundary)[0]
                     yield from judge_step(trial, optimizer, grads, moment)
-                    yield from everyone_agrees(trial, Moment(boundary + 1, moment.params, moment.state))
+                    after = Moment(boundary + 1, moment.params, moment.state)
+                    yield from everyone_agrees(trial, after)
+                    yield from published(trial, after, f"params-{label}")
 
 
 def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness.checks.dtypes import DTYPES
 from zharness.engines.protocol import (
+    Absent,
     AccumulationOwner,
     Capabilities,
     Engine,
@@ -74,8 +76,7 @@ class Bench:
 
     def batch(self, step: int) -> Batch:
         """This rank's micro-batch at micro-step ``step``, on its device."""
-        batch = self.spec.micro_batch(self.seed, self.rank, step)
-        return Batch(batch.inputs.to(self.device), batch.target.to(self.device))
+        return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
 
     def loss(self, call: Callable[[Tensor], Tensor] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
         """Forward of this rank's micro-batch and its loss, a scalar; recorded under ``label`` and that step."""
@@ -93,6 +94,14 @@ class Bench:
             raise HarnessFault(f"{label!r} was recorded twice at step {step}")
         copies = {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}
         self._snapshots.append(Snapshot(label, step, copies))
+
+    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> None:
+        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does."""
+        weights = as_dict("full_params", engine.full_params())
+        apart = engine.observe().masters
+        masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
+        self.record(f"params{suffix}", weights, step)
+        self.record(f"masters{suffix}", {**weights, **masters}, step)
 
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""

@@ -53,6 +53,16 @@ def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], m
     yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, step + 1, step)
 
 
+def published(trial: Trial, moment: Moment, params: str) -> Iterator[Comparison]:
+    """On every rank the model computes with the optimizer's weights, rounded once where its dtype is narrower."""
+    for rank, (masters, held) in enumerate(
+        zip(trial.copies(moment.params, moment.step), trial.copies(params, moment.step), strict=True)
+    ):
+        for name, master in masters.items():
+            place = trial.place(name, Part.GATHER, moment.step - 1, rank)
+            yield identical(place, master.to(held[name].dtype), held[name])
+
+
 def same_count(trial: Trial, state: State, steps: int, at: int) -> Iterator[Comparison]:
     """Where the engine counts the steps of a parameter, there are ``steps``; before the first, moments are zero."""
     for name, entries in state.items():

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from zharness.checks import double_backward, torch_func, training
+from zharness.checks import (
+    backward,
+    checkpointing,
+    double_backward,
+    foreign_state,
+    parameters,
+    precision,
+    state,
+    torch_func,
+    training,
+)
 from zharness.checks.law import Check
 from zharness.errors import UsageError
 
-CHECKS: dict[str, Check] = {
-    check.name: check for check in (*training.CHECKS, *torch_func.CHECKS, *double_backward.CHECKS)
-}
+GROUPS = (training, backward, double_backward, torch_func, checkpointing, precision, parameters, state, foreign_state)
+CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 
 
 def check_named(name: str) -> Check:

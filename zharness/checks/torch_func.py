@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import backward
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
+from zharness.checks.play import Play, Scene, Side, check
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.parity import Comparison, Tier
-from zharness.workload import MODELS, Batch, ModelSpec
+from zharness.workload import Batch, ModelSpec
 
-DIFFERENTIABLE = tuple(spec.name for spec in MODELS.values() if spec.differentiable)
+# Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
+DIFFERENTIABLE = ("mlp", "conv", "exact")
 ACCUMULATIONS = (1, 4)
 
 Call = Callable[[Tensor], Tensor]
@@ -34,6 +38,135 @@ def vmap_grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]
         return spec.loss(call(inputs[None]), target[None])
 
     return {"input": torch.func.vmap(torch.func.grad(one))(batch.inputs, batch.target)}
+
+
+def total(call: Call, spec: ModelSpec, batch: Batch) -> Call:
+    """The loss as a function of the inputs."""
+    return lambda inputs: spec.loss(call(inputs), batch.target)
+
+
+def shapes(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
+    """Functions of 1-D, 2-D and batched inputs, with the inputs."""
+    return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
+
+
+def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The gradient, and a value that is the forward's."""
+    gradient, value = torch.func.grad_and_value(total(call, spec, batch))(batch.inputs)
+    return {"input": gradient, "value": value, "forward": total(call, spec, batch)(batch.inputs)}
+
+
+def has_aux(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """grad with an auxiliary output: here, the model's."""
+
+    def both(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        output = call(inputs)
+        return spec.loss(output, batch.target), output
+
+    transformed: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.func.grad(both, has_aux=True)
+    gradient, output = transformed(batch.inputs)
+    return {"input": gradient, "output": output}
+
+
+def vjp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """vjp, whose pullback is called after the forward is over."""
+    output, pullback = torch.func.vjp(call, batch.inputs)[:2]
+    return {"output": output, "input": pullback(batch.target)[0]}
+
+
+def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Forward mode along the inputs themselves."""
+    pairs = {shape: torch.func.jvp(function, (x,), (x,)) for shape, (function, x) in shapes(call, batch).items()}
+    outputs = {f"{shape}-output": pair[0] for shape, pair in pairs.items()}
+    return outputs | {f"{shape}-tangent": pair[1] for shape, pair in pairs.items()}
+
+
+def jacrev(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The Jacobian by reverse mode."""
+    return {shape: torch.func.jacrev(function)(x) for shape, (function, x) in shapes(call, batch).items()}
+
+
+def jacfwd(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The Jacobian by forward mode."""
+    return {shape: torch.func.jacfwd(function)(x) for shape, (function, x) in shapes(call, batch).items()}
+
+
+def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Forward over reverse, and reverse over reverse."""
+
+    def one(inputs: Tensor) -> Tensor:
+        return call(inputs).pow(2).sum()
+
+    inputs = batch.inputs[0]
+    return {
+        "forward_over_reverse": torch.func.hessian(one)(inputs),
+        "reverse_over_reverse": torch.func.jacrev(torch.func.jacrev(one))(inputs),
+    }
+
+
+def vmap(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The model over the samples, one by one."""
+    return {"output": torch.func.vmap(call)(batch.inputs)}
+
+
+def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The gradient of every parameter of this rank's own loss."""
+    engine = isinstance(call, Engine)
+    module = call.module if engine else call
+    weights = call.full_params() if engine else {name: p.detach() for name, p in call.named_parameters()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(module, given, (batch.inputs,))
+        return spec.loss(output, batch.target)
+
+    return dict(torch.func.grad(loss)(weights))
+
+
+def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Zeros: rows of jacrev beside single gradients, and the sum of vmap(grad) beside samples x grad of the mean."""
+    leaf = batch.inputs.clone().requires_grad_()
+    rows = torch.func.jacrev(call)(batch.inputs[0])
+    output = call(leaf)
+    alone = torch.stack([torch.autograd.grad(o, leaf, retain_graph=True)[0][0] for o in output[0]])
+    by_sample = vmap_grad(call, spec, batch)["input"]
+    together = grad(call, spec, batch)["input"]
+    return {"jacrev": rows - alone, "vmap_grad": by_sample - len(by_sample) * together}
+
+
+class Fused(torch.autograd.Function):
+    """A fused linear loss: it transforms its own arithmetic, within the model's forward or the caller's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            return torch.relu(hidden @ weight.t()).sum()
+
+        gradients, value = torch.func.grad_and_value(loss, argnums=(0, 1))(hidden, weight)
+        ctx.hidden, ctx.weight = gradients
+        output: Tensor = value
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0] * ctx.hidden, grads[0] * ctx.weight
+
+
+def inside_forward(side: Side) -> None:
+    """In the model's forward, on a weight that it reads; and in a loss outside it."""
+
+    def through(block: Call, hidden: Tensor) -> Tensor:
+        fused: Tensor = Fused.apply(block(hidden), side.module.shared.weight)  # type: ignore[no-untyped-call]
+        return block(hidden) + fused
+
+    backward(side.loss(side.call(side.x(), through=through)))
+    backward(Fused.apply(side.call(side.x(2)), side.module.head.weight))  # type: ignore[no-untyped-call]
+
+
+def through_transforms(side: Side) -> None:
+    """Backward through a vmap, and through a vmap of grad, of the engine."""
+    backward(side.loss(torch.func.vmap(side.call)(side.x())))
+    by_sample = torch.func.vmap(torch.func.grad(lambda x: side.call(x).clamp(-4, 4).sum()))(side.x())
+    backward(by_sample.sum())
 
 
 def observing(transform: Transform) -> Callable[[Bench], None]:
@@ -78,22 +211,66 @@ def judging(transform: Transform) -> Callable[[Trial], Iterator[Comparison]]:
     return judge
 
 
-def law(name: str, words: str, transform: Transform) -> Check:
+def law(
+    name: str,
+    words: str,
+    transform: Transform,
+    models: tuple[str, ...] = ("mlp",),
+    needs: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+) -> Check:
     """A check of one transform."""
     return Check(
         name=f"torch_func.{name}",
         law=words,
         tier=Tier.EXACT,
-        models=DIFFERENTIABLE,
+        models=models,
         observe=observing(transform),
         judge=judging(transform),
-        needs=(Feature.TORCH_FUNC,),
+        needs=needs,
     )
 
 
+def trained_law(play: Play, words: str) -> Check:
+    """A check of training through a transform."""
+    name = play.__name__
+    return check(f"torch_func.{name}", words, Scene(play), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD))
+
+
+EVERYWHERE = (Feature.TORCH_FUNC,)
 CHECKS = (
     law(
-        "grad", "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed", grad
+        "grad",
+        "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed",
+        grad,
+        DIFFERENTIABLE,
+        EVERYWHERE,
     ),
-    law("vmap_grad", "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed", vmap_grad),
+    law(
+        "vmap_grad",
+        "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed",
+        vmap_grad,
+        DIFFERENTIABLE,
+        EVERYWHERE,
+    ),
+    law("grad_and_value", "grad_and_value of the engine is vanilla's, and its value is the forward's", grad_and_value),
+    law("has_aux", "grad with an auxiliary output is vanilla's in both", has_aux),
+    law("vjp", "vjp of the engine is vanilla's, its pullback called when the forward is over", vjp),
+    law("jvp", "forward mode through the engine is vanilla's", jvp),
+    law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev),
+    law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd),
+    law("hessian", "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse", hessian),
+    law("vmap", "vmap of the engine is vanilla's", vmap),
+    law(
+        "functional_call",
+        "parameter gradients by functional_call over full_params are this rank's own",
+        functional_call,
+    ),
+    law(
+        "identities",
+        "rows of jacrev are gradients; vmap(grad) sums to samples x grad of the mean",
+        identities,
+        ("exact",),
+    ),
+    trained_law(inside_forward, "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's"),
+    trained_law(through_transforms, "backward through a vmap and a vmap(grad) of the engine is vanilla's"),
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zharness.checks.bench import Bench
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical
@@ -38,13 +38,13 @@ OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
 def observe_trajectory(bench: Bench) -> None:
     engine = bench.engine(optimizer=OPTIMIZERS[bench.variant])
     for step in range(STEPS):
-        bench.record("params", engine.full_params(), step)
+        bench.record_weights(engine, step)
         bench.record_state("state", engine, step)
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-    bench.record("params", engine.full_params(), STEPS)
+    bench.record_weights(engine, STEPS)
     bench.record_state("state", engine, STEPS)
     engine.close()
 
@@ -56,8 +56,10 @@ def judge_trajectory(trial: Trial) -> Iterator[Comparison]:
         local = trial.locals(step, params)
         yield from forward(trial, step, local)
         yield from trial.reduced("grads", [local], step)
-        yield from judge_step(trial, OPTIMIZERS[trial.variant], trial.copies("grads", step)[0], Moment(step))
+        moment = Moment(step, "masters")
+        yield from judge_step(trial, OPTIMIZERS[trial.variant], trial.copies("grads", step)[0], moment)
         yield from everyone_agrees(trial, Moment(step + 1))
+        yield from published(trial, Moment(step + 1, "masters"), "params")
 
 
 def initial_weights(trial: Trial) -> Iterator[Comparison]:

@@ -16,8 +16,6 @@ from zharness.parity.certificate import certified
 from zharness.parity.compare import Place, check_names
 from zharness.workload import Batch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass(frozen=True)
 class Trial:

@@ -29,7 +29,15 @@ from zharness.engines.protocol import (
 )
 from zharness.errors import ConfigError, UsageError
 
-NO_STATE_LAWS = "the state laws are not written yet, so no claim is made"
+NO_STATE_LAWS = "not held to the state laws yet, so no claim is made"
+# Laws written beside the reference engine, to which the others are still to be held one by one.
+NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
+    (
+        *(Feature.AUTOGRAD, Feature.TRANSFORMS, Feature.RECOMPUTATION, Feature.PARAMETERS, Feature.PRECISION),
+        Feature.UNIVERSAL_CHECKPOINT,
+    ),
+    "this engine has not been held to these laws yet, so no claim is made",
+)
 
 
 @dataclass(frozen=True)

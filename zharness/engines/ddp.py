@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, itself, leaves, nothing, require
+from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED, Parts, TorchEngine, itself, leaves, nothing, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
 
 CAPABILITIES = Capabilities(
@@ -24,6 +24,7 @@ CAPABILITIES = Capabilities(
             "(https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)"
         ),
         Feature.CHECKPOINT: NO_STATE_LAWS,
+        **NOT_JOINED,
     },
 )
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, warm
+from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -38,7 +39,8 @@ from zharness.errors import ConfigError, EngineContractError, MissingEngine
 _RENAMED = r"`torch\.distributed\.\w+` is deprecated"
 
 _COMMON: dict[Feature, str] = {
-    Feature.CHECKPOINT: "the state laws are not written yet, so no claim is made",
+    Feature.CHECKPOINT: NO_STATE_LAWS,
+    **NOT_JOINED,
 }
 # The reasons below are DeepSpeed's own: the RuntimeError that direct calls raise at stage 0 (engine.py,
 # _backward_prologue) and the docstring of DeepSpeedEngine.no_sync.

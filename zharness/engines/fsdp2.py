@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, leaves, require
+from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED, Parts, TorchEngine, leaves, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
 from zharness.errors import ConfigError
 
@@ -31,6 +31,7 @@ CAPABILITIES = Capabilities(
             "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
         ),
         Feature.CHECKPOINT: NO_STATE_LAWS,
+        **NOT_JOINED,
     },
 )
 

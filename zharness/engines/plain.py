@@ -9,7 +9,9 @@ from torch import nn
 from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, itself, leaves, nothing, require_dtype
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 
-CAPABILITIES = Capabilities(stages=frozenset({0}), refuses={Feature.CHECKPOINT: NO_STATE_LAWS})
+CAPABILITIES = Capabilities(
+    stages=frozenset({0}), refuses=dict.fromkeys((Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT), NO_STATE_LAWS)
+)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

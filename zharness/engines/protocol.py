@@ -41,6 +41,12 @@ class Feature(Enum):
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "save and load"
+    UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
+    AUTOGRAD = "every way in which torch runs a backward"
+    TRANSFORMS = "every transform of torch.func, from outside and from within the model"
+    RECOMPUTATION = "activation checkpointing"
+    PARAMETERS = "parameters of every kind"
+    PRECISION = "torch_autocast, loss scales, masters and wires of every dtype"
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a check may ask of an engine; the same object configures the baseline."""
+    """Everything a check may ask of an engine; the same object configures the baseline.
+
+    ``dtype`` is that of parameters, gradients and wire: under bf16 and fp16 the optimizer works on fp32 masters, and
+    under fp16 ``loss_scale`` is the static loss scale.
+    """
 
     stage: int = 0
     dtype: str = "fp32"
@@ -95,6 +105,7 @@ class EngineConfig:
     accumulation_owner: AccumulationOwner = AccumulationOwner.CALLER
     reduction: Reduction = Reduction.MEAN
     clip: float | None = None
+    loss_scale: float = 1.0
     optimizer: OptimizerSpec = OptimizerSpec()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,11 +119,19 @@ class Absent:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine says about itself between steps; identical on all ranks."""
+    """What an engine says about itself between steps; identical on all ranks. Asking is collective.
+
+    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now. ``wire`` counts elements
+    sent since the engine was made, by collective and dtype: ``"reduce_scatter bfloat16"``. ``masters`` are the weights
+    that the optimizer works on, where those are not the parameters themselves.
+    """
 
     loss_scale: float | Absent
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
+    gathered_bytes: int | Absent = Absent("the engine does not count them")
+    wire: Mapping[str, int] | Absent = Absent("the engine does not count them")
+    masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything; the engine is unusable afterwards."""
+
+
+class Keeping(Protocol):
+    """What an engine has beyond Engine's verbs: the first with CHECKPOINT, the second with UNIVERSAL_CHECKPOINT."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """``state_dict()`` of the plain model, which loads it: on CPU, tied weights one tensor. Collective."""
+
+    def load_universal(self, path: Path) -> None:
+        """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""
 
 
 EngineFactory = Callable[[nn.Module, EngineConfig], Engine]

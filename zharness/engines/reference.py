@@ -7,27 +7,27 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zharness import reference
 from zharness.engines import optimizers
 from zharness.engines.protocol import (
+    Absent,
     AccumulationOwner,
     Capabilities,
     EngineConfig,
     Feature,
     Observations,
     Piece,
-    Reduction,
 )
 from zharness.errors import UsageError
 
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}),
-    dtypes=frozenset({"fp32"}),
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
     refuses={
         Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
-        Feature.CHECKPOINT: "the state laws are not written yet, so no claim is made",
     },
 )
 
@@ -37,10 +37,9 @@ class ReferenceEngine:
 
     capabilities = CAPABILITIES
 
-    def __init__(self, engine: reference.Engine, config: EngineConfig) -> None:
+    def __init__(self, engine: reference.Engine) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
-        self._schedule = optimizers.schedule(engine.optimizer, config.optimizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -52,10 +51,7 @@ class ReferenceEngine:
         return self.engine.scale(loss)
 
     def step(self) -> None:
-        before = self.engine.steps
         self.engine.step()
-        if self.engine.steps > before:
-            self._schedule.step()
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -81,15 +77,32 @@ class ReferenceEngine:
             for name, bounds in self.engine.shards().items()
         }
 
+    def uneven(self) -> AbstractContextManager[None]:
+        """A block in which ranks may use other parameters than their peers."""
+        return self.engine.uneven()
+
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
-        return Observations(loss_scale=1.0, skipped_steps=0, learning_rates=rates)
+        masters = self.engine.full_masters() or Absent("the optimizer works on the parameters themselves")
+        wire = {
+            f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in self.engine.comm.tallies.items()
+        }
+        gathered = self.engine.gathered_bytes()
+        return Observations(
+            self.engine.loss_scale, self.engine.skipped_steps, rates, gathered, wire=wire, masters=masters
+        )
 
     def save(self, path: Path) -> None:
-        raise UsageError(f"save: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+        self.engine.save_checkpoint(path)
 
     def load(self, path: Path) -> None:
-        raise UsageError(f"load: {CAPABILITIES.refusal(Feature.CHECKPOINT)}")
+        self.engine.load_checkpoint(path)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.engine.full_state_dict()
+
+    def load_universal(self, path: Path) -> None:
+        self.engine.load_universal_checkpoint(path)
 
     def close(self) -> None:
         self.engine.close()
@@ -98,14 +111,18 @@ class ReferenceEngine:
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """The reference engine over ``model``. Called on every rank with the default process group ready."""
     if config.dtype not in CAPABILITIES.dtypes:
-        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "this engine computes in fp32")
+        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "and a low one has fp32 masters")
     engine, *_ = reference.initialize(
         model=model,
         config=_json(config),
         optimizer=lambda leaves: optimizers.build(leaves, config.optimizer),
-        average_over_ranks=config.reduction is Reduction.MEAN,
+        lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
     )
-    return ReferenceEngine(engine, config)
+    return ReferenceEngine(engine)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _json(config: EngineConfig) -> dict[str, Any]:
@@ -115,8 +132,13 @@ def _json(config: EngineConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
         "gradient_clipping": config.clip or 0.0,
+        "gradient_allreduce_op": config.reduction.value,
         "zero_optimization": {"stage": config.stage},
     }
+    if config.dtype == "bf16":
+        written["bf16"] = {"enabled": True}
+    if config.dtype == "fp16":
+        written["fp16"] = {"enabled": True, "loss_scale": config.loss_scale}
     for key, value in config.options.items():
         section = written.get(key)
         written[key] = {**section, **value} if isinstance(section, dict) else value

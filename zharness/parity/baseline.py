@@ -24,15 +24,24 @@ class Local:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks."""
+    """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks.
+
+    Trained parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients
+    of ``Local`` are divided by it, in float32 where it is not 1.
+    """
 
     spec: ModelSpec
     seed: int
     world_size: int
+    dtype: torch.dtype = torch.float32
+    loss_scale: float = 1.0
 
     def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
         model = self.spec.model(self.seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.detach().to(self.dtype)
         if params is not None:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -41,7 +50,7 @@ class Baseline:
 
     def batch(self, rank: int, step: int) -> Batch:
         """The micro-batch that ``rank`` sees at micro-step ``step``."""
-        return self.spec.micro_batch(self.seed, rank, step)
+        return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
     def objective(self, output: Tensor, batch: Batch) -> Tensor:
         """The loss of ``spec``."""
@@ -55,7 +64,7 @@ class Baseline:
         objective: Objective | None = None,
     ) -> Local:
         """Loss and gradients of one rank's micro-batch, not reduced with anyone's."""
-        return run_local(self.module(params), self.batch(rank, step), objective or self.objective)
+        return run_local(self.module(params), self.batch(rank, step), objective or self.objective, self.loss_scale)
 
     def locals(
         self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
@@ -64,11 +73,13 @@ class Baseline:
         return [self.local(rank, step, params, objective) for rank in range(self.world_size)]
 
 
-def run_local(model: nn.Module, batch: Batch, objective: Objective) -> Local:
+def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:
     """One forward and backward of ``model``, whose gradients must be None before."""
     loss = objective(model(batch.inputs), batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    (loss if loss_scale == 1 else loss * torch.tensor(loss_scale)).backward()  # type: ignore[no-untyped-call]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if loss_scale != 1:
+        grads = {name: grad.float() / loss_scale for name, grad in grads.items()}
     return Local(loss.detach(), grads)
 
 

@@ -1,127 +1,123 @@
-"""DeepSpeed's JSON as this engine reads it: a key is honoured, or cannot change a number, or is refused."""
+"""DeepSpeed's JSON as this engine reads it: complete, consistent, and refused by name where it cannot be honoured."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+import importlib
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference.layout import STAGES
+from zharness.reference.buckets import SIZE
+from zharness.reference.loss_scale import Scaling
+from zharness.reference.precision import Autocast, OnOverflow, Precision
+from zharness.reference.sections import TOP
+
+SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OPTIM = torch.optim
+# Each works element by element, so a shard's update is the shard of the whole's update.
+OPTIMIZERS: dict[str, type[_OPTIM.Optimizer]] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        *(_OPTIM.Adadelta, _OPTIM.Adagrad, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.Adamax, _OPTIM.ASGD, _OPTIM.NAdam),
+        *(_OPTIM.RAdam, _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.SGD),
+    )
+}
+# These look at a whole parameter, or at all of them; a release of torch that lacks one lacks it here too.
+NOT_ELEMENTWISE = {
+    "Adafactor": "it factors a matrix into rows and columns",
+    "LBFGS": "it needs inner products over all parameters, and a closure",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it needs sparse gradients",
+}
+SCHEDULERS = {
+    name: getattr(_OPTIM.lr_scheduler, name)
+    for name in (
+        *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR"),
+        *("MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR"),
+    )
+}
 
 
 @dataclass(frozen=True)
-class Section:
-    """The keys of one object of the JSON. What is in neither set is refused by name."""
+class Choice:
+    """A class of torch by its name in the JSON, and its keyword arguments."""
 
-    honoured: frozenset[str]
-    harmless: frozenset[str] = frozenset()
-
-    def check(self, where: str, got: Mapping[str, Any]) -> None:
-        """Raise ConfigError for the first key of ``got`` that is in neither set."""
-        known = self.honoured | self.harmless
-        for key in got:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; honoured: {', '.join(sorted(self.honoured))}"
-                raise ConfigError(f"the reference engine does not honour {(where + key)!r}{hint}")
-
-
-TOP = Section(
-    honoured=frozenset(
-        {
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "optimizer",
-            "zero_optimization",
-        }
-    ),
-    # How often and how much is printed or measured.
-    harmless=frozenset({"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"}),
-)
-ZERO = Section(
-    honoured=frozenset({"stage"}),
-    # How many elements travel together, when, from which memory, and how long they are kept: never which ones.
-    harmless=frozenset(
-        {
-            "allgather_bucket_size",
-            "allgather_partitions",
-            "contiguous_gradients",
-            "overlap_comm",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "round_robin_gradients",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-            "sub_group_size",
-        }
-    ),
-)
-OPTIMIZER = Section(honoured=frozenset({"type", "params"}))
-# Sections that choose another arithmetic: absent and disabled mean the same.
-PRECISION = frozenset({"fp16", "bf16", "torch_autocast", "amp"})
-
-
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """An optimizer of torch.optim and its keyword arguments."""
-
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    kind: Any = torch.optim.AdamW
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The configuration, complete and consistent. ``clip`` is None where the norm is not limited."""
+    """The configuration, complete and consistent. ``clip`` is None where the norm is not limited.
+
+    ``average`` tells the mean over ranks from the sum; the mean over micro-batches is taken either way.
+    """
 
     stage: int
     micro_batch_size: int
     accumulation_steps: int
     clip: float | None
-    optimizer: OptimizerChoice | None
+    optimizer: Choice | None
+    scheduler: Choice | None = None
+    precision: Precision = field(default_factory=Precision)
+    average: bool = True
+    drop_last: bool = False
+    bucket_size: int = SIZE
 
 
-def read(config: Mapping[str, Any], world_size: int) -> Settings:
-    """The settings in ``config``. Raises ConfigError, by name, for what cannot be honoured."""
-    config = {key: value for key, value in config.items() if not _disabled(key, value)}
-    TOP.check("", config)
-    zero = config.get("zero_optimization", {})
-    ZERO.check("zero_optimization.", zero)
-    stage = zero.get("stage", 0)
-    if stage not in STAGES:
-        raise ConfigError.unknown("zero_optimization.stage", stage, sorted(STAGES))
-    micro, steps = _batch(config, world_size)
-    clip = float(config.get("gradient_clipping", 0.0))
-    if clip < 0:
-        raise ConfigError(f"gradient_clipping is {clip}; a norm limit is positive, and 0 means no limit")
-    return Settings(stage, micro, steps, clip or None, _optimizer(config.get("optimizer")))
+def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """``config`` itself, or the JSON object in the file of that name. Raises ConfigError for no or another file."""
+    if isinstance(config, Mapping):
+        return config
+    try:
+        found = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config {str(config)!r} is no readable JSON file: {error}; pass a dict or a path") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"config {str(config)!r} holds a {type(found).__name__}; expected one JSON object")
+    return found
 
 
-def _disabled(key: str, value: Any) -> bool:
-    if key not in PRECISION:
-        return False
-    if isinstance(value, Mapping) and not value.get("enabled", False):
-        return True
-    raise ConfigError(
-        f"the reference engine does not honour {key!r}: it computes in fp32; remove or disable the section"
+def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Settings:
+    """The settings in ``config`` for a model on ``device``. Raises ConfigError, by name, for what is not honoured."""
+    got = TOP("", config)
+    zero = got["zero_optimization"]
+    for key in ("offload_optimizer", "offload_param"):
+        if zero[key]["device"] == "cpu" and device != "cpu":
+            raise ConfigError(f"zero_optimization.{key}.device is 'cpu' and the model is on {device}; use 'none'")
+    micro, steps = _batch(got, world_size)
+    precision = _precision(got)
+    _accumulates(got["data_types"]["grad_accum_dtype"], precision, zero["stage"])
+    held, wire = precision.held, precision.wire
+    if zero["stage"] == 3 and held is not None and wire not in (None, held):
+        raise ConfigError(
+            f"communication_data_type is {wire} and the parameters are {held}: at stage 3 a gradient arrives in the "
+            "parameters' dtype, so no other wire keeps its promise; leave the key out, or use another stage"
+        )
+    return Settings(
+        stage=zero["stage"],
+        micro_batch_size=micro,
+        accumulation_steps=steps,
+        clip=got["gradient_clipping"] or None,
+        optimizer=_optimizer(got["optimizer"]),
+        scheduler=_scheduler(got["scheduler"]),
+        precision=precision,
+        average=got["gradient_allreduce_op"] == "mean",
+        drop_last=got["dataloader_drop_last"],
+        bucket_size=zero["reduce_bucket_size"],
     )
 
 
-def _batch(config: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+def _batch(got: Mapping[str, Any], world_size: int) -> tuple[int, int]:
     """Micro-batch size and accumulation steps, from any two of DeepSpeed's three sizes (or one and a default of 1)."""
-    train, micro, steps = (
-        _positive(config, key)
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
+    train, micro = got["train_batch_size"], got["train_micro_batch_size_per_gpu"]
+    steps = got["gradient_accumulation_steps"]
     if train is None and micro is None:
         raise ConfigError("neither train_batch_size nor train_micro_batch_size_per_gpu is given; give one of them")
     if steps is None:
@@ -137,40 +133,133 @@ def _batch(config: Mapping[str, Any], world_size: int) -> tuple[int, int]:
     return micro, steps
 
 
-def _positive(config: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{key} is {value!r}; expected a positive integer")
-    return value
+def _precision(got: Mapping[str, Any]) -> Precision:
+    on = [key for key in ("fp16", "bf16", "torch_autocast") if got[key]["enabled"]]
+    if len(on) > 1:
+        raise ConfigError(f"the sections {' and '.join(on)} exclude each other; enable one of them")
+    _refuse_masters(got)
+    wire = got["communication_data_type"]
+    if "fp16" in on:
+        return _fp16(got["fp16"], wire)
+    if "bf16" in on:
+        low, skip = got["bf16"]["bf16_master_weights_and_grads"], got["bf16"]["check_grad_overflow"]
+        master = torch.bfloat16 if low else torch.float32
+        policy = OnOverflow.SKIP if skip else OnOverflow.RAISE
+        return Precision(held=torch.bfloat16, master=master, wire=wire, on_overflow=policy)
+    return _autocast(got["torch_autocast"], wire) if on else Precision(wire=wire)
 
 
-def _optimizer(section: Mapping[str, Any] | None) -> OptimizerChoice | None:
-    """DeepSpeed's names for torch's optimizers.
+def _fp16(section: Mapping[str, Any], wire: torch.dtype | None) -> Precision:
+    static = section["loss_scale"]
+    scaling = Scaling(
+        initial=static or 2.0 ** section["initial_scale_power"],
+        window=None if static else section["loss_scale_window"],
+        hysteresis=section["hysteresis"],
+        consecutive=section["consecutive_hysteresis"],
+        minimum=section["min_loss_scale"],
+    )
+    return Precision(
+        held=torch.float16,
+        master=torch.float16 if section["fp16_master_weights_and_grads"] else torch.float32,
+        wire=wire,
+        inputs=torch.float16 if section["auto_cast"] else None,
+        scaling=scaling,
+        on_overflow=OnOverflow.SKIP,
+    )
+
+
+def _autocast(section: Mapping[str, Any], wire: torch.dtype | None) -> Precision:
+    low = section["dtype"]
+    if low == torch.float32:
+        raise ConfigError("torch_autocast.dtype is fp32, which is no lower precision; use bf16 or fp16, or disable it")
+    named = section["lower_precision_safe_modules"]
+    safe = SAFE_MODULES if named is None else tuple(map(_module_class, named))
+    # GradScaler's own defaults: torch_autocast has no keys for them.
+    scaling = Scaling(initial=2.0**16, window=2000) if low == torch.float16 else None
+    policy = OnOverflow.SKIP if scaling is not None else OnOverflow.RAISE
+    return Precision(wire=wire, autocast=Autocast(low, safe), scaling=scaling, on_overflow=policy)
+
+
+def _module_class(path: str) -> type[nn.Module]:
+    package, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} does not import: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} is no class of modules")
+    return found
+
+
+def _refuse_masters(got: Mapping[str, Any]) -> None:
+    """DeepSpeed's rules for masters, and torch.optim's: it keeps state in the dtype of what it updates."""
+    fp16, bf16, zero = got["fp16"], got["bf16"], got["zero_optimization"]
+    low16, low = fp16["fp16_master_weights_and_grads"], bf16["bf16_master_weights_and_grads"]
+    if low16 and low:
+        raise ConfigError("fp16_master_weights_and_grads and bf16_master_weights_and_grads exclude each other")
+    if bf16["bf16_optimizer_states"] and not low:
+        raise ConfigError("bf16_optimizer_states needs bf16_master_weights_and_grads; enable both")
+    if low and not bf16["bf16_optimizer_states"]:
+        raise ConfigError(
+            "bf16_master_weights_and_grads without bf16_optimizer_states asks for fp32 state of bf16 weights, for "
+            "which DeepSpeed needs its own offloaded CPU optimizer and torch.optim has none; enable both"
+        )
+    for name, master, section in (("fp16", low16, fp16), ("bf16", low, bf16)):
+        if master and not section["enabled"]:
+            raise ConfigError(f"{name}_master_weights_and_grads is set and the section {name} is not enabled")
+        if master and zero["stage"] == 0:
+            raise ConfigError(f"{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, got 0")
+    if low16 and zero["offload_optimizer"]["device"] != "cpu":
+        raise ConfigError("fp16_master_weights_and_grads needs zero_optimization.offload_optimizer.device 'cpu'")
+
+
+def _accumulates(asked: torch.dtype | None, precision: Precision, stage: int) -> None:
+    """Gradients add up as backward makes them (stages 0 and 1), or once they are reduced, as masters (2 and 3)."""
+    done = (precision.held if stage < 2 else precision.master) or torch.float32
+    if asked not in (None, done):
+        raise ConfigError(
+            f"data_types.grad_accum_dtype is {asked}; at stage {stage} micro-batches add up in {done} under this "
+            "configuration; leave the key out, or use stage 2 or 3 to add up in the masters' dtype"
+        )
+
+
+def _optimizer(section: Mapping[str, Any] | None) -> Choice | None:
+    """torch's optimizers by DeepSpeed's names for them.
 
     Its "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false, and so does this one; ``torch_adam`` asks
     DeepSpeed for torch's implementation, which is the only one here.
     """
     if section is None:
         return None
-    OPTIMIZER.check("optimizer.", section)
-    args = dict(section.get("params", {}))
-    name = str(section.get("type", ""))
-    match name.lower():
-        case "adam":
-            decoupled = args.pop("adam_w_mode", True)
-            kind: type[torch.optim.Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
-            args.pop("torch_adam", None)
-        case "adamw":
-            kind = torch.optim.AdamW
-            args.pop("torch_adam", None)
-        case "sgd":
-            kind = torch.optim.SGD
-        case _:
-            raise ConfigError.unknown("optimizer.type", name, ["Adam", "AdamW", "SGD"], "or pass optimizer= a callable")
-    return OptimizerChoice(kind, args)
+    args, name = dict(section["params"]), str(section["type"])
+    refuse_unelementwise(name)
+    if name.lower() not in OPTIMIZERS:
+        allowed = [kind.__name__ for kind in OPTIMIZERS.values()]
+        raise ConfigError.unknown("optimizer.type", name, allowed, "or pass optimizer= a callable")
+    kind = OPTIMIZERS[name.lower()]
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        args.pop("torch_adam", None)
+    if kind is torch.optim.Adam and args.pop("adam_w_mode", True):
+        kind = torch.optim.AdamW
+    return Choice(kind, args)
 
 
-def harmless_keys() -> Iterable[str]:
+def refuse_unelementwise(name: str) -> None:
+    """Raises ConfigError for an optimizer of torch whose update of a shard is not the shard of its update."""
+    for known, reason in NOT_ELEMENTWISE.items():
+        if name.lower() == known.lower():
+            raise ConfigError(f"optimizer {known} cannot work on shards: {reason}; use an elementwise one, as AdamW is")
+
+
+def _scheduler(section: Mapping[str, Any] | None) -> Choice | None:
+    if section is None:
+        return None
+    name = section["type"]
+    if name not in SCHEDULERS:
+        raise ConfigError.unknown("scheduler.type", name, SCHEDULERS, "or pass lr_scheduler= a callable")
+    return Choice(SCHEDULERS[name], section["params"])
+
+
+def harmless_keys() -> Iterator[str]:
     """Every key that is accepted because it cannot change a number, with its section."""
-    yield from sorted(TOP.harmless)
-    yield from sorted(f"zero_optimization.{key}" for key in ZERO.harmless)
+    return TOP.harmless_keys()

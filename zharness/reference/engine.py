@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
+from zharness.errors import CheckpointError, NonFiniteError, UsageError
+from zharness.reference import saving, universal
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.loss_scale import LossScale
 from zharness.reference.parameters import Parameters
+from zharness.reference.precision import OnOverflow
+from zharness.reference.state import Contents, TrainingState
+from zharness.reference.together import together
+
+
+class Phase(Enum):
+    """What an engine may be asked for now. ``no_sync`` and ``close`` change it."""
+
+    TRAINING = "training"
+    NO_SYNC = "inside no_sync"
+    CLOSED = "closed"
 
 
 class Engine:
@@ -37,39 +57,132 @@ class Engine:
         parameters: Parameters,
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loss_scale: LossScale,
         ledger: Ledger,
     ) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
+        self.schedule = schedule
         self.comm = comm
         self.steps = 0
+        self.skipped_steps = 0
         self._owners = owners
         self._originals = originals
         self._parameters = parameters
         self._gradients = gradients
+        self._scale = loss_scale
         self._ledger = ledger
+        self._phase = Phase.TRAINING
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._micro_batches = 0
+        self._losses: list[Tensor] = []
         self._norm: float | None = None
+        kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
+        stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
+        self._state = TrainingState(module, originals, owners, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        """The module's forward, under the configured torch_autocast; the loss is computed outside of it."""
+        self._need(Phase.TRAINING, Phase.NO_SYNC)
+        precision = self.settings.precision
+        with precision.forward(self._device.type):
+            return self.module(*precision.arguments(args), **precision.arguments(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Exactly ``loss.backward()``: the mean over ranks and micro-batches is taken where gradients are reduced."""
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        """``scale(loss).backward()``; the mean over ranks and micro-batches is taken where gradients are reduced."""
+        self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` itself: fp32 needs no loss scale."""
-        return loss
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """``loss`` times the loss scale, where one is needed; call ``backward`` on that. ``retain_graph`` says nothing.
+
+        An external scale (``override_loss_scale``) goes before torch_autocast's, and that before fp16's own. Raises
+        UsageError unless ``loss`` is a tensor of one element.
+        """
+        self._need(Phase.TRAINING, Phase.NO_SYNC)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) scale (out * g).sum()")
+        self._losses.append(loss.detach())
+        return self._scale.scale(loss)
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward of an unscaled loss would be wrong; such a one raises UsageError."""
+        return self._scale.needed()
+
+    def override_loss_scale(self, scale: float | None) -> None:
+        """Use an external loss scale, which the caller moves; None returns to the configured one."""
+        self._scale.override(scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``scale`` multiplies by now."""
+        return self._scale.value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up on this rank; a later one outside is reduced with them. Stages 0 and 1 only.
+
+        Raises UsageError where gradients are sharded, since a shard has no room for what is not reduced; accumulate
+        over ``step`` there. ``step`` inside the block raises it as well.
+        """
+        self._need(Phase.TRAINING)
+        if self._owners.gradients is Owner.SHARDED:
+            raise UsageError(
+                f"no_sync at stage {self.settings.stage}: sharded gradients have no room for what is not reduced; "
+                "set gradient_accumulation_steps and call step() after every micro-batch"
+            )
+        self._phase = Phase.NO_SYNC
+        try:
+            yield
+        finally:
+            self._phase = Phase.TRAINING
 
     def step(self) -> None:
-        """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then."""
+        """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then.
+
+        A step whose gradients are not finite on some rank changes no weight on any: it is skipped and counted under
+        fp16 and (unless bf16.check_grad_overflow is false) bf16, and raises NonFiniteError otherwise. There it also
+        does so for a loss that the engine saw; gradients are looked at where something needs their norm.
+        """
+        self._need(Phase.TRAINING)
         self._micro_batches += 1
         if self._micro_batches < self.settings.accumulation_steps:
             return
+        self._parameters.ready_to_step()
         reduced = self._gradients.reduced()
-        self._norm = None if self.settings.clip is None else self._gradients.clip(self.settings.clip)
+        finite = self._rescale(reduced)
+        if finite:
+            self._update(reduced)
+        self.zero_grad()
+        self._scale.update(not finite)
+        if not finite:
+            self._skip()
+
+    def _rescale(self, reduced: Mapping[str, Tensor]) -> bool:
+        """Unscale and clip, by one factor; whether losses and gradients are finite on all ranks. Collective."""
+        settings, scale = self.settings, self._scale
+        skips = settings.precision.on_overflow is OnOverflow.SKIP
+        finite = skips or not self._saw_infinite_loss()
+        self._norm, factor = None, 1.0 / scale.value
+        if settings.clip is not None or skips or scale.needed():
+            self._norm = self._gradients.norm() / scale.value
+            finite = finite and math.isfinite(self._norm)
+        if settings.clip is not None and self._norm is not None:
+            factor *= min(1.0, settings.clip / (self._norm + 1e-6))
+        if finite and factor != 1.0:
+            for grad in reduced.values():
+                grad.mul_(factor)
+        return finite
+
+    def _saw_infinite_loss(self) -> bool:
+        """Whether a loss of this window was not finite, on any rank. Collective: one byte."""
+        seen = [loss.isfinite().all() for loss in self._losses]
+        flag = (~torch.stack(seen)).any() if seen else torch.zeros((), dtype=torch.bool, device=self._device)
+        return bool(self.comm.all_reduce(flag.to(torch.uint8), op=dist.ReduceOp.MAX))
+
+    def _update(self, reduced: Mapping[str, Tensor]) -> None:
         leaves = self._parameters.leaves
         try:
             for name, grad in reduced.items():
@@ -79,25 +192,67 @@ class Engine:
             for name in reduced:
                 leaves[name].grad = None
         self._parameters.publish(reduced)
-        self.zero_grad()
         self.steps += 1
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        if self.settings.precision.on_overflow is OnOverflow.RAISE:
+            raise NonFiniteError(
+                f"after step {self.steps} a loss or a gradient is not finite on some rank (norm {self._norm}): "
+                "no weight was changed and the gradients are forgotten; look at the data and the learning rate"
+            )
+
+    def _need(self, *phases: Phase) -> None:
+        if self._phase not in phases:
+            raise UsageError(f"the engine is {self._phase.value}; this call needs it {phases[0].value}")
 
     def zero_grad(self) -> None:
         """Forget every gradient, reduced or not, and the micro-batches that they came from."""
         self._gradients.forget()
+        self._scale.forget()
+        self._losses.clear()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """The norm before clipping of the last step; None where gradient_clipping is off or no step was made."""
+        """The norm of the last step's gradients, unscaled and before clipping; None where no step needed it."""
         return self._norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """The reduced gradients so far, original names and shapes, on CPU. Collective."""
-        return self._gradients.full()
+        """The reduced gradients so far, unscaled, original names and shapes, on CPU. Collective."""
+        return {name: grad / self._scale.value for name, grad in self._gradients.full().items()}
 
     def full_params(self) -> dict[str, Tensor]:
         """The current weights, original names and shapes, on CPU. Collective."""
         return self._parameters.full()
+
+    def gathered(
+        self, parameters: Iterable[str | nn.Parameter] | None = None, source: int = 0
+    ) -> AbstractContextManager[dict[str, Tensor]]:
+        """A block in which full weights may be edited: by name in the dictionary it gives, or as module attributes.
+
+        ``parameters`` are names or the model's Parameters, all of them when None. Afterwards every rank has what rank
+        ``source`` made of them, masters included; after an exception, on any rank, nobody has any edit. Collective at
+        both ends, at every stage. Raises UsageError for an unknown parameter, and where another rank raised.
+        """
+        return self._parameters.gathered(parameters, source)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """A block whose forwards and backwards may use other parameters on other ranks, as branches on data do.
+
+        What a rank does not use counts as zero in the mean. Without it, stage 3 asks the same reads of every rank, each
+        a collective (two, inside the block: the first says which), and stage 2 as many backwards, those of reentrant
+        checkpoints among them. Collective at its end. Raises UsageError where another rank raised inside it, and for
+        another such block, or a step at stage 3, inside it.
+        """
+        with self._gradients.uneven(), self._parameters.uneven():
+            yield
+
+    def full_masters(self) -> dict[str, Tensor]:
+        """The optimizer's own copies of the weights, where it works in another dtype than the model. Collective."""
+        return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter name, original shapes, on CPU; scalars such as ``step`` as they are."""
@@ -112,6 +267,83 @@ class Engine:
         if self._owners.optimizer_state is Owner.SHARDED and value.shape == leaf.shape:
             value = gather(value, self._originals[name].layout, self.comm)
         return value.detach().to("cpu", copy=True)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's ``state_dict`` with whole parameters on CPU, for ``load_state_dict`` of a plain one. Collective.
+
+        A tied weight is one tensor under all its names, as in the plain one. Buffers are this rank's.
+        """
+        whole = self.full_params()
+        named = {original.parameter: whole[name] for name, original in self._originals.items()}
+        return {
+            name: named[value] if value in named else value.detach().to("cpu", copy=True)
+            for name, value in self.module.state_dict(keep_vars=True).items()
+        }
+
+    def save_checkpoint(
+        self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save all that training goes on from to ``save_dir/tag`` (``global_step{steps}`` without one); its path.
+
+        Parameters, buffers, the optimizer with its groups, the schedule, the loss scale, the counts of steps, and the
+        caller's ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
+        Raises CheckpointError on every rank; whatever interrupts, the checkpoint before stays whole and the latest.
+        """
+        self._need(Phase.TRAINING)
+        with together(self.comm):
+            if self._micro_batches or self._waiting_gradients():
+                raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
+            contents = self._state.contents()
+            facts = {
+                "contents": vars(contents),
+                "steps": (self.steps, self.skipped_steps),
+                "client_state": dict(client_state or {}),
+            }
+        pieces = self._state.pieces(contents)
+        return saving.save(Path(save_dir), tag or f"global_step{self.steps}", pieces, facts, self.comm)
+
+    def load_checkpoint(
+        self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
+    ) -> tuple[Path, dict[str, Any]]:
+        """Go on from ``load_dir/tag``, or from the latest; its path and the ``client_state`` saved with it.
+
+        Any stage at any world size reads what any other wrote. ``load_module_only`` takes the parameters and buffers
+        alone. Gradients that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded,
+        for a checkpoint that is missing, damaged, carries code, or is of another model or optimizer.
+        """
+        self._need(Phase.TRAINING)
+        found = saving.find(Path(load_dir), tag, self.comm)
+        with together(self.comm):
+            contents = Contents(**found.facts["contents"])
+            (steps, skipped), client_state = found.facts["steps"], found.facts["client_state"]
+            self._state.check(contents, load_module_only)
+            pieces = self._state.blank(contents, load_module_only)
+        found.fill(pieces)
+        self.zero_grad()
+        self._state.adopt(contents, pieces, load_module_only)
+        if not load_module_only:
+            self.steps, self.skipped_steps = steps, skipped
+        return found.path, client_state
+
+    def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
+        """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
+
+        ``mpu`` tells which tensor-parallel slice the model on this rank is. Takes weights, buffers, Adam's moments,
+        counts and settings, the loss scale, and the schedule where both sides have one. Collective. Raises
+        CheckpointError on every rank, with nothing loaded, for one that is missing, incomplete, damaged, unsafe, or of
+        another model.
+        """
+        self._need(Phase.TRAINING)
+        with together(self.comm):
+            found = universal.read(Path(path), self._state, mpu)
+        self.zero_grad()
+        self._state.adopt(found.contents, found.pieces)
+        self.steps, self.skipped_steps = found.steps, found.skipped_steps
+        return Path(path), found.client_state
+
+    def _waiting_gradients(self) -> list[Tensor]:
+        local = (original.parameter.grad for original in self._originals.values())
+        return [*self._gradients.held(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Per parameter, start and stop of each rank's flat elements; empty where the optimizer state is whole."""
@@ -143,8 +375,11 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks and the exchanged classes away. No collective: at stage 3 the parameters stay shards."""
-        self._gradients.close()
-        self._parameters.close()
+        if self._phase is not Phase.CLOSED:
+            self._phase = Phase.CLOSED
+            self._scale.close()
+            self._gradients.close()
+            self._parameters.close()
 
 
 def _storage_bytes(values: Iterable[Any]) -> int:

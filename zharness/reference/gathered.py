@@ -18,8 +18,10 @@ from torch import Tensor
 
 from zharness.comm import Comm
 from zharness.errors import StaleGraphError
+from zharness.reference import fallback
 from zharness.reference import torch_private as private
-from zharness.reference.layout import Original, gather, reduce_scatter
+from zharness.reference.layout import Original
+from zharness.reference.uneven import Channel
 
 
 class Ledger:
@@ -42,11 +44,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Wire:
-    """What a gather and its backward need beside the parameter: the group, the ledger, and the mean's divisor."""
+    """What a gather and its backward need beside the parameter: the group, the ledger, the divisor, the collectives."""
 
     comm: Comm
     ledger: Ledger
     divisor: int
+    channel: Channel
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Copy:
         layout, shard = self.original.layout, self.original.parameter
         with torch.no_grad(), private.outside_transforms():
             # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
-            received = gather(shard.detach().to(self.dtype), layout, self.wire.comm)
+            received = self.wire.channel.full(self.original, self.dtype)
             full = shard.detach()
             full.data = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
             full.data.copy_(received)
@@ -121,13 +124,14 @@ class Copy:
     def _borrow(self) -> Tensor:
         """One gather per backward, however many nodes saved this copy: it is kept until the last of them has asked."""
         task = private.graph_task()
+        lasting = task != -1 and private.can_queue()  # else nobody says which backward asks, or when it is over
         loan = self._loan
         if loan is None or loan.backward != task:
             loan = Loan(task, self.fill(), self._promises)
-            if loan.due > 1 and task != -1:
+            if loan.due > 1 and lasting:
                 # A backward that needs only some of the nodes never asks for the rest.
                 private.at_end_of_backward(self._settle)
-        last = loan.due == 1 or task == -1
+        last = loan.due == 1 or not lasting
         self._loan = None if last else Loan(task, loan.full, loan.due - 1)
         return loan.full
 
@@ -155,7 +159,7 @@ def read(copy: Copy, stand: Tensor) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, copy: Copy) -> Tensor:
-    result: Tensor = function.apply(tensor, copy)  # type: ignore[no-untyped-call]
+    result: Tensor = fallback.apply(function, tensor, copy)
     return result
 
 
@@ -217,7 +221,7 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(full: Tensor, copy: Copy) -> Tensor:
         with private.outside_transforms():
-            return reduce_scatter(full, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+            return private.by_row(lambda row: copy.wire.channel.mean(copy.original, row), full)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
@@ -239,7 +243,7 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def forward(shard: Tensor, copy: Copy) -> Tensor:
         with private.outside_transforms():
-            return gather(shard, copy.original.layout, copy.wire.comm) / copy.wire.divisor
+            return private.by_row(lambda row: copy.wire.channel.spread(copy.original, row), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zharness.reference.buckets import Bucket
 from zharness.reference.gathered import Wire
-from zharness.reference.layout import Original, Owner, Owners, gather, reduce_scatter
+from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.rounds import Rounds
 
 
 class Gradients:
@@ -21,33 +24,61 @@ class Gradients:
     one of the two places, never in both, so it cannot be reduced twice, whenever and however often backward runs.
 
     * Whole gradients wait in ``parameter.grad`` until the boundary asks for them.
-    * Sharded gradients of whole parameters are absorbed by a hook, one parameter at a time, as backward makes them.
-    * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved.
+    * Sharded gradients of whole parameters are absorbed bucket by bucket as backward makes them: see ``Rounds``.
+    * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved (at once,
+      where the optimizer's dtype is wider).
 
-    A parameter that only some ranks used counts as zero on the others. That is agreed on at the boundary, so it holds
-    for whole gradients; in the other two cases every backward must make the same gradients on every rank, in one order.
+    A parameter that only some ranks used counts as zero on the others; one that none used has no gradient. The ranks
+    agree on that before each reduction. It holds for whole parameters; where they are sharded, every backward must make
+    the same gradients on every rank, in one order.
     """
 
-    def __init__(self, originals: Mapping[str, Original], owners: Owners, wire: Wire) -> None:
+    def __init__(
+        self, originals: Mapping[str, Original], owners: Owners, wire: Wire, travelling: Sequence[Bucket]
+    ) -> None:
         self._originals = originals
         self._owners = owners
         self._wire = wire
+        self._buckets = travelling
         self._reduced: dict[str, Tensor] = {}
+        self._rounds: Rounds | None = None
         self._hooks: list[RemovableHandle] = []
-        if owners.gradients is Owner.SHARDED and owners.parameters is Owner.WHOLE:
-            self._hooks = [self._absorb_as_made(o) for o in originals.values() if o.parameter.requires_grad]
+        self._watch()
 
-    def _absorb_as_made(self, original: Original) -> RemovableHandle:
-        def hook(parameter: nn.Parameter) -> None:
-            self._absorb(original)
+    def _watch(self) -> None:
+        """Absorb gradients as they come: those that are whole, and those that would add up in too narrow a dtype."""
+        if self._owners.gradients is Owner.WHOLE:
+            return
+        trained = [original for original in self._originals.values() if original.parameter.requires_grad]
+        if self._owners.parameters is Owner.WHOLE:
+            names = {original.name for original in trained}
+            self._rounds = Rounds([b for b in (b.only(names) for b in self._buckets) if b.members], self._absorb_some)
+            self._hooks = [_hook(original, self._rounds.arrived) for original in trained]
+        else:
+            narrow = [o for o in trained if o.has_master]
+            self._hooks = [_hook(original, self._absorber(Bucket((original,)))) for original in narrow]
 
-        handle: RemovableHandle = original.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return handle
+    def _absorber(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
+        return lambda _: self._absorb(bucket)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside, gradients of whole parameters wait for the boundary: ranks may run different backwards."""
+        if self._rounds is not None:
+            self._unwatch()
+        try:
+            yield
+        finally:
+            if not self._hooks:
+                self._watch()
 
     def reduced(self) -> dict[str, Tensor]:
         """All that backward left, reduced; parameters without gradient are left out. Collective."""
-        for original in self._having_gradients():
-            self._absorb(original)
+        used, _ = self._agree(list(self._originals.values()))
+        for bucket in self._buckets:
+            self._absorb(bucket.only(used))
+        if self._rounds is not None:
+            self._rounds.forget()
         return dict(self._reduced)
 
     def held(self) -> list[Tensor]:
@@ -63,37 +94,58 @@ class Gradients:
         self._reduced.clear()
         for original in self._originals.values():
             original.parameter.grad = None
+        if self._rounds is not None:
+            self._rounds.forget()
 
     def close(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._unwatch()
         self.forget()
 
-    def _having_gradients(self) -> list[Original]:
-        """The parameters with a gradient on any rank: a rank that did not use one takes part with zeros."""
-        candidates = list(self._originals.values())
-        flags = torch.tensor([o.parameter.grad is not None for o in candidates], dtype=torch.uint8)
+    def _unwatch(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _agree(self, candidates: Sequence[Original], more: bool = False) -> tuple[set[str], bool]:
+        """The names of those with a gradient on any rank, and whether any rank has ``more``. Collective: bytes."""
+        flags = torch.tensor([*(o.parameter.grad is not None for o in candidates), more], dtype=torch.uint8)
         if self._owners.parameters is Owner.WHOLE and candidates:
             flags = flags.to(candidates[0].parameter.device)
             self._wire.comm.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return [original for original, flag in zip(candidates, flags.tolist(), strict=True) if flag]
+        *used, further = flags.tolist()
+        return {original.name for original, flag in zip(candidates, used, strict=True) if flag}, bool(further)
+
+    def _absorb_some(self, bucket: Bucket, more: bool) -> bool:
+        """Absorb what any rank has of ``bucket``; whether that is anything, or some rank has ``more``. Collective."""
+        used, further = self._agree(bucket.members, more)
+        self._absorb(bucket.only(used))
+        return bool(used) or further
 
     @torch.no_grad()
-    def _absorb(self, original: Original) -> None:
-        parameter = original.parameter
-        local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-        parameter.grad = None
-        share = self._reduce(local, original)
-        before = self._reduced.get(original.name)
-        self._reduced[original.name] = share if before is None else before.add_(share)
+    def _absorb(self, bucket: Bucket) -> None:
+        if not bucket.members:
+            return
+        for original, share in zip(bucket.members, self._reduce(bucket), strict=True):
+            before = self._reduced.get(original.name)
+            self._reduced[original.name] = share if before is None else before.add_(share)
 
-    def _reduce(self, local: Tensor, original: Original) -> Tensor:
-        owned = original.layout.owned(self._wire.comm.rank)
+    def _reduce(self, bucket: Bucket) -> list[Tensor]:
+        """The bucket's gradients, taken from the parameters: a rank that did not use one takes part with zeros."""
+        rank, formats, comm = self._wire.comm.rank, bucket.members[0].formats, self._wire.comm
+        taken = [_take(original) for original in bucket.members]
         if self._owners.parameters is Owner.SHARDED:
-            return local[:owned]
+            return [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
+        row = bucket.reduce_scatter([grad.to(formats.wire) for grad in taken], comm)
         if self._owners.optimizer_state is Owner.SHARDED:
-            return reduce_scatter(local, original.layout, self._wire.comm)[:owned].div_(self._wire.divisor)
-        return self._wire.comm.all_reduce(local.contiguous()).div_(self._wire.divisor)
+            return bucket.shards(row.to(formats.master).div_(self._wire.divisor), rank)
+        rows = bucket.gather(row, comm).to(formats.master).div_(self._wire.divisor)
+        whole = [grad.to(formats.master) for grad in taken]
+        bucket.spread(rows, whole)
+        return whole
+
+    def _moved(self, shard: Tensor, original: Original) -> Tensor:
+        """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
+        mine = shard[: original.layout.owned(self._wire.comm.rank)].to(original.formats.master)
+        return mine.div_(self._wire.divisor) if original.has_master else mine
 
     def _whole(self, name: str, grad: Tensor) -> Tensor:
         if self._owners.optimizer_state is Owner.WHOLE:
@@ -101,8 +153,8 @@ class Gradients:
         return gather(grad, self._originals[name].layout, self._wire.comm)
 
     def norm(self) -> float:
-        """The 2-norm of all reduced gradients together, summed in float64. Collective where they are sharded."""
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self.reduced().values()]
+        """The 2-norm of what ``reduced`` gave last, all together, summed in float64. Collective where it is sharded."""
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._owners.optimizer_state is Owner.SHARDED:
             self._wire.comm.all_reduce(total)
@@ -115,3 +167,15 @@ class Gradients:
         for grad in self._reduced.values():
             grad.mul_(factor)
         return norm
+
+
+def _hook(original: Original, function: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    handle: RemovableHandle = original.parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _take(original: Original) -> Tensor:
+    parameter = original.parameter
+    local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    parameter.grad = None
+    return local

@@ -2,59 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from zharness.comm import Comm
 from zharness.errors import ConfigError
 from zharness.reference import config as configuration
+from zharness.reference.agreement import together
+from zharness.reference.buckets import buckets
+from zharness.reference.config import Settings
+from zharness.reference.data import MicroBatches
+from zharness.reference.deferred import device_of
 from zharness.reference.engine import Engine
 from zharness.reference.gathered import Ledger, Wire
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import STAGES, originals
-from zharness.reference.optimizer import Builder, ParameterGroups, build
-from zharness.reference.parameters import Parameters
+from zharness.reference.loss_scale import LossScale
+from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
+from zharness.reference.parameters import Parameters, share
+from zharness.reference.uneven import Channel
 
 
 def initialize(
     *,
     model: nn.Module,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | str | Path,
     model_parameters: ParameterGroups | None = None,
     optimizer: torch.optim.Optimizer | Builder | None = None,
-    average_over_ranks: bool = True,
-) -> tuple[Engine, torch.optim.Optimizer, None, None]:
-    """Shard ``model`` as ``config`` says; engine, optimizer, and DeepSpeed's two places for what this engine lacks.
+    lr_scheduler: Any = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, MicroBatches | None, Any]:
+    """Shard ``model`` as ``config`` says; returns engine, optimizer, dataloader and scheduler, as DeepSpeed does.
 
-    Collective over the default process group: rank 0's parameters and buffers become everyone's. ``optimizer`` is a
-    torch optimizer over the model's parameters that has not stepped, or a builder that is called with a mapping from
-    name to leaf; without it, ``config["optimizer"]`` decides, over ``model_parameters`` or all of them.
-    ``average_over_ranks=False`` sums the ranks' gradients; the mean over micro-batches is taken either way.
+    Collective over the default process group: rank 0's parameters and buffers become everyone's. What is on the meta
+    device gets memory and values from its module's ``reset_parameters``, sharded as it comes. ``config`` is
+    DeepSpeed's JSON, as a dict or a file's path (``reference.sections`` lists its keys). ``optimizer`` is a torch
+    optimizer over the model's parameters that has not stepped, or a builder that is called with a mapping from name to
+    leaf; without it, ``config["optimizer"]`` decides, over ``model_parameters`` or all of them. ``lr_scheduler`` is a
+    scheduler over that optimizer, or a callable that makes one of it; without it, ``config["scheduler"]`` decides. It
+    is stepped after each optimizer step that was made. ``training_data`` comes back as a loader of micro-batches.
 
-    Raises ConfigError for a key, a dtype or an optimizer that the engine does not honour.
+    Raises ConfigError for a key, a dtype or an optimizer that the engine does not honour, and for anything in which the
+    ranks differ: on every rank, with the model as it was.
     """
     comm = Comm()
-    settings = configuration.read(config, comm.world_size)
-    _only_fp32(model)
+    device = device_of(model, comm)
+
+    def read() -> Settings:
+        return configuration.read(configuration.load(config), comm.world_size, device.type)
+
+    settings = together(comm, device, read, lambda found: _facts(found, model, training_data))
+    loader = None
+    if training_data is not None:
+        loader = MicroBatches(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
     for tensor in (*model.parameters(), *model.buffers()):
-        _share(tensor.detach(), comm)
+        if not tensor.is_meta:
+            share(tensor, comm)
     owners = STAGES[settings.stage]
-    divisor = settings.accumulation_steps * (comm.world_size if average_over_ranks else 1)
-    wire = Wire(comm, Ledger(), divisor)
-    found = originals(model, comm.world_size)
+    divisor = settings.accumulation_steps * (comm.world_size if settings.average else 1)
+    found = originals(model, comm.world_size, settings.precision.formats(model))
+    wire = Wire(comm, Ledger(), divisor, Channel(list(found.values()), comm, divisor))
+    travelling = buckets(list(found.values()), settings.bucket_size)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
-        undo.callback(_give_back, [(p, p.data) for p in model.parameters()])
-        parameters = Parameters(model, found, owners, wire)
+        undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
+        parameters = Parameters(model, found, owners, wire, travelling)
         undo.callback(parameters.close)
-        chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            undo.callback(_regroup, optimizer, [group["params"] for group in optimizer.param_groups])
+
+        def choose() -> tuple[torch.optim.Optimizer, Any]:
+            chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
+            return chosen, build_schedule(lr_scheduler, settings.scheduler, chosen)
+
+        chosen, schedule = together(comm, device, choose, lambda both: group_facts(both[0], found, parameters.leaves))
         undo.pop_all()
-    gradients = Gradients(found, owners, wire)
-    engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, wire.ledger)
-    return engine, chosen, None, None
+    scale = LossScale(settings.precision.scaling, [p for p in model.parameters() if p.requires_grad])
+    gradients = Gradients(found, owners, wire, travelling)
+    engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, schedule, scale, wire.ledger)
+    return engine, chosen, loader, schedule
+
+
+def _facts(settings: Settings, model: nn.Module, data: Dataset[Any] | None) -> dict[str, str]:
+    """What has to be alike on all ranks, before anything is done to the model."""
+    told = {f"configuration: {each.name}": repr(getattr(settings, each.name)) for each in fields(settings)}
+    for name, p in model.named_parameters():
+        if not p.is_floating_point() and p.requires_grad:
+            raise ConfigError(f"parameter {name!r} is {p.dtype}; only real floating-point parameters are trained")
+        told[f"parameter {name!r}"] = f"{p.dtype} {tuple(p.shape)}, {'trained' if p.requires_grad else 'frozen'}"
+    told |= {f"buffer {name!r}": f"{each.dtype} {tuple(each.shape)}" for name, each in model.named_buffers()}
+    return told | {
+        "training_data": "none" if data is None else f"{len(data)} samples" if hasattr(data, "__len__") else "?"
+    }
 
 
 def _give_back(before: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -62,14 +108,6 @@ def _give_back(before: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         parameter.data = data
 
 
-def _share(tensor: torch.Tensor, comm: Comm) -> None:
-    if tensor.numel():
-        whole = tensor.contiguous()
-        comm.broadcast(whole)
-        tensor.copy_(whole)
-
-
-def _only_fp32(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
-            raise ConfigError(f"parameter {name!r} is {parameter.dtype}; the engine computes in torch.float32")
+def _regroup(optimizer: torch.optim.Optimizer, before: list[Any]) -> None:
+    for group, params in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = params

@@ -73,17 +73,38 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Formats:
+    """The dtypes of one parameter.
+
+    As the model holds it and its gradient is made (``held``), as that gradient crosses the wire (``wire``), and as the
+    optimizer holds its own copy, state and reduced gradient (``master``). ``gathered`` is how stage 3 gathers it inside
+    a torch.autocast of that dtype, and None where that is as it is held.
+    """
+
+    held: torch.dtype
+    wire: torch.dtype
+    master: torch.dtype
+    gathered: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class Original:
-    """One parameter of the user's model: its first name, the Parameter itself, and its layout."""
+    """One parameter of the user's model: its first name, the Parameter itself, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter
     layout: Layout
+    formats: Formats
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on a copy of the parameter, in a dtype of its own."""
+        return self.formats.master != self.formats.held
 
 
-def originals(module: nn.Module, ranks: int) -> dict[str, Original]:
+def originals(module: nn.Module, ranks: int, formats: Mapping[nn.Parameter, Formats]) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""
-    return {name: Original(name, p, _layout(p, ranks)) for name, p in module.named_parameters()}
+    return {name: Original(name, p, _layout(p, ranks), formats[p]) for name, p in module.named_parameters()}
 
 
 def _layout(parameter: nn.Parameter, ranks: int) -> Layout:

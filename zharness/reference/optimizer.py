@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import ConfigError
-from zharness.reference.config import OptimizerChoice
+from zharness.reference.config import Choice, refuse_unelementwise
 from zharness.reference.layout import Original
 
 Leaves = Mapping[str, Tensor]
@@ -48,7 +48,7 @@ def _as_list(params: Any) -> list[Any]:
 
 def build(
     given: torch.optim.Optimizer | Builder | None,
-    choice: OptimizerChoice | None,
+    choice: Choice | None,
     parameters: ParameterGroups | None,
     originals: Mapping[str, Original],
     leaves: Leaves,
@@ -60,6 +60,7 @@ def build(
     """
     substitution = Substitution(originals, leaves)
     if isinstance(given, torch.optim.Optimizer):
+        refuse_unelementwise(type(given).__name__)
         if given.state:
             raise ConfigError("the optimizer has stepped already; pass it before its first step")
         groups = substitution.groups(given.param_groups)
@@ -68,15 +69,52 @@ def build(
         return given
     if given is not None:
         built = given(leaves)
+        refuse_unelementwise(type(built).__name__)
         _only_leaves(built, leaves)
         return built
     if choice is None:
         raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
     groups = substitution.groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
     try:
-        return choice.kind(groups, **choice.args)
-    except TypeError as error:
+        built = choice.kind(groups, **choice.args)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params {dict(choice.args)} do not suit {choice.kind.__name__}: {error}") from None
+    return built  # type: ignore[no-any-return]
+
+
+def build_schedule(given: Any, choice: Choice | None, optimizer: torch.optim.Optimizer) -> Any:
+    """The client's learning-rate schedule, one from its builder, the configured one, or None."""
+    made = given(optimizer) if callable(given) else given
+    if made is None and choice is not None:
+        try:
+            made = choice.kind(optimizer, **choice.args)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"scheduler.params {dict(choice.args)}: {choice.kind.__name__}: {error}") from None
+    if made is None:
+        return None
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau steps on a metric, which the engine does not know; step it yourself")
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler is a {type(made).__name__}; expected a scheduler, or a callable that makes one"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("lr_scheduler belongs to another optimizer than the engine's; pass a callable that makes one")
+    return made
+
+
+def group_facts(optimizer: torch.optim.Optimizer, originals: Mapping[str, Original], leaves: Leaves) -> dict[str, str]:
+    """The optimizer in words, so that ranks can be compared: its class, and of each group the members and settings.
+
+    A rank may leave out what it has no elements of, so only parameters with elements on the last rank are told.
+    """
+    names = {id(leaves[n]): n for n, each in originals.items() if each.layout.owned(each.layout.ranks - 1)}
+    told = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        members = [names[id(leaf)] for leaf in group["params"] if id(leaf) in names]
+        told[f"optimizer group {index}"] = f"{members}, {settings}"
+    return told
 
 
 def _only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.comm import Comm
+from zharness.errors import UsageError
+from zharness.reference.buckets import Bucket
+from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.reading import Exchange, Reader
@@ -17,38 +23,147 @@ class Parameters:
 
     ``leaves`` are what the optimizer sees, by name: the whole parameter, or this rank's elements of it. They are views
     of the parameter's own memory (of the shard's, where parameters are sharded), so an optimizer step needs no copy
-    back, and they share its version counter, so autograd notices the step.
+    back, and they share its version counter, so autograd notices the step. Where the optimizer works in another dtype
+    than the model holds, the leaf is a master: a copy of the values as they were given, from which ``publish`` casts.
     """
 
-    def __init__(self, module: nn.Module, originals: Mapping[str, Original], owners: Owners, wire: Wire) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        originals: Mapping[str, Original],
+        owners: Owners,
+        wire: Wire,
+        travelling: Sequence[Bucket],
+    ) -> None:
         self._originals = originals
+        self._buckets = travelling
         self._owners = owners
         self._comm = wire.comm
+        self._channel = wire.channel
+        self._reader: Reader | None = None
         self._exchange: Exchange | None = None
+        self.masters: dict[str, Tensor] = {}
+        for original in self._unsettled(module):
+            self._settle(original)
         if owners.parameters is Owner.SHARDED:
-            for original in originals.values():
-                _keep_shard(original, wire.comm.rank)
-            self._exchange = Exchange(module, Reader(originals, wire))
-        self.leaves = {name: self._leaf(original) for name, original in originals.items()}
+            self._reader = Reader(originals, wire)
+            self._exchange = Exchange(module, self._reader)
+        self.leaves = {name: self.masters.get(name, self._leaf(o)) for name, o in originals.items()}
 
-    def _leaf(self, original: Original) -> Tensor:
-        values, rank = original.parameter.detach(), self._comm.rank
+    def _unsettled(self, module: nn.Module) -> Iterator[Original]:
+        """Each parameter, whole. What was built on the meta device gets rank 0's values, module by module, before."""
+        waiting: dict[Tensor, Original] = {original.parameter: original for original in self._originals.values()}
+        home = device_of(module, self._comm)
+        for each in deferred(module):
+            for tensor in each.materialise(home):
+                share(tensor, self._comm)
+                if tensor in waiting:
+                    yield waiting.pop(tensor)
+        yield from waiting.values()
+
+    def _settle(self, original: Original) -> None:
+        """Put the parameter's master aside, then leave of it what the model holds: its dtype, this rank's part."""
+        parameter, formats = original.parameter, original.formats
+        if original.has_master:
+            self.masters[original.name] = self._elements(original).to(formats.master, copy=True)
+        if parameter.dtype != formats.held:
+            parameter.data = parameter.detach().to(formats.held)
+        if self._owners.parameters is Owner.SHARDED:
+            _keep_shard(original, self._comm.rank)
+
+    def _elements(self, original: Original) -> Tensor:
+        """This rank's elements of a parameter that is whole still, in the shape of its leaf."""
+        values = original.parameter.detach()
         if self._owners.optimizer_state is Owner.WHOLE:
             return values
-        if self._owners.parameters is Owner.SHARDED:
-            return values[: original.layout.owned(rank)]
-        start, stop = original.layout.bounds(rank)
+        start, stop = original.layout.bounds(self._comm.rank)
         return values.reshape(-1)[start:stop]
 
+    def _leaf(self, original: Original) -> Tensor:
+        if self._owners.parameters is Owner.SHARDED:
+            return original.parameter.detach()[: original.layout.owned(self._comm.rank)]
+        return self._elements(original)
+
     @torch.no_grad()
-    def publish(self, updated: Iterable[str]) -> None:
-        """After an optimizer step on the leaves ``updated``: gather what every rank holds whole. Collective."""
+    def publish(self, names: Iterable[str]) -> None:
+        """After an optimizer step on the leaves ``names``: gather what every rank holds whole. Collective."""
+        updated = set(names)
+        if self._owners.optimizer_state is Owner.SHARDED and self._owners.parameters is Owner.WHOLE:
+            self._share_shards(updated)
+        else:
+            for name in updated & self.masters.keys():
+                self._leaf(self._originals[name]).copy_(self.leaves[name])
         for name in updated:
-            original = self._originals[name]
-            if self._owners.optimizer_state is Owner.SHARDED and self._owners.parameters is Owner.WHOLE:
-                original.parameter.detach().copy_(gather(self.leaves[name], original.layout, self._comm))
+            parameter = self._originals[name].parameter
             # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
-            torch.autograd.graph.increment_version(original.parameter)
+            torch.autograd.graph.increment_version(parameter)
+            if self._reader is not None:
+                self._reader.know(parameter)
+
+    def _share_shards(self, names: Container[str]) -> None:
+        for bucket in self._buckets:
+            chosen = bucket.only(names)
+            if chosen.members:
+                held = chosen.members[0].formats.held
+                rows = chosen.gather(chosen.join(self.leaves[o.name].to(held) for o in chosen.members), self._comm)
+                chosen.spread(rows, [original.parameter.detach() for original in chosen.members])
+
+    def uneven(self) -> AbstractContextManager[None]:
+        """The engine's ``uneven``."""
+        return nullcontext() if self._reader is None else self._channel.uneven()
+
+    def ready_to_step(self) -> None:
+        """Raise UsageError inside ``gathered`` or ``uneven``, and for an edit that the step would lose."""
+        self._channel.require_even("a step")
+        if self._reader is not None:
+            self._reader.refuse_lost_edits()
+
+    @contextmanager
+    def gathered(self, chosen: Iterable[str | nn.Parameter] | None, source: int) -> Iterator[dict[str, Tensor]]:
+        """The engine's ``gathered``. Collective, at both ends."""
+        found = [self._find(each) for each in (self._originals if chosen is None else chosen)]
+        parameters = [original.parameter for original in found]
+        values = [p.detach() for p in parameters] if self._reader is None else self._reader.lend(parameters)
+        before = [value.clone() for value in values] if self._reader is None else []
+        outcome = torch.ones(1, dtype=torch.uint8, device=values[0].device if values else None)
+        given = {original.name: value for original, value in zip(found, values, strict=True)}
+        try:
+            yield given
+            outcome.zero_()
+        finally:
+            given.clear()  # what is edited later would be lost
+            if self._reader is not None:
+                self._reader.take_back()
+            self._comm.all_reduce(outcome, op=dist.ReduceOp.MAX)
+            if outcome.any():
+                for value, old in zip(values, before, strict=False):
+                    value.copy_(old)
+        if outcome.any():
+            raise UsageError("another rank raised inside gathered(), so the edits of every rank are dropped")
+        for original, value in zip(found, values, strict=True):
+            self._replace(original, value, source)
+
+    @torch.no_grad()
+    def _replace(self, original: Original, value: Tensor, source: int) -> None:
+        """Make rank ``source``'s ``value`` the full parameter on every rank. Collective.
+
+        A master keeps the elements that were not edited: they are finer than what the model holds of them.
+        """
+        share(value, self._comm, source)
+        if self._owners.parameters is Owner.WHOLE:
+            original.parameter.detach().copy_(value)
+        start, stop = original.layout.bounds(self._comm.rank)
+        part = value if self._owners.optimizer_state is Owner.WHOLE else value.reshape(-1)[start:stop]
+        leaf = self.leaves[original.name]
+        leaf.copy_(torch.where(leaf.to(part.dtype) == part, leaf, part.to(leaf.dtype)))
+        self.publish([original.name])
+
+    def _find(self, chosen: str | nn.Parameter) -> Original:
+        for original in self._originals.values():
+            if original.name == chosen or original.parameter is chosen:
+                return original
+        shown = chosen if isinstance(chosen, str) else f"a tensor of shape {tuple(chosen.shape)}"
+        raise UsageError.unknown("parameter", shown, self._originals)
 
     @torch.no_grad()
     def full(self) -> dict[str, Tensor]:
@@ -61,10 +176,28 @@ class Parameters:
             return values
         return gather(values, original.layout, self._comm)
 
+    @torch.no_grad()
+    def full_masters(self) -> dict[str, Tensor]:
+        """The masters where there are any, original shapes, copied to CPU. Collective where they are sharded."""
+        whole = self._owners.optimizer_state is Owner.WHOLE
+        return {
+            name: (leaf if whole else gather(leaf, self._originals[name].layout, self._comm)).to("cpu", copy=True)
+            for name, leaf in self.masters.items()
+        }
+
     def close(self) -> None:
         """Give the modules their classes back. Sharded parameters stay shards: no collective runs here."""
         if self._exchange is not None:
             self._exchange.undo()
+
+
+@torch.no_grad()
+def share(tensor: Tensor, comm: Comm, source: int = 0) -> None:
+    """Make ``tensor`` on every rank what it is on rank ``source``. Collective."""
+    if tensor.numel():
+        whole = tensor.detach().contiguous()
+        comm.broadcast(whole, source)
+        tensor.copy_(whole)
 
 
 def _keep_shard(original: Original, rank: int) -> None:

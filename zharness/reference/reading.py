@@ -3,26 +3,24 @@
 The Parameter object stays where it was, so names, identity, tied weights and ``functional_call`` are as before; only
 its data is the shard. Each module's class is exchanged for a subclass with two methods: ``__getattr__`` turns a sharded
 Parameter into a gathered tensor, and ``__call__`` marks the visit, the time during which reads belong to that module.
+Three more keep the model a model: a submodule that is attached later is exchanged too, and a deep copy is a plain one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy as copying
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, UsageError
 from zharness.reference import torch_private as private
 from zharness.reference.gathered import Copy, Wire, read, stand_in
 from zharness.reference.layout import Original
 from zharness.reference.promises import promise
-
-# torch.autocast would cast these modules' parameters anyway. Handing them out in its dtype halves the wire and puts the
-# low-precision tensor that autograd saves into the ledger; in any other module autocast's own policy decides.
-SAFE_UNDER_AUTOCAST: frozenset[type[nn.Module]] = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
 
 
 @dataclass
@@ -42,12 +40,22 @@ class Reader:
         self._wire = wire
         self._running: list[Visit] = []
         self._stands: dict[tuple[nn.Parameter, bool], Tensor] = {}
+        self._lent: dict[nn.Parameter, Tensor] = {}
+        self._versions = {parameter: parameter._version for parameter in self._sharded}
 
-    def read(self, value: Any, owner: type[nn.Module]) -> Any:
-        """``value``, or the full tensor where ``value`` is a sharded parameter. Collective then."""
+    def read(self, value: Any) -> Any:
+        """``value``, or the full tensor where ``value`` is a sharded parameter. Collective then.
+
+        Raises UsageError where an edit of a gathered copy would be lost, or where a gradient would bypass one.
+        """
         if not isinstance(value, nn.Parameter) or value not in self._sharded:
             return value
-        dtype = _dtype_of_read(value, owner)
+        if value in self._lent:
+            if self._running and torch.is_grad_enabled():
+                raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
+            return self._lent[value]
+        self.refuse_lost_edits([value])
+        dtype = _dtype_of_read(self._sharded[value])
         visit = self._running[-1] if self._running else Visit(0)
         key = (value, dtype, torch.is_grad_enabled())
         if key not in visit.seen:
@@ -58,6 +66,44 @@ class Reader:
                 return full  # a wrapper of torch.func dies with its transform, which may end before the visit does
             visit.seen[key] = full
         return visit.seen[key]
+
+    def lend(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Full tensors that may be edited; reading by attribute gives these until ``take_back``. Collective."""
+        for parameter in parameters:
+            copy = Copy(self._sharded[parameter], parameter.dtype, self._wire)
+            self._lent[parameter] = copy.fill().detach()
+        return list(self._lent.values())
+
+    def take_back(self) -> None:
+        for parameter in self._lent:
+            self.know(parameter)
+        self._lent.clear()
+
+    def unshard(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Tell a running deep copy that the copies of ``module``'s own shards are full Parameters. Collective."""
+        for parameter in module._parameters.values():
+            if parameter in self._sharded and id(parameter) not in memo:
+                full = Copy(self._sharded[parameter], parameter.dtype, self._wire).fill().clone()
+                memo[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+
+    def know(self, parameter: nn.Parameter) -> None:
+        """The engine itself has changed the shard of ``parameter``."""
+        self._versions[parameter] = parameter._version
+
+    def refuse_lost_edits(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        """Raise UsageError for a parameter (any, when none is given) that was changed, but not by the engine.
+
+        A gathered copy shares its shard's version counter, so an edit of it shows there; its values do not. An edit
+        through ``.data`` bypasses that counter, as it bypasses autograd, and cannot be seen.
+        """
+        for parameter in parameters or self._sharded:
+            if parameter in self._lent:
+                raise UsageError("the engine was asked to step inside gathered(); leave that block before it")
+            if parameter._version != self._versions[parameter]:
+                raise UsageError(
+                    f"parameter {self._sharded[parameter].name!r} was edited in place, but its weights are sharded and "
+                    "the edit of a gathered copy would be lost; edit it inside `with engine.gathered():`"
+                )
 
     def _stand_in(self, copy: Copy) -> Tensor:
         """One for each parameter in the outermost running forward, so that its reads there are reduced together.
@@ -92,28 +138,39 @@ class Reader:
         return output
 
 
-def _dtype_of_read(parameter: nn.Parameter, owner: type[nn.Module]) -> torch.dtype:
-    device = parameter.device.type
-    if owner in SAFE_UNDER_AUTOCAST and parameter.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return parameter.dtype
+def _dtype_of_read(original: Original) -> torch.dtype:
+    """Where torch.autocast would cast the parameter anyway, gathering it so halves the wire and what autograd saves."""
+    device, low = original.parameter.device.type, original.formats.gathered
+    if low is not None and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == low:
+        return low
+    return original.parameter.dtype
 
 
 class Exchange:
     """The exchanged classes of one model's modules, and the way back."""
 
     def __init__(self, module: nn.Module, reader: Reader) -> None:
-        made: dict[type[nn.Module], type[nn.Module]] = {}
+        self._reader = reader
+        self._made: dict[type[nn.Module], type[nn.Module]] = {}
         self._before: list[tuple[nn.Module, type[nn.Module]]] = []
+        try:
+            self.adopt(module)
+        except ConfigError:
+            self.undo()
+            raise
+
+    def adopt(self, module: nn.Module) -> None:
+        """Exchange the class of ``module`` and of all modules below it, each once. Raises ConfigError."""
         for name, each in module.named_modules():
             base = type(each)
             if isinstance(each, torch.jit.ScriptModule):
-                self.undo()
                 raise ConfigError(f"module {name!r} is compiled by torch.jit: stage 3 cannot see it read its weights")
-            if base not in made:
-                made[base] = _reading_class(base, reader)
+            if base in self._made.values():
+                continue
+            if base not in self._made:
+                self._made[base] = _reading_class(base, self._reader, self.adopt)
             self._before.append((each, base))
-            each.__class__ = made[base]
+            each.__class__ = self._made[base]
 
     def undo(self) -> None:
         while self._before:
@@ -121,17 +178,49 @@ class Exchange:
             module.__class__ = base
 
 
-def _reading_class(base: type[nn.Module], reader: Reader) -> type[nn.Module]:
+def _reading_class(base: type[nn.Module], reader: Reader, adopt: Callable[[nn.Module], None]) -> type[nn.Module]:
     def read_attribute(self: nn.Module, name: str) -> Any:
-        return reader.read(base.__getattr__(self, name), base)
+        return reader.read(base.__getattr__(self, name))
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return reader.visit(lambda: base.__call__(self, *args, **kwargs))
 
-    body: dict[str, Any] = {"__getattr__": read_attribute, "__call__": call, "__module__": base.__module__}
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            adopt(value)
+        base.__setattr__(self, name, value)
+
+    def add_module(self: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            adopt(module)
+        base.add_module(self, name, module)
+
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        reader.unshard(self, memo)
+        return _plain_copy(self, base, memo)
+
+    body: dict[str, Any] = {
+        "__getattr__": read_attribute,
+        "__call__": call,
+        "__setattr__": set_attribute,
+        "add_module": add_module,
+        "__deepcopy__": deep_copy,
+        "__module__": base.__module__,
+    }
     if issubclass(base, nn.RNNBase):
         # RNNs keep a list of their parameters as well, and read that: here it is made at each read and never kept.
         body["_flat_weights"] = property(
             lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda self, weights: None
         )
     return type(base.__name__, (base,), body)
+
+
+def _plain_copy(module: nn.Module, base: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """What ``copy.deepcopy`` makes of a module of class ``base``: with that class, which reads nothing."""
+    if hasattr(base, "__deepcopy__"):
+        made: nn.Module = base.__deepcopy__(module, memo)
+        made.__class__ = base
+        return made
+    made = memo[id(module)] = base.__new__(base)
+    made.__dict__.update(copying.deepcopy(module.__dict__, memo))
+    return made

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,6 +50,19 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def by_row(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """``function(tensor)``; row by row where autograd.grad(is_grads_batched=True) runs its own, older vmap.
+
+    That vmap has no rule for a Function and no public way out: _remove_batch_dim and _add_batch_dim are torch 1.7.
+    """
+    if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+        return function(tensor)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = torch._remove_batch_dim(tensor, level, 1, 0)  # the size is used only for a tensor that is not batched
+    return torch._add_batch_dim(torch.stack([function(row) for row in rows]), 0, level)
+
+
 def sequence_number() -> int:
     """The number that the next autograd node gets: marks where a forward begins (_get_sequence_nr, torch 2.1)."""
     return torch._C._autograd._get_sequence_nr()
@@ -83,10 +96,29 @@ def _raw_names(node_type: type[Node]) -> tuple[str, ...]:
 
 
 def graph_task() -> int:
-    """Which backward is running on this thread; -1 outside one (_current_graph_task_id, torch 2.1)."""
-    return torch._C._current_graph_task_id()
+    """Which backward is running on this thread; -1 outside one, or where it cannot be told (torch 2.1)."""
+    number: int = getattr(torch._C, "_current_graph_task_id", lambda: -1)()
+    return number
+
+
+def can_queue() -> bool:
+    """Whether the end of a backward calls back (queue_callback, torch 0.4); ``fallback`` counts where it does not."""
+    return hasattr(torch.autograd.Variable._execution_engine, "queue_callback")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has succeeded (queue_callback, torch 0.4)."""
+    """Call ``callback`` when the running backward has succeeded: the innermost graph task, where several are nested."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_get_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates into ``parameter`` (_will_engine_execute_node, torch 2.0)."""
+    if not parameter.requires_grad:
+        return False
+    accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(accumulator))
+
+
+def has_setup_context() -> bool:
+    """Whether a Function may be written as forward without ctx, which torch.func can transform (torch 2.0)."""
+    return hasattr(torch.autograd.Function, "setup_context")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zharness import engines
 from zharness.case import Case
-from zharness.checks import DTYPES, Bench, Trial, check_named
+from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial, check_named
 from zharness.checks.bench import not_an_engine
 from zharness.engines import Capabilities, Engine, EngineConfig
 from zharness.errors import HarnessFault, UsageError
@@ -43,7 +43,7 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
         seed=case.seed(salt),
         rank=rank,
         world_size=world_size,
-        config=EngineConfig(stage=case.stage, dtype=case.dtype, options=options),
+        config=EngineConfig(stage=case.stage, dtype=case.dtype, loss_scale=LOSS_SCALES[case.dtype], options=options),
         factory=engines.get(case.engine),
         capabilities=capabilities,
         variant=case.variant,
@@ -58,7 +58,9 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
 def judge(case: Case, salt: int, room: str) -> Judgement:
     """In a process that never saw the engine: every rank's evidence against the baseline."""
     trial = Trial(
-        baseline=Baseline(model_spec(case.model), case.seed(salt), case.world_size),
+        baseline=Baseline(
+            model_spec(case.model), case.seed(salt), case.world_size, DTYPES[case.dtype], LOSS_SCALES[case.dtype]
+        ),
         evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
         dtype=DTYPES[case.dtype],
         variant=case.variant,

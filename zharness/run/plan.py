@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from zharness import engines
 from zharness.case import Case, looks_like_id
-from zharness.checks import DTYPES, Check, check_named, find_checks
-from zharness.engines import Capabilities
+from zharness.checks import DTYPES, LOSS_SCALES, Check, check_named, find_checks
+from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.workload import MODELS, model_spec
 from zharness.world.limits import check_world_size
@@ -130,8 +130,8 @@ def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why this cell is not run, decided from claims alone; the empty string when it is."""
     if case.dtype not in capabilities.dtypes:
         return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
-    if case.dtype != "fp32":
-        return f"no law is judged in {case.dtype} yet: the baseline's low-precision parameters are still to be written"
+    if Feature.TENSOR_BACKWARD in check.features(case.variant) and LOSS_SCALES[case.dtype] != 1:
+        return f"{case.dtype} needs a loss scale, which a plain loss.backward() does not apply"
     for feature in check.features(case.variant):
         refusal = capabilities.refusal(feature)
         if refusal is not None:

@@ -45,7 +45,7 @@ def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[P
         surroundings(engine)
         if asked or not stages or any_claims(engine, stages, claims).stages.intersection(stages):
             found.extend(plan(replace(request, stages=stages), claims))
-    return found
+    return list({cell.case: cell for cell in found}.values())
 
 
 def stages_from(text: str) -> tuple[int, ...]:
@@ -56,15 +56,21 @@ def stages_from(text: str) -> tuple[int, ...]:
         raise UsageError(f"--stage: {error}") from None
 
 
-def request_of(engine: str, world_sizes: tuple[int, ...] = (2,)) -> Request:
-    """What one marker asks for."""
-    return Request(engines=(engine,), world_sizes=world_sizes)
+def request_of(
+    engine: str,
+    world_sizes: tuple[int, ...] = (2,),
+    dtypes: tuple[str, ...] = ("fp32",),
+    checks: tuple[str, ...] = (),
+    models: tuple[str, ...] = (),
+) -> Request:
+    """What one marker asks for; ``checks`` are patterns, all checks when there is none."""
+    return Request(checks, engines=(engine,), world_sizes=world_sizes, dtypes=dtypes, models=models)
 
 
 def narrowed(requests: list[Request], asked: tuple[str, ...]) -> list[Request]:
     """The requests for the engines asked for; an engine that no marker names gets the default one."""
-    by_name = {request.engines[0]: request for request in requests}
-    return [by_name.get(engine, request_of(engine)) for engine in asked]
+    marked = [request for request in requests if request.engines[0] in asked]
+    return marked + [request_of(engine) for engine in asked if not any(engine in r.engines for r in marked)]
 
 
 def start_servers(session: pytest.Session) -> None:

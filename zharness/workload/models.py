@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
-from zharness.workload import exact, nets
+from zharness.workload import blocks, exact, mixed, nets
 
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
 
@@ -22,6 +22,11 @@ class Batch:
     inputs: Tensor
     target: Tensor
 
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
+        """The same on ``device``, what is floating point in ``dtype``."""
+        moved = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (self.inputs, self.target))
+        return Batch(*moved)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -29,8 +34,7 @@ class ModelSpec:
 
     ``build()`` is called with torch's generator seeded; ``batch(generator)`` draws a micro-batch; ``loss(output,
     target)`` is a scalar, the mean over the samples. ``exact``: weights and inputs are small integers and every
-    operation is linear or ReLU, so sums are exact in any order (certified again for each cell). ``differentiable``: the
-    inputs are floating point, so a transform may differentiate with respect to them.
+    operation is linear or ReLU, so sums are exact in any order (certified again for each cell).
     """
 
     name: str
@@ -39,7 +43,6 @@ class ModelSpec:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Tensor, Tensor], Tensor]
     exact: bool = False
-    differentiable: bool = True
 
     def model(self, seed: int) -> nn.Module:
         """The model in the initial weights of ``seed``; torch's global generator is left as it was."""
@@ -102,7 +105,6 @@ MODELS: dict[str, ModelSpec] = {
             build=nets.Transformer,
             batch=_tokens,
             loss=_next_token,
-            differentiable=False,
         ),
         ModelSpec(
             name="conv",
@@ -120,12 +122,34 @@ MODELS: dict[str, ModelSpec] = {
             exact=True,
         ),
         ModelSpec(
+            name="blocks",
+            summary="an exact model for every spelling of backward: a layer used twice, a frozen one, a second head",
+            build=blocks.Blocks,
+            batch=_ternary,
+            loss=exact.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd",
+            summary="an exact model of tied, frozen, unused, empty, tiny, transposed and branching parameters",
+            build=blocks.Odd,
+            batch=_ternary,
+            loss=exact.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="mixed",
+            summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
+            build=mixed.Mixed,
+            batch=_floats(nets.FEATURES),
+            loss=_mse,
+        ),
+        ModelSpec(
             name="fused",
             summary="a fused linear loss: torch.func inside the forward, on a weight read by attribute",
             build=nets.FusedLossNet,
             batch=_floats(nets.FEATURES),
             loss=_fused,
-            differentiable=False,  # its loss is a legacy autograd.Function, which vanilla refuses to transform as well
         ),
     )
 }

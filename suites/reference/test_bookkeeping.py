@@ -1,0 +1,56 @@
+"""What a backward costs beside its arithmetic: calls, counted, and never more of them than parameters ask for."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+from torch import Tensor, nn
+
+from zharness.reference import initialize
+
+PACKAGE = "zharness/reference"
+
+
+class Scales(nn.Module):
+    """As many parameters as asked for, each in a layer of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.LayerNorm(1, bias=False) for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def calls_of_backward(stage: int, count: int) -> int:
+    """Calls of this package's functions during one backward over ``count`` parameters, once everything is warm."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=Scales(count), config={**config, "optimizer": optimizer})
+    calls = 0
+
+    def counting(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    for profile in (None, counting):
+        loss = engine(torch.ones(1, 1)).sum()
+        sys.setprofile(profile)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        engine.step()
+    return calls
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.world_size(2)
+def test_the_bookkeeping_of_a_backward_grows_with_the_parameters_and_not_faster(stage: int) -> None:
+    few, some, many = (calls_of_backward(stage, count) for count in (10, 110, 210))
+    assert many - some == some - few

@@ -1,0 +1,98 @@
+"""Models built on the meta device become what building them on a real one gives, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch.distributed as dist
+from torch import nn
+
+from zharness.errors import ConfigError
+from zharness.reference import deferred, initialize
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 7, bias=True)
+        self.head.weight = self.embed.weight
+
+
+class Stubborn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def config(stage: int) -> dict[str, Any]:
+    optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+
+
+@stages
+@pytest.mark.world_size(1, 3)
+def test_a_deferred_model_starts_where_rank_0s_eager_one_does(stage: int) -> None:
+    torch.manual_seed(0)
+    eager = Net()
+    with torch.device("meta"):
+        model = Net()
+    torch.manual_seed(dist.get_rank())
+    engine, *_ = initialize(model=model, config=config(stage))
+    assert engine.module.head._parameters["weight"] is engine.module.embed._parameters["weight"]
+    full = engine.full_params()
+    assert [(n, p.requires_grad) for n, p in eager.named_parameters()] == [
+        (n, p.requires_grad) for n, p in engine.module.named_parameters()
+    ]
+    for name, p in eager.named_parameters():
+        assert torch.equal(full[name], p), name
+    for name, buffer in eager.named_buffers():
+        assert torch.equal(engine.module.get_buffer(name), buffer), name
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_an_optimizer_over_deferred_parameters_trains_them(stage: int) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = initialize(model=model, config=config(stage), optimizer=optimizer)
+    before = engine.full_params()
+    engine(torch.ones(1, 3)).sum().backward()
+    engine.step()
+    assert all(torch.equal(p, before[name] - 1) for name, p in engine.full_params().items())
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_holds_one_whole_module_and_its_shards_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    held = []
+    materialise = deferred.Deferred.materialise
+
+    def watched(self: deferred.Deferred, device: torch.device) -> Any:
+        fresh = materialise(self, device)
+        held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        return fresh
+
+    monkeypatch.setattr(deferred.Deferred, "materialise", watched)
+    initialize(model=model, config=config(3))
+    assert held == [64, 96, 128, 160, 192]
+
+
+@pytest.mark.world_size(2)
+def test_a_module_that_cannot_give_values_is_refused_before_anything_has_memory() -> None:
+    with torch.device("meta"):
+        model = Stubborn()
+    with pytest.raises(ConfigError, match=r"Stubborn has weight on the meta device and no reset_parameters"):
+        initialize(model=model, config=config(3))
+    assert all(p.is_meta for p in model.parameters())

@@ -1,0 +1,200 @@
+"""DeepSpeed's universal layout piece by piece: tensor parallelism, counts of steps, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.checks.foreign_state import Command, write_universal
+from zharness.errors import CheckpointError
+from zharness.reference import Engine, initialize
+from zharness.reference.universal import TensorParallel
+
+two_ranks = pytest.mark.world_size(2)
+GROUP = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
+
+
+def built(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(3, 5), kind: str = "AdamW") -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    return initialize(model=net(), config=config)[0]
+
+
+def numbers(out: int = 5) -> dict[str, dict[str, Tensor]]:
+    def count(*shape: int) -> Tensor:
+        return torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
+
+    shapes = {"weight": (out, 3), "bias": (out,)}
+    return {
+        name: {"fp32": count(*s), "exp_avg": count(*s) * 2, "exp_avg_sq": count(*s) * 4} for name, s in shapes.items()
+    }
+
+
+def written(folder: Path, flat: bool = False, out: int = 5) -> Path:
+    if dist.get_rank() == 0:
+        write_universal(folder / "u", numbers(out), [GROUP], 3, flat)
+    dist.barrier()
+    return folder / "u"
+
+
+def edit(action: Callable[[], Any]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def everything(engine: Engine) -> dict[str, Tensor]:
+    state = engine.full_optimizer_state()
+    return {**engine.full_params(), **{f"{n}/{k}": v for n, entry in state.items() for k, v in entry.items()}}
+
+
+def refused(engine: Engine, path: Path, words: str) -> None:
+    before = everything(engine)
+    with pytest.raises(CheckpointError, match=words):
+        engine.load_universal_checkpoint(path, Mpu())
+    after = everything(engine)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Mpu:
+    """Rank ``rank`` of ``size`` in Megatron's spelling."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.size
+
+
+class OldMpu:
+    """The other spelling, and the older name of the rank."""
+
+    def get_model_parallel_rank(self) -> int:
+        return 1
+
+    def get_slice_parallel_world_size(self) -> int:
+        return 2
+
+
+def test_both_spellings_of_an_mpu_are_understood_and_none_is_one_with_a_warning() -> None:
+    assert TensorParallel.of(Mpu(1, 2)) == TensorParallel.of(OldMpu()) == TensorParallel(1, 2)
+    with pytest.warns(UserWarning, match="no mpu is given"):
+        assert TensorParallel.of(None) == TensorParallel(0, 1)
+    with pytest.raises(CheckpointError, match="get_slice_parallel_rank"):
+        TensorParallel.of(object())
+
+
+@pytest.mark.parametrize(
+    ("saved", "shape", "wanted"),
+    [
+        ({"cat_dim": 0}, (2, 4), [[8, 9, 10, 11], [12, 13, 14, 15]]),
+        ({"cat_dim": 1}, (4, 2), [[2, 3], [6, 7], [10, 11], [14, 15]]),
+        ({"cat_dim": 0, "param_n_sub_params": 2}, (2, 4), [[4, 5, 6, 7], [12, 13, 14, 15]]),
+        ({"cat_dim": 0, "vocab_tensor": True}, (3, 4), [[12, 13, 14, 15], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        ({}, (4, 4), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
+    ],
+    ids=["columns", "rows", "sub-parameters", "vocabulary", "replicated"],
+)
+def test_the_second_of_two_tensor_parallel_ranks_takes_its_slice(
+    saved: dict[str, Any], shape: tuple[int, ...], wanted: list[list[int]]
+) -> None:
+    full = torch.arange(16.0).view(4, 4)
+    assert TensorParallel(1, 2).cut("w", full, saved, shape).tolist() == wanted
+
+
+def test_a_slice_of_another_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'w' has shape \(2, 4\) there for rank 1 of 2 .* and here \(3, 4\)"):
+        TensorParallel(1, 2).cut("w", torch.ones(4, 4), {}, (3, 4))
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int, shared_tmp_path: Path) -> None:
+    path = written(shared_tmp_path, out=10)
+    edit(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
+    engine = built(stage)
+    engine.load_universal_checkpoint(path, OldMpu())
+    for name, entry in numbers(10).items():
+        assert torch.equal(engine.full_params()[name], entry["fp32"][5:])
+        state = engine.full_optimizer_state()[name]
+        assert torch.equal(state["exp_avg"], entry["exp_avg"][5:])
+        assert torch.equal(state["exp_avg_sq"], entry["exp_avg_sq"][5:])
+        assert state["step"].item() == 3
+    group = engine.optimizer.param_groups[0]
+    assert {key: group[key] for key in GROUP} == GROUP
+
+
+@two_ranks
+def test_steps_have_to_be_equal_and_none_is_left_alone(shared_tmp_path: Path) -> None:
+    path = written(shared_tmp_path)
+    engine = built()
+    step = path / "zero" / "bias" / "step.pt"
+    edit(lambda: torch.save(torch.tensor(4.0), step))
+    refused(engine, path, r"steps \[3.0, 4.0\] .* are not equal")
+    edit(lambda: torch.save(None, step))
+    refused(engine, path, r"steps \[3.0, None\] .* are not equal")
+    edit(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
+    refused(engine, path, "no step is saved for 'weight', and this engine, which made none")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    engine.load_universal_checkpoint(path, Mpu())
+    assert {state["step"].item() for state in engine.full_optimizer_state().values()} == {2}
+
+
+@two_ranks
+@pytest.mark.parametrize("flat", [False, True], ids=["stages 1 and 2", "stage 3"])
+def test_what_is_missing_or_another_model_s_is_named(flat: bool, shared_tmp_path: Path) -> None:
+    path = written(shared_tmp_path, flat)
+    model = next(path.glob("*_model_states.pt")).name
+    engine = built()
+    for piece, words in (
+        ("zero/optimizer_state.pt", "optimizer_state.pt, the optimizer's global state, is missing: convert"),
+        ("zero/weight/exp_avg.pt", "weight/exp_avg.pt is missing"),
+        ("zero/weight/fp32.pt", "weight/fp32.pt is missing"),
+        (model, r"model_states.pt in .* are not complete"),
+    ):
+        edit(lambda p=piece: (path / p).rename(path / "aside"))
+        refused(engine, path, words)
+        edit(lambda p=piece: (path / "aside").rename(path / p))
+    refused(built(net=lambda: nn.Linear(3, 6)), path, "'weight' has shape|elements")
+    refused(built(net=lambda: nn.Linear(3, 5, bias=False)), path, "it holds 'bias', which is none of")
+    refused(built(net=lambda: nn.BatchNorm1d(5)), path, "buffer 'running_mean' .* is not in it")
+    refused(built(kind="SGD"), path, "use Adam")
+    refused(engine, shared_tmp_path, "no universal checkpoint in .* run ds_to_universal")
+    edit(lambda: shutil.rmtree(path / "zero" / "weight"))
+    refused(engine, path, "weight/.*pt is missing")
+
+
+@two_ranks
+def test_a_command_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) -> None:
+    path = written(shared_tmp_path)
+    engine, marker = built(), shared_tmp_path / "ran"
+    files = sorted(path.rglob("*.pt"))
+    for file in files:
+        whole = file.read_bytes()
+        edit(lambda f=file: torch.save({"param": Command(marker)}, f))
+        refused(engine, path, rf"{file.name} is refused: it asks for {os.mkdir.__module__}.mkdir")
+        edit(lambda f=file, w=whole: f.write_bytes(w))
+        edit(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
+        refused(engine, path, f"{file.name} is damaged")
+        edit(lambda f=file, w=whole: f.write_bytes(w))
+    assert not marker.exists()
+    engine.load_universal_checkpoint(path, Mpu())

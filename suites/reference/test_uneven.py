@@ -1,0 +1,105 @@
+"""Ranks that use different parameters: inside ``uneven`` nobody waits for what another rank never asks for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zharness.errors import UsageError
+from zharness.reference import Engine, initialize
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Experts(nn.Module):
+    """One layer for each rank, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.gate(x)
+        for index in chosen:
+            x = torch.relu(checkpoint(self.experts[index], x, use_reentrant=index % 2 == 0))
+        return x
+
+
+def pair(stage: int) -> tuple[Engine, nn.Module, Tensor]:
+    """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
+    torch.manual_seed(0)
+    plain = Experts()
+    for p in plain.parameters():
+        torch.randint(-1, 2, p.shape, out=p.data)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0, "weight_decay": 0.5}},
+        "gradient_allreduce_op": "sum",
+    }
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=config)
+    return engine, plain, torch.randint(-1, 2, (2, 4)).float()
+
+
+@stages
+@pytest.mark.world_size(1, 3)
+def test_every_expert_learns_from_the_ranks_that_chose_it_and_the_unused_one_stays_put(stage: int) -> None:
+    engine, plain, x = pair(stage)
+    rank = dist.get_rank()
+    for chosen in ([rank], [2, 1, 0][: rank + 1]):
+        with engine.uneven():
+            engine(x, chosen).sum().backward()
+        plain(x, chosen).sum().backward()
+    before, grads = engine.full_params(), engine.full_grads()
+    for name, p in plain.named_parameters():
+        expected = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(expected)
+        if "experts.3" in name:
+            assert name not in grads
+        elif name in grads:
+            assert torch.equal(grads[name], expected), name
+        else:
+            assert dist.get_world_size() == 1
+            assert p.grad is None
+    engine.step()
+    for name, p in engine.full_params().items():
+        assert torch.equal(p, before[name]) == (name not in grads), name
+    assert engine.gathered_bytes() == 0
+    engine(x, [3]).sum().backward()  # outside again, all ranks alike
+    assert "experts.3.bias" in engine.full_grads()
+
+
+@pytest.mark.world_size(3)
+def test_when_one_rank_raises_every_rank_does_and_training_goes_on() -> None:
+    engine, _, x = pair(3)
+    with pytest.raises((ZeroDivisionError, UsageError), match=r"by zero|rank 1 raised inside uneven"), engine.uneven():
+        choose_or_raise(engine, x)
+    engine.zero_grad()
+    engine(x, [0]).sum().backward()
+    engine.step()
+
+
+def choose_or_raise(engine: Engine, x: Tensor) -> None:
+    out = engine(x, [0])
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("division by zero")
+    out.sum().backward()
+
+
+@pytest.mark.world_size(2)
+def test_a_step_or_another_block_inside_is_refused() -> None:
+    engine, _, x = pair(3)
+    with engine.uneven():
+        engine(x, [dist.get_rank()]).sum().backward()
+        with pytest.raises(UsageError, match=r"a step was asked for inside uneven\(\)"):
+            engine.step()
+        with pytest.raises(UsageError, match=r"another uneven\(\) was asked for"), engine.uneven():
+            pass
+    engine.step()

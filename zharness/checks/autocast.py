@@ -1,0 +1,325 @@
+"""The laws of torch_autocast, and what all laws of precision look at: dtypes, local gradients, the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.errors import EngineContractError
+from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
+from zharness.parity.baseline import Local
+from zharness.parity.bounds import mean_and_bound, unit_roundoff
+from zharness.workload import ModelSpec
+
+LOW, WIDE = torch.bfloat16, torch.float32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+SAFE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+AUTOCAST: Mapping[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5})
+
+
+def number(value: float) -> Tensor:
+    """Counts, flags and the like, as they are recorded and compared."""
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def kind(tensor: Tensor) -> Tensor:
+    """A tensor's dtype as a number that can be recorded and compared."""
+    return number(DTYPES.index(tensor.dtype))
+
+
+def same(trial: Trial, name: str, part: Part, expected: Tensor, actual: Tensor, rank: int) -> Iterator[Comparison]:
+    """Bitwise, and of the same dtype."""
+    yield identical(trial.place(name, part, seen_on=rank), kind(expected), kind(actual))
+    found = actual if actual.is_floating_point() else actual.double()
+    yield identical(trial.place(name, part, seen_on=rank), expected, found)
+
+
+@contextmanager
+def outputs_of(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The dtype of every submodule's output, by its path, in the forwards of the block."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            seen[name] = kind(output)
+
+        return keep
+
+    hooks = [each.register_forward_hook(watch(name)) for name, each in module.named_modules() if name]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def local(trial: Trial, rank: int, forward: bool = True, backward: bool = False) -> Local:
+    """The plain model's first micro-batch: forward and backward inside torch.autocast or not, the loss never."""
+    model, batch = trial.baseline.module(), trial.baseline.batch(rank, 0)
+    with torch.autocast("cpu", LOW, enabled=forward):
+        output = model(batch.inputs)
+    loss = trial.baseline.objective(output, batch)
+    with torch.autocast("cpu", LOW, enabled=backward):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Local(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def everyone(trial: Trial, forward: bool = True, backward: bool = False) -> list[Local]:
+    return [local(trial, rank, forward, backward) for rank in range(trial.world_size)]
+
+
+def lowered(spec: ModelSpec, safe: tuple[type[nn.Module], ...]) -> set[str]:
+    """The trained parameters that lie in modules of the classes ``safe``."""
+    model = spec.model(0)
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if type(module) in safe and p.requires_grad
+    }
+
+
+def reduced(trial: Trial, label: str, locals_: Sequence[Local], low: set[str]) -> Iterator[Comparison]:
+    """Gradients are the mean over ranks within the rounding of their own wire: bf16 for those in ``low``, else fp32."""
+    copies = trial.copies(label)
+    for name in locals_[0].grads:
+        dtype = LOW if name in low else WIDE
+        mean, bound = mean_and_bound([one.grads[name].double() for one in locals_], dtype)
+        for rank, copy in enumerate(copies):
+            yield within(trial.place(name, Part.REDUCTION, seen_on=rank), mean, copy[name], bound)
+        yield from ranks_agree(trial.place(name, Part.REDUCTION), [copy[name] for copy in copies])
+
+
+def observe_policy(bench: Bench) -> None:
+    engine = bench.engine(optimizer=SGD, options=AUTOCAST)
+    with outputs_of(engine.module) as dtypes:
+        loss = bench.loss(engine, 0)
+    bench.record("dtypes", dtypes)
+    engine.backward(loss)
+    bench.record("grads", engine.full_grads())
+    engine.step()
+    state = {f"{name}/{key}": t for name, kept in engine.full_optimizer_state().items() for key, t in kept.items()}
+    kept = {**engine.full_params(), **state}
+    bench.record("kept", {name: kind(tensor) for name, tensor in kept.items() if tensor.is_floating_point()})
+    engine.close()
+
+
+def judge_policy(trial: Trial) -> Iterator[Comparison]:
+    model, batch = trial.baseline.module(), trial.baseline.batch(0, 0)
+    with outputs_of(model) as dtypes, torch.autocast("cpu", LOW):
+        model(batch.inputs)
+    yield from trial.same_value("dtypes", [dtypes] * trial.world_size)
+    expected = everyone(trial)
+    yield from trial.same_loss(0, expected)
+    yield from reduced(trial, "grads", expected, lowered(trial.baseline.spec, SAFE))
+    for rank, copy in enumerate(trial.copies("kept")):
+        for name, found in copy.items():
+            yield identical(trial.place(name, Part.OPTIMIZER, seen_on=rank), kind(torch.zeros((), dtype=WIDE)), found)
+
+
+STATES = [(forward, backward) for forward in (True, False) for backward in (True, False)]
+
+
+def observe_states(bench: Bench) -> None:
+    for forward, backward in STATES:
+        engine = bench.engine(optimizer=FROZEN, options=AUTOCAST if forward else {})
+        loss = bench.loss(engine, 0, f"loss-{forward}-{backward}")
+        with torch.autocast(bench.device.type, LOW, enabled=backward):
+            engine.backward(loss)
+        bench.record(f"grads-{forward}-{backward}", engine.full_grads())
+        engine.close()
+
+
+def judge_states(trial: Trial) -> Iterator[Comparison]:
+    safe = lowered(trial.baseline.spec, SAFE)
+    for forward, backward in STATES:
+        expected = everyone(trial, forward, backward)
+        yield from trial.same_loss(0, expected, f"loss-{forward}-{backward}")
+        yield from reduced(trial, f"grads-{forward}-{backward}", expected, safe if forward else set())
+
+
+def observe_nested(bench: Bench) -> None:
+    """A user's block around the engine's call: another dtype, none at all, and one where the engine has no section."""
+    device, inputs = bench.device.type, bench.batch(0).inputs
+    engine = bench.engine(options=AUTOCAST)
+    with torch.autocast(device, torch.float16):
+        bench.record("other", {"output": engine(inputs)})
+    with torch.autocast(device, enabled=False):
+        bench.record("off", {"output": engine(inputs)})
+    engine.close()
+    engine = bench.engine()
+    with torch.autocast(device, LOW):
+        bench.record("alone", {"output": engine(inputs)})
+    engine.close()
+
+
+def judge_nested(trial: Trial) -> Iterator[Comparison]:
+    for rank in range(trial.world_size):
+        with torch.autocast("cpu", LOW):
+            expected = trial.baseline.module()(trial.baseline.batch(rank, 0).inputs).detach()
+        for label in ("other", "off", "alone"):
+            found = trial.copies(label)[rank]["output"]
+            yield from same(trial, "loss", Part.FORWARD, expected, found, rank)
+
+
+def sent(engine: Engine) -> Mapping[str, int]:
+    """Elements that the engine sent. Raises EngineContractError where it claims to count them and does not."""
+    wire = engine.observe().wire
+    if isinstance(wire, Absent):
+        raise EngineContractError(f"observe().wire: {wire.reason}; expected elements by collective and dtype")
+    return wire
+
+
+def crossed(engine: Engine, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    """Elements sent so far by the collectives ``kinds``, in bf16, in fp32, and in any other dtype of fp16's width."""
+    found = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
+    for key, elements in sent(engine).items():
+        collective, _, dtype = key.partition(" ")
+        if collective in kinds and dtype in found:
+            found[dtype] += elements
+    return {name: number(count) for name, count in found.items()}
+
+
+REDUCING = ("all_reduce", "reduce_scatter")
+CUSTOM = {"torch_autocast": {**AUTOCAST["torch_autocast"], "lower_precision_safe_modules": ["torch.nn.LayerNorm"]}}
+SAFE_LISTS: Mapping[str, tuple[Mapping[str, Any], tuple[type[nn.Module], ...]]] = {
+    "": (AUTOCAST, SAFE),
+    "custom": (CUSTOM, (nn.LayerNorm,)),
+}
+
+
+def observe_safe_modules(bench: Bench) -> None:
+    options, _ = SAFE_LISTS[bench.variant]
+    engine = bench.engine(optimizer=FROZEN, options=options)
+    before = crossed(engine, REDUCING)
+    engine.backward(bench.loss(engine, 0))
+    if bench.config.stage == 3:
+        bench.record("gathered", crossed(engine, ("all_gather",)))
+    engine.step()
+    after = crossed(engine, REDUCING)
+    bench.record("reduced", {name: after[name] - before[name] for name in after})
+    engine.close()
+
+
+def judge_safe_modules(trial: Trial) -> Iterator[Comparison]:
+    _, safe = SAFE_LISTS[trial.variant]
+    spec = trial.baseline.spec
+    low = lowered(spec, safe)
+    sizes = {name: p.numel() for name, p in spec.model(0).named_parameters()}
+    trained = {name for name, p in spec.model(0).named_parameters() if p.requires_grad}
+    yield from each_once(trial, "reduced", sizes, {"bfloat16": low, "float32": trained - low, "float16": set()})
+    if trial.recorded("gathered"):
+        for rank, copy in enumerate(trial.copies("gathered")):
+            place = trial.place("input", Part.GATHER, seen_on=rank)
+            least = number(sum(sizes[name] for name in low & inside(spec)))
+            yield identical(place, torch.maximum(least, copy["bfloat16"]), copy["bfloat16"])
+
+
+def inside(spec: ModelSpec) -> set[str]:
+    """What a forward under torch.autocast reads inside of it: not the layer that leaves it."""
+    return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
+
+
+def each_once(
+    trial: Trial, label: str, sizes: Mapping[str, int], by_dtype: Mapping[str, set[str]]
+) -> Iterator[Comparison]:
+    """In each dtype exactly the parameters named crossed the wire, each once, but for the padding of shards."""
+    for rank, copy in enumerate(trial.copies(label)):
+        for dtype, names in by_dtype.items():
+            least = sum(sizes[name] for name in names)
+            most = least + len(names) * (trial.world_size - 1)
+            name = min(names, default="input")
+            place = trial.place(name, Part.REDUCTION, seen_on=rank)
+            yield identical(place, copy[dtype].clamp(least, most), copy[dtype])
+
+
+def observe_norm(bench: Bench) -> None:
+    engine = bench.engine(optimizer=FROZEN, options=AUTOCAST, clip=0.5)
+    engine.backward(bench.loss(engine, 0))
+    bench.record("grads", engine.full_grads())
+    engine.step()
+    norm = engine.grad_norm()
+    bench.record("norm", {"norm": torch.tensor(float("nan") if norm is None else norm, dtype=torch.float64)})
+    engine.close()
+
+
+def judge_norm(trial: Trial) -> Iterator[Comparison]:
+    """The triangle inequality: norms differ by no more than the norm of the difference, which is bounded by element."""
+    expected, low = everyone(trial), lowered(trial.baseline.spec, SAFE)
+    yield from reduced(trial, "grads", expected, low)
+    means, bounds = [], []
+    for name in expected[0].grads:
+        mean, bound = mean_and_bound([one.grads[name].double() for one in expected], LOW if name in low else WIDE)
+        means.append(mean.flatten())
+        bounds.append(bound.flatten())
+    norm = torch.cat(means).norm()
+    # The norm itself is a sum of squares in fp32 or wider, and a root.
+    bound = torch.cat(bounds).norm() + norm * len(torch.cat(means)) * unit_roundoff(WIDE)
+    for rank, copy in enumerate(trial.copies("norm")):
+        yield within(trial.place("loss", Part.OPTIMIZER, seen_on=rank), norm, copy["norm"], bound)
+
+
+def check(
+    name: str,
+    law: str,
+    observe: Callable[[Bench], None],
+    judge: Callable[[Trial], Iterator[Comparison]],
+    *variants: str,
+) -> Check:
+    """A law of precision, on the model made for them."""
+    return Check(
+        name=f"precision.{name}",
+        law=law,
+        tier=Tier.STAGED,
+        models=("mixed",),
+        observe=observe,
+        judge=judge,
+        needs=(Feature.PRECISION,),
+        integral=False,
+        variants=tuple((variant, ()) for variant in variants) or (("", ()),),
+    )
+
+
+CHECKS = (
+    check(
+        "autocast_policy",
+        "with torch_autocast operations run in torch.autocast's dtypes; weights, gradients and state stay fp32",
+        observe_policy,
+        judge_policy,
+    ),
+    check(
+        "autocast_states",
+        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+        observe_states,
+        judge_states,
+    ),
+    check(
+        "autocast_nested",
+        "around the engine a user's torch.autocast yields to the section, and works as ever where there is none",
+        observe_nested,
+        judge_nested,
+    ),
+    check(
+        "safe_modules",
+        "only parameters of lower_precision_safe_modules travel in the low dtype, each gradient once",
+        observe_safe_modules,
+        judge_safe_modules,
+        *SAFE_LISTS,
+    ),
+    check(
+        "autocast_norm",
+        "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
+        observe_norm,
+        judge_norm,
+    ),
+)

@@ -1,0 +1,235 @@
+"""The laws of backward in PyTorch's own spellings: what vanilla allows with an output or a loss, an engine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import backward, grad
+
+from zharness.checks.law import Check
+from zharness.checks.play import Play, Scene, Side, Values, check
+from zharness.engines.protocol import Feature
+
+NEEDS = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
+
+
+def engine_backward(side: Side) -> None:
+    side.backward(side.trained())
+
+
+def tensor_backward(side: Side) -> None:
+    backward(side.trained())
+
+
+def non_scalar(side: Side) -> None:
+    """``out.backward(g)`` with a g of integers."""
+    batch = side.draw(0)
+    backward(side.call(batch.inputs), batch.target)
+
+
+def joint_loss(side: Side) -> None:
+    """One loss over two engines, with a branch that never passed through either's output."""
+    assert side.other is not None
+    together = side.call(side.x()) + 2 * side.other.call(side.x(2))
+    bypass = side.module.head(side.x()).sum() + side.module.last.weight.sum()
+    backward(side.loss(together) + bypass)
+
+
+def auxiliary_loss(side: Side) -> None:
+    """A second loss that the forward leaves where no output leads to it."""
+    left: list[Tensor] = []
+
+    def through(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        left.append(side.module.last.weight.sum() + hidden.sum())
+        return block(hidden)
+
+    loss = side.loss(side.call(side.x(), through=through))
+    backward(left[0], retain_graph=True)
+    backward(loss + left[0])
+
+
+def without_grad(side: Side) -> Values:
+    """Forwards under no_grad and inference_mode, before and between training: they leave nothing behind."""
+    with torch.no_grad():
+        values = {"no_grad": side.call(side.x())}
+    loss = side.trained()
+    with torch.inference_mode():
+        values["inference"] = side.call(side.x()).clone()
+    backward(loss)
+    return values
+
+
+def autograd_grad(side: Side) -> Values:
+    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one."""
+    leaf = side.leaf()
+    output = side.call(leaf)
+    rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
+    batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
+    return {"input": grad(side.loss(output), leaf)[0], "batched": batched}
+
+
+def backward_inputs(side: Side) -> Values:
+    """``backward(inputs=[x])``, twice on one graph, in the middle of training."""
+    backward(side.trained(2))
+    leaf = side.leaf()
+    loss = side.loss(side.call(leaf))
+    backward(loss, inputs=[leaf], retain_graph=True)
+    backward(loss, inputs=[leaf])
+    assert leaf.grad is not None
+    return {"input": leaf.grad}
+
+
+def recurrent(side: Side) -> None:
+    """An output fed back, and several forwards under one backward."""
+    first = side.call(side.x())
+    again = side.call(first.clamp(-1, 1))
+    backward(side.loss(again) + side.loss(side.call(side.x(2)), 2))
+
+
+class Pair(NamedTuple):
+    """An output of two tensors."""
+
+    output: Tensor
+    extra: Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """An output that is no container of torch's."""
+
+    output: Tensor
+    extra: Tensor
+    count: int = 2
+
+
+# What a model may return, and how a caller gets at the first output in it.
+CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
+    (lambda output, extra: (output, extra), lambda made: made[0]),
+    (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
+    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda made: made["output"]),
+    (Pair, lambda made: made.output),
+    (Report, lambda made: made.output),
+    (lambda output, extra: {"deep": [(extra.argmax(), Report(output, extra))]}, lambda made: made["deep"][0][1].output),
+)
+
+
+def outputs(side: Side) -> None:
+    """Every container, with one output used and the others left; at last one in which both are used."""
+    for pack, unpack in CONTAINERS:
+        backward(side.loss(unpack(side.call(side.x(), pack=pack))))
+    made = side.call(side.x(), pack=Pair)
+    backward(side.loss(made.output) + made.extra.sum())
+
+
+def two_outputs_two_backwards(side: Side) -> None:
+    made = side.call(side.x(), pack=Pair)
+    backward(made.extra.sum())
+    backward(side.loss(made.output))
+
+
+class Tiled(torch.autograd.Function):
+    """A loss that runs its own backward within its forward, tile by tile, as tiled and fused logits losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=hidden.dtype)
+        grads: list[Tensor] = []
+        for tile in torch.split(hidden, 2):
+            with torch.enable_grad():
+                leaf = tile.detach().requires_grad_()
+                loss = layer(leaf).sum()
+                backward(loss)
+            assert leaf.grad is not None
+            total = total + loss.detach()
+            grads.append(leaf.grad)
+        ctx.save_for_backward(torch.cat(grads))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (of_hidden,) = ctx.saved_tensors
+        return grads[0] * of_hidden, None
+
+
+def backward_in_forward(side: Side) -> None:
+    """The head's gradient is complete before the caller's own backward begins."""
+    hidden = side.call(side.x())
+    backward(Tiled.apply(hidden, side.module.head))  # type: ignore[no-untyped-call]
+
+
+class BrokenOnPurpose(Exception):
+    """Raised within a backward."""
+
+
+class Breaking(torch.autograd.Function):
+    """Passes its input through; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise BrokenOnPurpose
+
+
+def breaking(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """The block on something whose backward raises, so that the layers behind it have their gradients already."""
+    broken: Tensor = Breaking.apply(hidden)  # type: ignore[no-untyped-call]
+    return block(broken)
+
+
+def breaks(loss: Tensor, retain_graph: bool = False) -> Tensor:
+    """1 where the backward of ``loss`` raises what was raised within it, 0 where that is lost."""
+    try:
+        backward(loss, retain_graph=retain_graph)
+    except BrokenOnPurpose:
+        return torch.ones(1)
+    return torch.zeros(1)
+
+
+def abort_and_retry(side: Side) -> Values:
+    """A backward raises halfway, a retained one twice; after zero_grad the micro-batch is trained again."""
+    once = breaks(side.loss(side.call(side.x(), through=breaking)))
+    loss = side.loss(side.call(side.x(), through=breaking))
+    values = {"raised": once, "again": breaks(loss, True), "and_again": breaks(loss, True)}
+    side.zero_grad()
+    backward(side.trained())
+    return values
+
+
+def backward_law(play: Play, words: str, engines: int = 1, accumulation: int = 1) -> Check:
+    """The check of one play, under the play's name."""
+    name = play.__name__
+    return check(f"backward.{name}", words, Scene(play, engines, accumulation), NEEDS)
+
+
+CHECKS = (
+    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward()"),
+    backward_law(tensor_backward, "loss.backward() is vanilla's"),
+    backward_law(non_scalar, "out.backward(g) is vanilla's"),
+    backward_law(
+        joint_loss, "a loss over two engines, with a branch that bypasses both, gives each its gradients", engines=2
+    ),
+    backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
+    backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),
+    backward_law(
+        autograd_grad,
+        "torch.autograd.grad of an output is vanilla's, unscaled by accumulation, and leaves training as it was",
+        accumulation=4,
+    ),
+    backward_law(backward_inputs, "loss.backward(inputs=[x]) is vanilla's and adds nothing to a parameter's gradient"),
+    backward_law(recurrent, "an output fed back, and several forwards under one backward, give vanilla's gradients"),
+    backward_law(
+        outputs, "gradients are vanilla's whatever container the outputs come in, and whichever of them are used"
+    ),
+    backward_law(two_outputs_two_backwards, "one backward for each of two outputs gives the sum of both gradients"),
+    backward_law(
+        backward_in_forward, "a Function that runs a backward within its forward does not disturb the caller's own"
+    ),
+    backward_law(abort_and_retry, "after an exception within backward and zero_grad the gradients are vanilla's"),
+)

@@ -1,0 +1,256 @@
+"""Plays: what a caller does with a model, told once, played on the engine and on the plain model, and compared.
+
+Every play is exact: weights, inputs and losses are integers over powers of two, gradients are summed over ranks, and
+the judge plays it in float64 too. Where both precisions agree bitwise no bit was rounded away, so the engine has to
+agree bitwise as well, in whatever order it sums. After the play the engine takes a step that moves nothing and trains
+one ordinary micro-batch: that has to come out right too, and nothing may stay gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduction
+from zharness.errors import HarnessFault
+from zharness.parity import Comparison, Part, Tier, identical
+from zharness.parity.baseline import Local
+from zharness.workload import Batch, ModelSpec
+
+AFTER = 1  # the micro-batch of the ordinary training after a play; plays use others
+
+
+@dataclass(frozen=True)
+class Side:
+    """The engine, or the plain model, so that one play drives either. ``rank`` is this micro-batch's.
+
+    ``uneven()`` is a block in which ranks may use other parameters than their peers, where an engine wants to be told;
+    ``recompute`` is torch.utils.checkpoint.checkpoint on the engine, and just calls on the plain model: gradients have
+    to be the same without it. ``other`` is a second engine (model) in the same initial weights, where the law asks for
+    one.
+    """
+
+    call: Callable[..., Any]
+    module: Any  # an nn.Module; its attributes are the model's own
+    rank: int
+    variant: str
+    spec: ModelSpec
+    draw: Callable[[int], Batch]
+    backward: Callable[..., None]
+    zero_grad: Callable[[], None]
+    step: Callable[[], None]
+    uneven: Callable[[], AbstractContextManager[Any]]
+    recompute: Callable[..., Any]
+    other: Side | None = None
+
+    def x(self, step: int = 0) -> Tensor:
+        """The inputs of micro-step ``step``."""
+        return self.draw(step).inputs
+
+    def leaf(self, step: int = 0) -> Tensor:
+        """The same, as a leaf that requires a gradient."""
+        return self.x(step).clone().requires_grad_()
+
+    def loss(self, output: Tensor, step: int = 0) -> Tensor:
+        """The workload's loss of an output."""
+        return self.spec.loss(output, self.draw(step).target)
+
+    def trained(self, step: int = 0) -> Tensor:
+        """Forward and loss of micro-step ``step``."""
+        return self.loss(self.call(self.x(step)), step)
+
+
+Values = Mapping[str, Tensor]
+Play = Callable[[Side], Values | None]
+
+
+def ordinary(side: Side) -> None:
+    """One micro-batch, as anybody trains it."""
+    side.backward(side.trained(AFTER))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A play and its setting: how many engines it needs, and over how many micro-batches those divide gradients."""
+
+    play: Play
+    engines: int = 1
+    accumulation: int = 1
+
+
+def observing(scene: Scene) -> Callable[[Bench], None]:
+    """Play on the engine, on every rank."""
+
+    def observe(bench: Bench) -> None:
+        owner = AccumulationOwner.ENGINE if scene.accumulation > 1 else AccumulationOwner.CALLER
+        engines = [
+            bench.engine(
+                optimizer=FROZEN,
+                reduction=Reduction.SUM,
+                accumulation_steps=scene.accumulation,
+                accumulation_owner=owner,
+            )
+            for _ in range(scene.engines)
+        ]
+        side: Side | None = None
+        for engine in reversed(engines):
+            side = of_engine(bench, engine, side)
+        assert side is not None
+        bench.record("values", scene.play(side) or {})
+        for number, engine in enumerate(engines):
+            bench.record("grads", engine.full_grads(), number)
+            engine.step()
+            engine.zero_grad()
+            ordinary(of_engine(bench, engine, None))
+            bench.record("after", engine.full_grads(), number)
+            held = engine.observe().gathered_bytes
+            bench.record("held", {"gathered_bytes": torch.tensor(held)} if isinstance(held, int) else {}, number)
+        for engine in engines:
+            engine.close()
+
+    return observe
+
+
+def of_engine(bench: Bench, engine: Engine, other: Side | None) -> Side:
+    return Side(
+        call=engine,
+        module=engine.module,
+        rank=bench.rank,
+        variant=bench.variant,
+        spec=bench.spec,
+        draw=bench.batch,
+        backward=engine.backward,
+        zero_grad=engine.zero_grad,
+        step=engine.step,
+        uneven=getattr(engine, "uneven", nullcontext),
+        recompute=checkpoint,
+        other=other,
+    )
+
+
+def of_plain(trial: Trial, rank: int, dtype: torch.dtype, other: Side | None) -> Side:
+    module = trial.baseline.module().to(dtype)
+
+    def draw(step: int) -> Batch:
+        batch = trial.baseline.batch(rank, step)
+        return Batch(batch.inputs.to(dtype), batch.target.to(dtype))
+
+    def backward(loss: Tensor, *, retain_graph: bool = False) -> None:
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def step() -> None:
+        """A step that moves nothing: what it leaves behind is that the weights were written."""
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(torch.zeros_like(parameter))
+
+    def recompute(function: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+        return function(*args)
+
+    return Side(
+        call=module,
+        module=module,
+        rank=rank,
+        variant=trial.variant,
+        spec=trial.baseline.spec,
+        draw=draw,
+        backward=backward,
+        zero_grad=module.zero_grad,
+        step=step,
+        uneven=nullcontext,
+        recompute=recompute,
+        other=other,
+    )
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a play on the plain model leaves: values, each model's gradients, and those of the training after it."""
+
+    values: Values
+    grads: tuple[Values, ...]
+    after: tuple[Values, ...]
+
+    def flat(self) -> dict[str, Tensor]:
+        """Everything, by a name of its own."""
+        parts = [self.values, *self.grads, *self.after]
+        return {f"{number}/{name}": tensor for number, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def play_plain(trial: Trial, scene: Scene, rank: int, dtype: torch.dtype) -> Played:
+    sides: list[Side] = []
+    for _ in range(scene.engines):
+        sides.insert(0, of_plain(trial, rank, dtype, sides[0] if sides else None))
+    values = {name: tensor.detach() for name, tensor in (scene.play(sides[0]) or {}).items()}
+    grads, after = [], []
+    for side in sides:
+        grads.append(gradients(side.module))
+        side.zero_grad()
+        ordinary(side)
+        after.append(gradients(side.module))
+    return Played(values, tuple(grads), tuple(after))
+
+
+def gradients(module: nn.Module) -> Values:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def played_exactly(trial: Trial, scene: Scene, rank: int) -> Played:
+    """The play in the cell's dtype. Raises HarnessFault when float64 says that a bit was rounded away."""
+    played, wide = (play_plain(trial, scene, rank, dtype) for dtype in (trial.dtype, torch.float64))
+    double = wide.flat()
+    for name, tensor in played.flat().items():
+        if not torch.equal(tensor.double(), double[name].double()):
+            raise HarnessFault(f"the play is not exact: {name} is rounded on rank {rank}, so it can judge no engine")
+    return played
+
+
+def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
+    """Values bitwise on each rank; gradients the exact sum over ranks; the training after it likewise."""
+
+    def judge(trial: Trial) -> Iterator[Comparison]:
+        everyone = [played_exactly(trial, scene, rank) for rank in range(trial.world_size)]
+        yield from trial.same_value("values", [played.values for played in everyone])
+        scale = trial.world_size / scene.accumulation
+        for number in range(scene.engines):
+            for label in ("grads", "after"):
+                found = [getattr(played, label)[number] for played in everyone]
+                local = [Local(torch.zeros(()), grads) for grads in found]
+                yield from trial.reduced(label, [local], number, exact=True, scale=scale)
+            for rank, held in enumerate(trial.copies("held", number)):
+                for name, count in held.items():
+                    yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
+
+    return judge
+
+
+def check(
+    name: str,
+    law: str,
+    scene: Scene,
+    needs: tuple[Feature, ...],
+    model: str = "blocks",
+    variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),),
+) -> Check:
+    """The check of one play."""
+    return Check(
+        name=name,
+        law=law,
+        tier=Tier.EXACT,
+        models=(model,),
+        observe=observing(scene),
+        judge=judging(scene),
+        needs=needs,
+        variants=variants,
+    )

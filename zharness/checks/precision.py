@@ -1,0 +1,263 @@
+"""The laws of loss scales, wires, masters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zharness.checks import autocast
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.autocast import (
+    AUTOCAST,
+    LOW,
+    REDUCING,
+    SGD,
+    WIDE,
+    check,
+    crossed,
+    each_once,
+    everyone,
+    kind,
+    number,
+    reduced,
+    same,
+)
+from zharness.checks.bench import Bench
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import OptimizerSpec
+from zharness.errors import UsageError
+from zharness.parity import Comparison, Part, identical
+
+ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1})
+STEPS = 6
+SCALERS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
+    "fp16": (
+        {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}},
+        2.0**6,
+        2,
+    ),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
+}
+
+
+def overflows(step: int, rank: int, world_size: int) -> bool:
+    """One rank's loss is infinite: the first one's at step 1, the last one's at step 4."""
+    return (step, rank) in ((1, 0), (4, world_size - 1))
+
+
+def observe_scaler(bench: Bench) -> None:
+    options, _, _ = SCALERS[bench.variant]
+    engine = bench.engine(optimizer=SGD, options=options)
+    for step in range(STEPS):
+        bench.record_weights(engine, step)
+        bench.record_state("state", engine, step)
+        bad = overflows(step, bench.rank, bench.world_size)
+        engine.backward(bench.loss(engine, step) * (float("inf") if bad else 1.0))
+        bench.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        seen = engine.observe()
+        scale, skipped = (x if isinstance(x, (int, float)) else -1 for x in (seen.loss_scale, seen.skipped_steps))
+        bench.record("scaler", {"scale": number(scale), "skipped": number(skipped)}, step)
+    bench.record_weights(engine, STEPS)
+    bench.record_state("state", engine, STEPS)
+    engine.close()
+
+
+def judge_scaler(trial: Trial) -> Iterator[Comparison]:
+    """torch.amp.GradScaler itself, fed with one number that is finite whenever all of the engine's gradients are."""
+    _, initial, window = SCALERS[trial.variant]
+    scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(torch.zeros(()))
+    skipped = 0
+    for step in range(STEPS):
+        grads = trial.copies("grads", step)[0]
+        finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+        injected = any(overflows(step, rank, trial.world_size) for rank in range(trial.world_size))
+        yield identical(trial.place("loss", Part.REDUCTION, step), number(False), number(finite and injected))
+        weight.grad = torch.tensor(1.0 if finite else torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += not finite
+        for rank, copy in enumerate(trial.copies("scaler", step)):
+            place = trial.place("loss", Part.OPTIMIZER, step, rank)
+            yield identical(place, number(scaler.get_scale()), copy["scale"])
+            yield identical(place, number(skipped), copy["skipped"])
+        moment = Moment(step, "masters")
+        if finite:
+            yield from judge_step(trial, SGD, grads, moment)
+        else:
+            yield from unmoved(trial, step)
+        yield from everyone_agrees(trial, Moment(step + 1, "masters"))
+        yield from published(trial, Moment(step + 1, "masters"), "params")
+
+
+def unmoved(trial: Trial, step: int) -> Iterator[Comparison]:
+    """A skipped step changes neither weights nor state."""
+    for label in ("masters", "state"):
+        before, after = trial.copies(label, step)[0], trial.copies(label, step + 1)[0]
+        for name, tensor in before.items():
+            yield identical(trial.place(name, Part.OPTIMIZER, step), tensor, after[name])
+
+
+WIRES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
+    "first": ({"communication_data_type": "bf16"}, LOW),
+    "second": ({}, WIDE),
+}
+
+
+def observe_comm_dtype(bench: Bench) -> None:
+    engines = {name: bench.engine(optimizer=FROZEN, options=options) for name, (options, _) in WIRES.items()}
+    before = {name: crossed(engine, REDUCING) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        engine.backward(bench.loss(engine, 0, f"loss-{name}"))
+    for name, engine in engines.items():
+        bench.record(f"grads-{name}", engine.full_grads())
+        after = crossed(engine, REDUCING)
+        bench.record(f"reduced-{name}", {dtype: after[dtype] - before[name][dtype] for dtype in after})
+        engine.close()
+
+
+def judge_comm_dtype(trial: Trial) -> Iterator[Comparison]:
+    parameters = dict(trial.baseline.spec.model(0).named_parameters())
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    trained, none = {name for name, p in parameters.items() if p.requires_grad}, set[str]()
+    expected = everyone(trial, forward=False)
+    for name, (_, dtype) in WIRES.items():
+        by_dtype = {"bfloat16": none, "float32": none, "float16": none}
+        by_dtype[str(dtype).removeprefix("torch.")] = trained
+        yield from each_once(trial, f"reduced-{name}", sizes, by_dtype)
+        yield from reduced(trial, f"grads-{name}", expected, trained if dtype == LOW else none)
+
+
+BF16: Mapping[str, Any] = {"enabled": True}
+LOW_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+INVALID: Sequence[Mapping[str, Any]] = (
+    {"bf16": {**BF16, "bf16_optimizer_states": True}},
+    {"bf16": {**BF16, "bf16_master_weights_and_grads": True}},
+    {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+    {"bf16": {**BF16, **LOW_MASTERS}, "fp16": {"fp16_master_weights_and_grads": True}},
+    {"bf16": BF16, "fp16": {"enabled": True}},
+)
+
+
+def refused(bench: Bench, options: Mapping[str, Any]) -> bool:
+    """Whether an engine of these options is refused."""
+    try:
+        bench.engine(options=options).close()
+    except UsageError:
+        return True
+    return False
+
+
+def observe_masters(bench: Bench) -> None:
+    low = bench.variant == "low"
+    options = {"bf16": {**BF16, **(LOW_MASTERS if low else {})}}
+    wrong = [*INVALID, options] if low and bench.config.stage == 0 else INVALID
+    accepted = sum(not refused(bench, invalid) for invalid in wrong)
+    bench.record("accepted", {"invalid": number(accepted)})
+    if len(wrong) > len(INVALID):
+        return
+    engine, batch = bench.engine(optimizer=ADAMW, options=options), bench.batch(0).to(LOW)
+    for step in range(2):
+        bench.record_weights(engine, step)
+        bench.record_state("state", engine, step)
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        bench.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+    bench.record_weights(engine, 2)
+    bench.record_state("state", engine, 2)
+    engine.close()
+
+
+def judge_masters(trial: Trial) -> Iterator[Comparison]:
+    """Steps are replayed in the masters' dtype; the model computes with their rounding; gradients are bf16's."""
+    for rank, copy in enumerate(trial.copies("accepted")):
+        yield identical(trial.place("input", Part.FORWARD, seen_on=rank), number(0), copy["invalid"])
+    if not trial.recorded("grads"):
+        return
+    master = LOW if trial.variant == "low" else WIDE
+    half = replace(trial, baseline=replace(trial.baseline, dtype=LOW), dtype=LOW)
+    yield from half.reduced("grads", [half.locals(0)])
+    for step in range(2):
+        weights, grads = trial.copies("masters", step)[0], trial.copies("grads", step)[0]
+        state = trial.copies("state", step + 1)[0]
+        for name, kept in [(name, weights[name]) for name in grads] + list(grads.items()):
+            yield identical(trial.place(name, Part.OPTIMIZER, step), kind(torch.zeros((), dtype=master)), kind(kept))
+        for name, kept in state.items():
+            if kept.dim():
+                yield identical(
+                    trial.place(name, Part.OPTIMIZER, step), kind(torch.zeros((), dtype=master)), kind(kept)
+                )
+        yield from judge_step(trial, ADAMW, grads, Moment(step, "masters"))
+        yield from everyone_agrees(trial, Moment(step + 1, "masters"))
+        yield from published(trial, Moment(step + 1, "masters"), "params")
+
+
+MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
+    "bf16": ({"bf16": BF16}, LOW),
+    "fp16": ({"fp16": {"enabled": True, "loss_scale": 16}}, torch.float16),
+    "autocast": (AUTOCAST, WIDE),
+}
+
+
+def observe_buffers(bench: Bench) -> None:
+    options, dtype = MODES[bench.variant]
+    engine, batch = bench.engine(optimizer=SGD, options=options), bench.batch(0).to(dtype)
+    for _ in range(2):
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        engine.step()
+        engine.zero_grad()
+    bench.record("buffers", dict(engine.module.named_buffers()))
+    bench.record("params", engine.full_params())
+    engine.close()
+
+
+def judge_buffers(trial: Trial) -> Iterator[Comparison]:
+    model = trial.baseline.spec.model(trial.baseline.seed)
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    for label, expected in (("buffers", dict(model.named_buffers())), ("params", frozen)):
+        for rank, copy in enumerate(trial.copies(label)):
+            for name, tensor in expected.items():
+                yield from same(trial, name, Part.OPTIMIZER, tensor, copy[name], rank)
+
+
+CHECKS = (
+    *autocast.CHECKS,
+    check(
+        "grad_scaler",
+        "fp16's loss scale, skipped steps and weights are torch.amp.GradScaler's; an overflow on one rank skips on all",
+        observe_scaler,
+        judge_scaler,
+        *SCALERS,
+    ),
+    check(
+        "comm_dtype",
+        "gradients travel in exactly the configured dtype, of two engines in one process each in its own",
+        observe_comm_dtype,
+        judge_comm_dtype,
+    ),
+    check(
+        "master_weights",
+        "a step is the optimizer's own on the masters, of which the weights are the rounding; no invalid mix is taken",
+        observe_masters,
+        judge_masters,
+        "fp32",
+        "low",
+    ),
+    check(
+        "buffers_keep_dtype",
+        "buffers and frozen parameters keep dtype and value",
+        observe_buffers,
+        judge_buffers,
+        *MODES,
+    ),
+)

@@ -1,0 +1,208 @@
+"""The laws of saved state: resumed, resharded, consolidated."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.trajectory import OPTIMIZERS
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import Engine, Feature, Keeping
+from zharness.parity import Comparison, Part, Tier, identical
+from zharness.parity.compare import check_names
+
+SAVED_AT = 2  # steps
+CONTINUED = range(SAVED_AT, SAVED_AT + 2)
+RESHARDED = OPTIMIZERS["adamw"]
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that every rank sees, gone afterwards. Collective."""
+    told = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    try:
+        yield Path(told[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(told[0], ignore_errors=True)
+
+
+def train(bench: Bench, engine: Engine, steps: range, label: str) -> None:
+    """One optimizer step for each of ``steps``; ``label`` sets the records apart."""
+    for step in steps:
+        engine.backward(bench.loss(engine, step, f"loss-{label}"))
+        engine.step()
+        engine.zero_grad()
+
+
+def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
+    """Weights and optimizer state under labels of their own."""
+    bench.record(f"params-{label}", engine.full_params(), step)
+    bench.record_state(f"state-{label}", engine, step)
+
+
+def observe_resume(bench: Bench) -> None:
+    optimizer = OPTIMIZERS[bench.variant]
+    never, resumed = bench.engine(optimizer=optimizer), bench.engine(optimizer=optimizer)
+    train(bench, never, range(SAVED_AT), "before")
+    train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
+    with shared_folder() as folder:
+        never.save(folder)
+        resumed.load(folder)
+    for engine, label in ((never, "never"), (resumed, "resumed")):
+        for step in CONTINUED:
+            snapshot(bench, engine, step, label)
+            train(bench, engine, range(step, step + 1), label)
+        snapshot(bench, engine, CONTINUED.stop, label)
+        engine.close()
+
+
+def judge_resume(trial: Trial) -> Iterator[Comparison]:
+    """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank."""
+    parts = {"params": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
+    for step in (*CONTINUED, CONTINUED.stop):
+        for what, part in parts.items():
+            if what == "loss" and step == CONTINUED.stop:
+                continue
+            place = Part.GATHER if step == SAVED_AT and what == "params" else part
+            yield from same_records(trial, f"{what}-never", f"{what}-resumed", step, step, place)
+    yield from everyone_agrees(trial, Moment(CONTINUED.stop, "params-resumed", "state-resumed"))
+
+
+def same_records(trial: Trial, wanted: str, got: str, at: int, step: int, part: Part) -> Iterator[Comparison]:
+    """What every rank recorded under ``got`` at ``step`` is bitwise what it recorded under ``wanted`` at ``at``."""
+    pairs = zip(trial.copies(wanted, at), trial.copies(got, step), strict=True)
+    for rank, (expected, found) in enumerate(pairs):
+        check_names(f"what a rank reports as {got}", expected, found)
+        for name, tensor in expected.items():
+            yield identical(trial.place(name, part, step, rank), tensor, found[name])
+
+
+def observe_reshard(bench: Bench) -> None:
+    source = bench.engine(optimizer=RESHARDED)
+    train(bench, source, range(SAVED_AT), "before")
+    snapshot(bench, source, SAVED_AT, "saved")
+    with shared_folder() as folder:
+        source.save(folder)
+        source.close()
+        for stage in sorted(bench.capabilities.stages):
+            target = bench.engine(stage=stage, optimizer=RESHARDED)
+            target.load(folder)
+            continue_once(bench, target, f"stage{stage}")
+            target.close()
+
+
+def continue_once(bench: Bench, engine: Engine, label: str) -> None:
+    """Weights and state as they were loaded, one step, and what became of them."""
+    snapshot(bench, engine, SAVED_AT, label)
+    engine.backward(bench.loss(engine, SAVED_AT, f"loss-{label}"))
+    bench.record(f"grads-{label}", engine.full_grads(), SAVED_AT)
+    engine.step()
+    snapshot(bench, engine, SAVED_AT + 1, label)
+
+
+def judge_reshard(trial: Trial) -> Iterator[Comparison]:
+    """Each stage reads what was saved, bitwise, and its next step is vanilla's from there."""
+    for label in (f"stage{stage}" for stage in range(4)):
+        if trial.recorded(f"params-{label}"):
+            yield from same_records(trial, "params-saved", f"params-{label}", SAVED_AT, SAVED_AT, Part.GATHER)
+            yield from same_records(trial, "state-saved", f"state-{label}", SAVED_AT, SAVED_AT, Part.OPTIMIZER)
+            yield from judge_continued(trial, label)
+
+
+def judge_continued(trial: Trial, label: str) -> Iterator[Comparison]:
+    """The step recorded by ``continue_once`` is vanilla's, from the engine's own numbers."""
+    local = trial.locals(SAVED_AT, trial.copies(f"params-{label}", SAVED_AT)[0])
+    yield from trial.same_loss(SAVED_AT, local, f"loss-{label}")
+    yield from trial.reduced(f"grads-{label}", [local], SAVED_AT)
+    moment = Moment(SAVED_AT, f"params-{label}", f"state-{label}")
+    yield from judge_step(trial, RESHARDED, trial.copies(f"grads-{label}", SAVED_AT)[0], moment)
+    yield from everyone_agrees(trial, Moment(SAVED_AT + 1, moment.params, moment.state))
+
+
+def observe_consolidate(bench: Bench) -> None:
+    engine = bench.engine(optimizer=RESHARDED)
+    train(bench, engine, range(1), "before")
+    bench.record("params", engine.full_params())
+    full = cast(Keeping, engine).full_state_dict()
+    bench.record("full", full)
+    bench.record("tied", first_names(full))
+    bench.loss(engine, 1)
+    engine.close()
+
+
+def first_names(state: dict[str, Any]) -> dict[str, Tensor]:
+    """For each name the place of the first one that holds the same memory."""
+    places: dict[int, int] = {}
+    return {
+        name: torch.tensor(float(places.setdefault(tensor.data_ptr() if tensor.numel() else -place - 1, place)))
+        for place, (name, tensor) in enumerate(state.items())
+    }
+
+
+def judge_consolidate(trial: Trial) -> Iterator[Comparison]:
+    """Vanilla's names, shapes and tied weights, the engine's own values; a plain model with them computes its loss."""
+    plain = trial.baseline.module().state_dict()
+    for rank, full in enumerate(trial.copies("full")):
+        check_names("full_state_dict", plain, full)
+        params = trial.copies("params")[rank]
+        for name, tensor in plain.items():
+            place = trial.place(name, Part.GATHER, seen_on=rank)
+            yield identical(place, torch.zeros(tensor.shape), torch.zeros(full[name].shape))
+            if name in params:
+                yield identical(place, params[name], full[name])
+        for name, first in first_names(plain).items():
+            yield identical(trial.place(name, Part.GATHER, seen_on=rank), first, trial.copies("tied")[rank][name])
+        module = trial.baseline.module()
+        module.load_state_dict(dict(full))
+        batch = trial.baseline.batch(rank, 1)
+        loss = trial.baseline.objective(module(batch.inputs), batch).detach()
+        yield identical(trial.place("loss", Part.FORWARD, 1, rank), loss, trial.copies("loss", 1)[rank]["loss"])
+
+
+CHECKS = (
+    Check(
+        name="state.resume",
+        law="save, load into another engine, continue: bitwise the engine that never stopped",
+        tier=Tier.EXACT,
+        models=("mlp",),
+        observe=observe_resume,
+        judge=judge_resume,
+        needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        integral=False,
+        variants=(("adamw", ()), ("sgd", ())),
+    ),
+    Check(
+        name="state.reshard",
+        law="what one stage saved every other stage loads, bitwise, and its next step is vanilla's",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_reshard,
+        judge=judge_reshard,
+        needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        integral=False,
+    ),
+    Check(
+        name="state.consolidate",
+        law="the full state dict has vanilla's names and shapes and tied weights once, and a plain model loads it",
+        tier=Tier.EXACT,
+        models=("mlp", "transformer"),
+        observe=observe_consolidate,
+        judge=judge_consolidate,
+        needs=(Feature.CHECKPOINT,),
+        integral=False,
+    ),
+)

@@ -1,0 +1,38 @@
+"""The client's data set as micro-batches of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zharness.comm import Comm
+from zharness.errors import ConfigError
+
+
+class MicroBatches(DataLoader[Any]):
+    """A torch DataLoader over this rank's share of ``dataset``; each iteration is a new epoch in a new order.
+
+    The shares are those of torch's DistributedSampler with seed 0, one micro-batch per item. Where the ranks do not
+    divide the data set, the sampler repeats its first samples, or drops its last ones with ``drop_last``.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], size: int, comm: Comm, collate: Callable[..., Any] | None, drop_last: bool
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"training_data is a {type(dataset).__name__} without length, which cannot be dealt out to the ranks; "
+                "let each rank build a torch DataLoader over its own part"
+            )
+        self._shares: DistributedSampler[Any] = DistributedSampler(
+            dataset, comm.world_size, comm.rank, drop_last=drop_last
+        )
+        self._epoch = 0
+        super().__init__(dataset, size, sampler=self._shares, collate_fn=collate, drop_last=drop_last)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._shares.set_epoch(self._epoch)
+        self._epoch += 1
+        return super().__iter__()

@@ -1,0 +1,92 @@
+"""The legacy forms that run where torch lacks an API. Each looks for the API when it is used, not when it is imported.
+
+| where torch lacks | what runs instead |
+|---|---|
+| ``Function.setup_context`` (torch 2.0) | ``legacy``: the same function as ``forward(ctx, ...)``, without torch.func |
+| ``queue_callback`` | ``EndOfBackward`` counts the gradients that the backward is going to make |
+| ``_current_graph_task_id`` (torch 2.1) | ``EndOfBackward`` knows one backward at a time; ``reset`` ends a failed one |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zharness.reference import torch_private as private
+
+
+class Phase(Enum):
+    """Where a graph task is: one run of autograd's engine."""
+
+    RUNNING = "a parameter has its gradient, the end is to come"
+    OVER = "not begun, or ended"
+
+
+class EndOfBackward:
+    """Calls ``callback`` at the end of every graph task in which a parameter's hook called ``arrived``, once for each.
+
+    A backward is a graph task. So is a reentrant checkpoint's part of one, and a backward that a Function calls in its
+    forward: a rank leaves and enters again within one step. ``callback`` therefore must be right at the end of each of
+    them, whichever is the last. It adds what is new to what is there; nothing here can run it too early or twice.
+
+    A graph task that an exception ends never calls back. With ids its successors do not care; ``reset`` forgets it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], callback: Callable[[], None]) -> None:
+        self._parameters = tuple(parameters)
+        self._callback = callback
+        self._phases: dict[int, Phase] = {}
+        self._expected: set[nn.Parameter] = set()
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """To be called once for each gradient that a graph task makes, by the parameter's own hook."""
+        if not private.can_queue():
+            self._count(parameter)
+            return
+        task = private.graph_task()
+        if self._phases.get(task, Phase.OVER) is Phase.OVER:
+            self._phases[task] = Phase.RUNNING
+            private.at_end_of_backward(partial(self._end, task))
+
+    def _end(self, task: int) -> None:
+        try:
+            self._callback()
+        finally:
+            self._phases.pop(task, None)
+
+    def _count(self, parameter: nn.Parameter) -> None:
+        """One look at all parameters for each graph task: at its first gradient, which nobody expected."""
+        if parameter not in self._expected:
+            self._expected.update(p for p in self._parameters if private.will_get_gradient(p))
+        self._expected.discard(parameter)
+        if not self._expected:
+            self._callback()
+
+    def reset(self) -> None:
+        """Forget what is running: for the end of a step, where nothing is."""
+        self._phases.clear()
+        self._expected.clear()
+
+
+@cache
+def legacy(function: type) -> type:
+    """``function``, written as forward without ctx plus setup_context, in the one form that torch < 2.0 takes."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = function.forward(*inputs)  # type: ignore[attr-defined]
+        function.setup_context(ctx, inputs, output)  # type: ignore[attr-defined]
+        return output
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}  # type: ignore[attr-defined]
+    return type(function.__name__, (torch.autograd.Function,), body)
+
+
+def apply(function: type, *inputs: Any) -> Any:
+    """``function.apply(*inputs)``, in the form that this torch takes."""
+    form = function if private.has_setup_context() else legacy(function)
+    return form.apply(*inputs)  # type: ignore[attr-defined]

@@ -1,0 +1,209 @@
+"""A checkpoint on disk, in torch.distributed.checkpoint's format: written whole or not at all, and read so.
+
+``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with everything that is
+no tensor of the model, and ``manifest.json``, the length and checksum of every file. ``folder/latest`` names the newest
+tag. All ranks have to see one file system.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as read_pieces
+from torch.distributed.checkpoint.state_dict_saver import save as write_pieces
+
+from zharness.comm import Comm
+from zharness.errors import CheckpointError
+from zharness.reference import unpickling
+from zharness.reference.together import exchange, together
+
+FORMAT = 1
+FACTS, MANIFEST, LATEST = "facts.pt", "manifest.json", "latest"
+DRAFT, PREVIOUS = ".draft", ".previous-"  # before a tag; no tag starts with a dot
+
+
+def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Mapping[str, Any], comm: Comm) -> Path:
+    """Write ``pieces`` and rank 0's ``facts`` to ``folder/tag`` and call it the latest; its path. Collective.
+
+    Everything is written and synced under another name first, and ``latest`` is replaced last: whatever interrupts,
+    the checkpoint before is whole, and is the one that is found. Raises CheckpointError on every rank.
+    """
+    target, draft, tags = folder / tag, folder / DRAFT, exchange(tag, comm)
+    with together(comm):
+        _check_tag(tag)
+        if set(tags) != {tag}:
+            raise CheckpointError(f"the tags of the ranks differ: {tags}; save under one name")
+        encoded = _encoded({"format": FORMAT, **facts})
+        if comm.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+    try:
+        _write(dict(pieces), draft)
+        with together(comm):
+            if comm.rank == 0:
+                _write_file(draft / FACTS, encoded)
+        _write_manifest(draft, comm)
+        with together(comm):
+            if comm.rank == 0:
+                _publish(draft, target)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)  # there only when something failed
+    return target
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are all there and undamaged, with its facts."""
+
+    path: Path
+    files: frozenset[str]
+    facts: Mapping[str, Any]
+
+    def fill(self, pieces: Mapping[str, Tensor]) -> None:
+        """Read the tensors of those names, in place. Collective; raises CheckpointError on every rank."""
+        try:
+            read_pieces(dict(pieces), storage_reader=unpickling.TensorReader(self.path, self.files))
+        except CheckpointException as error:
+            raise _one_error("read", self.path, error) from None
+
+
+def find(folder: Path, tag: str | None, comm: Comm) -> Checkpoint:
+    """The checkpoint ``folder/tag``, or the latest. Collective; raises CheckpointError on every rank."""
+    with together(comm):
+        path = _existing(folder, _latest(folder) if tag is None else tag)
+        files = _read_manifest(path)
+    with together(comm):  # each file is read by one rank for this
+        for name in sorted(files)[comm.rank :: comm.world_size]:
+            _check_file(path / name, files[name])
+    with together(comm):
+        facts = unpickling.load(path / FACTS, str(path / FACTS))
+        if facts.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}, the only one that this engine reads")
+    return Checkpoint(path, frozenset(files), facts)
+
+
+def _check_tag(tag: str) -> None:
+    if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST:
+        raise CheckpointError(
+            f"tag {tag!r}: expected a name for a folder, without a dot before it, other than {LATEST!r}"
+        )
+
+
+def _encoded(facts: Mapping[str, Any]) -> bytes:
+    """``facts`` as bytes that can be read back. Raises CheckpointError where they could not be."""
+    buffer = io.BytesIO()
+    torch.save(dict(facts), buffer)
+    buffer.seek(0)
+    unpickling.load(buffer, "client_state, or the state of a schedule,")
+    return buffer.getvalue()
+
+
+def _write(pieces: dict[str, Tensor], draft: Path) -> None:
+    try:
+        write_pieces(pieces, storage_writer=FileSystemWriter(draft))
+    except CheckpointException as error:
+        raise _one_error("written", draft, error) from None
+
+
+def _one_error(verb: str, path: Path, error: CheckpointException) -> CheckpointError:
+    causes = "; ".join(f"{type(e).__name__}: {e} (rank {rank})" for rank, (e, _) in error.failures.items())
+    return CheckpointError(f"{path} could not be {verb}: {causes}")
+
+
+def _write_manifest(draft: Path, comm: Comm) -> None:
+    with together(comm):
+        names = sorted(path.name for path in draft.iterdir())
+        mine = {name: _measure(draft / name) for name in names[comm.rank :: comm.world_size]}
+    views, measured = zip(*exchange((names, mine), comm), strict=True)
+    with together(comm):
+        if any(view != names for view in views):
+            raise CheckpointError(f"the ranks do not see the same files in {draft}: save to a file system they share")
+        if comm.rank == 0:
+            files = {name: measure for part in measured for name, measure in part.items()}
+            _write_file(draft / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+
+
+def _measure(path: Path) -> list[int]:
+    """Length and CRC-32: for damage, not for malice."""
+    length = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            length, checksum = length + len(block), zlib.crc32(block, checksum)
+    return [length, checksum]
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(draft: Path, target: Path) -> None:
+    """Give the complete draft its name. Of an older checkpoint of that name, one or the other is always there."""
+    previous = target.with_name(PREVIOUS + target.name)
+    _sync(draft)
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    draft.rename(target)
+    fresh = target.with_name(f".{LATEST}")
+    _write_file(fresh, target.name.encode())
+    fresh.replace(target.with_name(LATEST))
+    _sync(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in ``folder`` durable, as fsync of a file makes its content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _latest(folder: Path) -> str:
+    if not (folder / LATEST).is_file():
+        raise CheckpointError(f"no checkpoint in {folder}: it has no file {LATEST!r}; save one, or pass tag=")
+    return (folder / LATEST).read_text(encoding="utf-8").strip()
+
+
+def _existing(folder: Path, tag: str) -> Path:
+    _check_tag(tag)
+    for path in (folder / tag, folder / (PREVIOUS + tag)):  # the second after a save that died between two renames
+        if path.is_dir():
+            return path
+    raise CheckpointError(f"no checkpoint {tag!r} in {folder}")
+
+
+def _read_manifest(path: Path) -> dict[str, list[int]]:
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} has no {MANIFEST}: it is no checkpoint of this engine, or not a complete one")
+    files: dict[str, list[int]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    if not {FACTS, ".metadata"} <= files.keys() or any(Path(name).name != name for name in files):
+        raise CheckpointError(f"{path / MANIFEST} does not list the files of a checkpoint")
+    return files
+
+
+def _check_file(path: Path, expected: list[int]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    length, checksum = _measure(path)
+    if length != expected[0]:
+        raise CheckpointError(f"{path} is damaged: {length} bytes, expected {expected[0]}")
+    if checksum != expected[1]:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with")

@@ -1,0 +1,244 @@
+"""The state of training under original names: what a checkpoint keeps of an engine, and the way back into one.
+
+Each tensor is kept flat. Where the optimizer state is sharded a rank has its own range of the elements, else all of
+them; as DTensors they tell torch.distributed.checkpoint so, which then reads whatever range another stage or world size
+needs. What is one number for a whole parameter (the count of its steps) is no tensor here but a fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zharness.comm import Comm
+from zharness.errors import CheckpointError
+from zharness.reference.layout import Original, Owner, Owners
+from zharness.reference.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds, enough to know whether it fits an engine before any tensor is read.
+
+    ``moments`` are the elementwise optimizer states of each parameter and their dtypes, ``counts`` the others;
+    ``groups`` are the optimizer's groups, with parameter names under ``params``. ``stateful`` are the kind and the
+    ``state_dict`` of what else goes on from where it was: the learning-rate schedule, the loss scale.
+    """
+
+    world_size: int
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    optimizer: str
+    moments: Mapping[str, Mapping[str, torch.dtype]]
+    counts: Mapping[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    stateful: Mapping[str, tuple[str, dict[str, Any]]]
+
+
+def weight_key(name: str) -> str:
+    """Under which a checkpoint holds the optimizer's copy of a parameter."""
+    return f"weights/{name}"
+
+
+def moment_key(name: str, key: str) -> str:
+    """Under which a checkpoint holds one elementwise state of a parameter."""
+    return f"optimizer/{name}/{key}"
+
+
+def buffer_key(name: str, rank: int) -> str:
+    """Under which a checkpoint holds a buffer. Each rank's own: running statistics differ from rank to rank."""
+    return f"buffers/{rank}/{name}"
+
+
+class TrainingState:
+    """Parameters, buffers and optimizer of one engine, as a checkpoint sees them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        originals: Mapping[str, Original],
+        owners: Owners,
+        parameters: Parameters,
+        optimizer: torch.optim.Optimizer,
+        stateful: Mapping[str, Stateful],
+        comm: Comm,
+    ) -> None:
+        self._module = module
+        self._originals = originals
+        self._sharded = owners.optimizer_state is Owner.SHARDED
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._stateful = stateful
+        self._comm = comm
+
+    def contents(self) -> Contents:
+        """What this engine would save now. Raises CheckpointError for a state that cannot be cut at an element."""
+        moments: dict[str, dict[str, torch.dtype]] = {}
+        counts: dict[str, dict[str, Any]] = {}
+        for name, state in self._states().items():
+            shape = self._parameters.leaves[name].shape
+            moments[name] = {key: value.dtype for key, value in state.items() if _elementwise(key, value, shape)}
+            counts[name] = {key: value for key, value in state.items() if key not in moments[name]}
+            for key, value in counts[name].items():
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise CheckpointError(
+                        f"the optimizer's {key!r} of parameter {name!r} has shape {tuple(value.shape)}, neither the "
+                        f"parameter's ({tuple(shape)} on this rank) nor a single number: no other stage could read it"
+                    )
+        return Contents(
+            self._comm.world_size,
+            {name: tuple(original.layout.shape) for name, original in self._originals.items()},
+            {name: tuple(buffer.shape) for name, buffer in self._buffers().items()},
+            type(self._optimizer).__name__,
+            moments,
+            counts,
+            self._groups(),
+            {key: (type(each).__name__, each.state_dict()) for key, each in self._stateful.items()},
+        )
+
+    def check(self, contents: Contents, module_only: bool = False) -> None:
+        """Raise CheckpointError, with the first difference, unless ``contents`` are those of this very model."""
+        own = {name: tuple(original.layout.shape) for name, original in self._originals.items()}
+        _same_shapes("parameter", contents.parameters, own)
+        _same_shapes("buffer", contents.buffers, {name: tuple(b.shape) for name, b in self._buffers().items()})
+        if module_only:
+            return
+        if contents.optimizer != type(self._optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint is of the optimizer {contents.optimizer}, this engine has "
+                f"{type(self._optimizer).__name__}; load_module_only=True takes the weights alone"
+            )
+        mine, theirs = ([group["params"] for group in groups] for groups in (self._groups(), contents.groups))
+        if mine != theirs:
+            raise CheckpointError(f"the checkpoint's parameter groups are {theirs}, this engine's {mine}")
+        kinds = {key: type(each).__name__ for key, each in self._stateful.items()}
+        saved = {key: kind for key, (kind, _) in contents.stateful.items()}
+        if kinds != saved:
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved or 'nothing'}, this engine {kinds or 'none'}"
+            )
+
+    def pieces(self, contents: Contents) -> dict[str, Tensor]:
+        """This rank's part of everything in ``contents``, sharing memory with the engine."""
+        states, found = self._states(), {}
+        for name, leaf in self._parameters.leaves.items():
+            found[weight_key(name)] = self.piece(name, leaf)
+            for key in contents.moments.get(name, {}):
+                found[moment_key(name, key)] = self.piece(name, states[name][key])
+        own = {buffer_key(name, self._comm.rank): buffer for name, buffer in self._buffers().items()}
+        return {key: tensor for key, tensor in (found | own).items() if tensor.numel()}
+
+    def blank(self, contents: Contents, module_only: bool = False) -> dict[str, Tensor]:
+        """Fresh memory for all of ``contents``. A rank that the checkpoint does not know reads rank 0's buffers."""
+        found: dict[str, Tensor] = {}
+        for name, leaf in self._parameters.leaves.items():
+            found[weight_key(name)] = self.piece(name, torch.empty_like(leaf, memory_format=torch.contiguous_format))
+            moments = {} if module_only else contents.moments.get(name, {})
+            for key, dtype in moments.items():
+                found[moment_key(name, key)] = self.piece(
+                    name, torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+                )
+        rank = self._comm.rank if self._comm.rank < contents.world_size else 0
+        own = {buffer_key(name, rank): torch.empty_like(buffer) for name, buffer in self._buffers().items()}
+        return {key: tensor for key, tensor in (found | own).items() if tensor.numel()}
+
+    def trained(self, name: str) -> bool:
+        """Whether the parameter wants gradients."""
+        return self._originals[name].parameter.requires_grad
+
+    def names(self) -> set[str]:
+        """Every name in the module's ``state_dict``, those of tied weights included."""
+        return set(self._module.state_dict(keep_vars=True))
+
+    def cut(self, name: str, full: Tensor) -> DTensor:
+        """This rank's part of a whole parameter, in memory of its own."""
+        start, stop = self._originals[name].layout.bounds(self._comm.rank)
+        return self.piece(name, full.reshape(-1)[start:stop].clone() if self._sharded else full)
+
+    def piece(self, name: str, values: Tensor) -> DTensor:
+        """``values`` of this rank's leaf (any shape) as its part of the flat parameter ``name``."""
+        group = self._comm.group or dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, values.device.type)
+        placement = Shard(0) if self._sharded else Replicate()
+        flat = torch.Size([self._originals[name].layout.numel])
+        local = values.detach().reshape(-1)
+        return DTensor.from_local(local, mesh, [placement], run_check=False, shape=flat, stride=(1,))
+
+    @torch.no_grad()
+    def adopt(self, contents: Contents, pieces: Mapping[str, Tensor], module_only: bool = False) -> None:
+        """Train on from ``pieces``, of contents that were checked. Collective."""
+        leaves = self._parameters.leaves
+        for name, leaf in leaves.items():
+            leaf.copy_(_like(leaf, pieces.get(weight_key(name))))
+        self._parameters.publish(leaves)
+        for name, buffer in self._buffers().items():
+            held = next((pieces[key] for r in (self._comm.rank, 0) if (key := buffer_key(name, r)) in pieces), buffer)
+            buffer.copy_(held)
+        if module_only:
+            return
+        states = {
+            index: {
+                **{key: _like(leaves[name], pieces.get(moment_key(name, key))) for key in contents.moments[name]},
+                **contents.counts[name],
+            }
+            for index, name in enumerate(self._names())
+            if name in contents.counts
+        }
+        groups = [{**group, "params": self._indices(group["params"])} for group in contents.groups]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        for key, each in self._stateful.items():
+            each.load_state_dict(contents.stateful[key][1])
+
+    def _names(self) -> list[str]:
+        """The optimizer's parameters in the order in which torch.optim numbers them."""
+        name_of = {id(leaf): name for name, leaf in self._parameters.leaves.items()}
+        return [name_of[id(leaf)] for group in self._optimizer.param_groups for leaf in group["params"]]
+
+    def _indices(self, names: list[str]) -> list[int]:
+        order = self._names()
+        return [order.index(name) for name in names]
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter; one without, because it was never updated, is left out."""
+        leaves = self._parameters.leaves
+        return {name: dict(state) for name in self._names() if (state := self._optimizer.state.get(leaves[name]))}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        names = iter(self._names())
+        return [{**group, "params": [next(names) for _ in group["params"]]} for group in self._optimizer.param_groups]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers that ``state_dict`` keeps, each once."""
+        kept = self._module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self._module.named_buffers() if name in kept}
+
+
+def _elementwise(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether each element belongs to one of the parameter. torch.optim's ``step`` never does, whatever its shape."""
+    return key != "step" and isinstance(value, Tensor) and value.shape == shape
+
+
+def _like(leaf: Tensor, piece: Tensor | None) -> Tensor:
+    """A piece in the shape and strides of ``leaf``; of an empty parameter there is none."""
+    if piece is None:
+        return torch.empty_like(leaf)
+    values = piece.to_local() if isinstance(piece, DTensor) else piece
+    return torch.empty_like(leaf, dtype=values.dtype).copy_(values.view(leaf.shape))
+
+
+def _same_shapes(kind: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name in (*own, *saved):
+        got, expected = saved.get(name), own.get(name)
+        if got is None or expected is None or tuple(got) != tuple(expected):
+            here = "no such" if expected is None else f"one of shape {tuple(expected)}"
+            there = "none" if got is None else f"shape {tuple(got)}"
+            raise CheckpointError(f"checkpoint of another model: {kind} {name!r} has {there} there, and here is {here}")

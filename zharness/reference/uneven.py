@@ -1,0 +1,144 @@
+"""Stage 3's collectives, one parameter at a time: as they are asked for, or, where ranks differ, in rounds.
+
+At stage 3 reading a parameter is a collective, so a branch that one rank takes and another does not would leave the one
+waiting for the other. Inside ``engine.uneven()`` nobody waits: before each collective every rank says which one it
+wants, and all ranks take part in all that anybody wants. A rank without a gradient adds zeros, and what it owns of the
+sum is added to its parameter's gradient. A rank that has left the block goes on taking part until all have left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import torch
+from torch import Tensor
+
+from zharness.comm import Comm
+from zharness.errors import UsageError
+from zharness.reference.layout import Original, gather, reduce_scatter
+
+
+class Mode(Enum):
+    """How this rank's collectives run."""
+
+    AT_ONCE = "as they are asked for, alike on all ranks"
+    IN_ROUNDS = "after every rank has said what it wants"
+
+
+class Kind(IntEnum):
+    """What a rank wants of the others in one round."""
+
+    NOTHING = 0
+    SHARDS = 1
+    SPREAD = 2
+    MEAN = 3
+    FAILED = 4
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@dataclass(frozen=True, order=True)
+class Want:
+    """One collective: its kind, the parameter's place in the model, and the dtype's in DTYPES."""
+
+    kind: Kind
+    index: int = 0
+    dtype: int = 0
+
+
+class Channel:
+    """The collectives on sharded parameters. ``originals`` are the model's, in the one order of all ranks."""
+
+    def __init__(self, originals: Sequence[Original], comm: Comm, divisor: int) -> None:
+        self._originals = originals
+        self._comm = comm
+        self._divisor = divisor
+        self._index = {original.name: index for index, original in enumerate(originals)}
+        self._mode = Mode.AT_ONCE
+
+    def full(self, original: Original, dtype: torch.dtype) -> Tensor:
+        """The full parameter, cast before it crosses the wire. Collective."""
+        return self._collect(Kind.SHARDS, original, original.parameter.detach().to(dtype))
+
+    def spread(self, original: Original, shard: Tensor) -> Tensor:
+        """The full tensor of every rank's ``shard``, divided: the adjoint of ``mean``. Collective."""
+        return self._collect(Kind.SPREAD, original, shard) / self._divisor_of(original)
+
+    def mean(self, original: Original, full: Tensor) -> Tensor:
+        """This rank's shard of the mean of ``full``, summed in the wire's dtype. Collective."""
+        return self._collect(Kind.MEAN, original, full.to(original.formats.wire))
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside, ranks may ask for different collectives. Collective at its end.
+
+        Raises UsageError inside another such block, and where another rank raised in it.
+        """
+        self.require_even("another uneven()")
+        self._mode = Mode.IN_ROUNDS
+        last = Want(Kind.FAILED)
+        try:
+            yield
+            last = Want(Kind.NOTHING)
+        finally:
+            try:
+                while self._mode is Mode.IN_ROUNDS and self._round(last, None):
+                    pass
+            finally:
+                self._mode = Mode.AT_ONCE
+
+    def require_even(self, what: str) -> None:
+        """Raises UsageError inside ``uneven``, where ``what`` cannot be had."""
+        if self._mode is Mode.IN_ROUNDS:
+            raise UsageError(f"{what} was asked for inside uneven(); leave that block before it")
+
+    def _divisor_of(self, original: Original) -> int:
+        """Autograd rounds a gradient to its parameter's dtype: where the master's is wider, it divides, not before."""
+        return 1 if original.has_master else self._divisor
+
+    def _collect(self, kind: Kind, original: Original, mine: Tensor) -> Tensor:
+        want = Want(kind, self._index[original.name], DTYPES.index(mine.dtype))
+        return self._run(want, mine) if self._mode is Mode.AT_ONCE else self._round(want, mine)[want]
+
+    def _round(self, want: Want, mine: Tensor | None) -> dict[Want, Tensor]:
+        """Every rank's want, fulfilled; empty when no rank has any. Raises UsageError when another rank has failed.
+
+        After a failure no rank starts another round: all have learnt of it in this one.
+        """
+        told = torch.tensor([want.kind, want.index, want.dtype], device=self._originals[0].parameter.device)
+        rows = self._comm.all_gather(told.new_empty(3 * self._comm.world_size), told).view(-1, 3).tolist()
+        wants = [Want(Kind(kind), index, dtype) for kind, index, dtype in rows]
+        failed = [rank for rank, other in enumerate(wants) if other.kind is Kind.FAILED]
+        if failed:
+            self._mode = Mode.AT_ONCE
+            if want.kind is Kind.FAILED:
+                return {}
+            raise UsageError(f"rank {failed[0]} raised inside uneven(), so the other ranks cannot go on either")
+        asked = sorted(set(wants) - {Want(Kind.NOTHING)})
+        return {each: self._run(each, mine if each == want else None) for each in asked}
+
+    def _run(self, want: Want, mine: Tensor | None) -> Tensor:
+        """One collective; a rank that did not want it has no ``mine``."""
+        original, dtype = self._originals[want.index], DTYPES[want.dtype]
+        parameter, layout = original.parameter, original.layout
+        if want.kind is Kind.SHARDS:
+            return gather(parameter.detach().to(dtype), layout, self._comm)
+        if want.kind is Kind.SPREAD:
+            return gather(parameter.new_zeros(layout.length, dtype=dtype) if mine is None else mine, layout, self._comm)
+        full = parameter.new_zeros(layout.shape, dtype=dtype) if mine is None else mine
+        shard = reduce_scatter(full, layout, self._comm).to(original.formats.held)
+        mean = shard / self._divisor_of(original)
+        if mine is None:
+            _credit(original, mean)
+        return mean
+
+
+def _credit(original: Original, mean: Tensor) -> None:
+    """Add to the gradient what autograd would, had this rank used the parameter."""
+    parameter = original.parameter
+    if parameter.requires_grad:
+        parameter.grad = mean if parameter.grad is None else parameter.grad + mean

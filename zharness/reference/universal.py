@@ -1,0 +1,278 @@
+"""DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, read into this engine.
+
+``folder/zero/<parameter>/`` holds ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the whole parameter: written
+from stage 1 or 2 in its shape, with its tensor-parallel layout and ``step.pt``; from stage 3 flat. The optimizer's
+global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters, the schedule,
+and stage 3's frozen weights.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.errors import CheckpointError
+from zharness.reference import unpickling
+from zharness.reference.state import Contents, TrainingState, buffer_key, moment_key, weight_key
+
+FP32, STEP, MOMENTS = "fp32", "step", {"exp_avg", "exp_avg_sq"}
+# What DeepSpeed itself keeps in a model file; everything else is the client's.
+OWN_KEYS = """
+module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler folding
+data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts ds_config
+ds_version checkpoint_parallel_dimensions universal_checkpoint_info ds_autoep_layers sparse_tensor_module_names
+"""
+
+
+@dataclass(frozen=True)
+class Universal:
+    """A universal checkpoint, read and found to fit. ``pieces`` and ``contents`` are as of a checkpoint of our own."""
+
+    contents: Contents
+    pieces: Mapping[str, Tensor]
+    steps: int
+    skipped_steps: int
+    client_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Which slice of each parameter the model on this rank is."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, mpu: Any) -> TensorParallel:
+        """From a model-parallel unit in any of its spellings; without one the size is 1, and a warning says so."""
+        if mpu is None:
+            warnings.warn("no mpu is given: the tensor-parallel size is taken as 1", stacklevel=4)
+            return cls()
+        rank = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
+        size = ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size")
+        return cls(_call_first(mpu, rank), _call_first(mpu, size))
+
+    def cut(self, name: str, full: Tensor, saved: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
+        """This rank's slice of the whole parameter, of ``shape``; DeepSpeed's load_hp_checkpoint_state in short.
+
+        What has that shape already is whole on every tensor-parallel rank. A vocabulary is padded with zeros to a
+        multiple of the size; a parameter of several sub-parameters is cut in each of them.
+        """
+        if tuple(full.shape) == shape:
+            return full
+        if saved.get("vocab_tensor") and shape:
+            full = torch.cat([full, full.new_zeros(max(0, shape[0] * self.size - len(full)), *full.shape[1:])])
+        dim = saved.get("cat_dim", 0)
+        if full.dim() > dim:
+            parts = [part.chunk(self.size, dim) for part in full.chunk(saved.get("param_n_sub_params", 1), dim)]
+            if all(len(part) == self.size for part in parts):
+                full = torch.cat([part[self.rank] for part in parts], dim)
+        if tuple(full.shape) != shape:
+            raise CheckpointError(
+                f"checkpoint of another model: parameter {name!r} has shape {tuple(full.shape)} there for rank "
+                f"{self.rank} of {self.size} tensor-parallel ones, and here {shape}"
+            )
+        return full
+
+
+def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
+    """The checkpoint in ``path``, or in the folder that its ``latest_universal`` names. Every rank reads all of it.
+
+    Raises CheckpointError for one that is missing, incomplete or damaged, carries code, or is of another model.
+    """
+    parallel, folder, own = TensorParallel.of(mpu), _folder(path), state.contents()
+    whole = _GlobalState.read(folder / "zero" / "optimizer_state.pt")
+    models = _models(folder, parallel)
+    _same_names(folder / "zero", state)
+    groups = whole.settings(own.groups)
+    pieces, steps = _buffers(own, models[0]), {}
+    for name, shape in own.parameters.items():
+        values = _parameter(folder / "zero" / name, name, shape, whole, models, state.trained(name))
+        for key, (full, saved) in values.items():
+            sliced = parallel.cut(name, full, saved, shape)
+            pieces[weight_key(name) if key == FP32 else moment_key(name, key)] = state.cut(name, sliced.float())
+        if values.keys() >= MOMENTS:
+            steps[name] = whole.step if whole.step is not None else _step(folder / "zero" / name)
+    contents = replace(
+        own,
+        world_size=1,
+        groups=groups,
+        moments={name: dict.fromkeys(MOMENTS, torch.float32) for name in steps},
+        counts=_counts(groups, steps, own),
+        stateful=_stateful(own, whole.loss_scale, models[0]["lr_scheduler"]),
+    )
+    return Universal(
+        contents,
+        {key: piece for key, piece in pieces.items() if piece.numel()},
+        int(models[0]["global_steps"]),
+        int(models[0]["skipped_steps"]),
+        {key: value for key, value in models[0].items() if key not in OWN_KEYS.split()},
+    )
+
+
+@dataclass(frozen=True)
+class _GlobalState:
+    """What is said once for all parameters. ``step`` is None where each parameter's folder says it (stages 1, 2)."""
+
+    groups: list[dict[str, Any]]
+    stage: int
+    step: Any
+    loss_scale: float
+
+    @classmethod
+    def read(cls, file: Path) -> _GlobalState:
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file}, the optimizer's global state, is missing: convert the checkpoint again with ds_to_universal"
+            )
+        saved = unpickling.load_deepspeed(file)
+        if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
+            raise CheckpointError(f"{file} holds no param_groups, so it is not an optimizer's global state")
+        inner = saved.get("optimizer_state_dict", {}).get("state", {})
+        steps = [state[STEP] for _, state in sorted(inner.items())]
+        if any(float(step) != float(steps[0]) for step in steps):
+            raise CheckpointError(f"{file}: steps {[float(step) for step in steps]} are not equal")
+        scaler = saved.get("loss_scaler")
+        scale = getattr(scaler, "cur_scale", 1.0)
+        return cls(saved["param_groups"], int(saved.get("zero_stage", 1)), steps[0] if steps else None, float(scale))
+
+    def settings(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """This engine's groups with the checkpoint's settings."""
+        if len(own) != len(self.groups):
+            raise CheckpointError(f"the checkpoint has {len(self.groups)} parameter groups, this engine {len(own)}")
+        groups = [
+            {**mine, **{key: value for key, value in theirs.items() if key != "params"}}
+            for mine, theirs in zip(own, self.groups, strict=True)
+        ]
+        for mine, group in zip(own, groups, strict=True):
+            if "betas" not in mine or group.get("amsgrad"):
+                raise CheckpointError("a universal checkpoint holds exp_avg and exp_avg_sq: use Adam without amsgrad")
+        return groups
+
+
+def _folder(path: Path) -> Path:
+    latest = path / "latest_universal"
+    folder = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
+    if not (folder / "zero").is_dir():
+        raise CheckpointError(
+            f"no universal checkpoint in {folder}: it has no folder 'zero'; run ds_to_universal first"
+        )
+    return folder
+
+
+def _models(folder: Path, parallel: TensorParallel) -> list[Mapping[str, Any]]:
+    """The model files of this tensor-parallel rank: one, or one for each rank of a stage 3, in rank order."""
+    pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
+    found = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
+    if not found or [rank for rank, _ in found] != list(range(len(found))):
+        raise CheckpointError(f"the files *mp_rank_{parallel.rank:02d}_model_states.pt in {folder} are not complete")
+    models = [unpickling.load_deepspeed(file) for _, file in found]
+    for (_, file), model in zip(found, models, strict=True):
+        missing = {"module", "global_steps", "skipped_steps", "lr_scheduler"} - set(model)
+        if missing:
+            raise CheckpointError(f"{file} lacks {sorted(missing)}")
+    return models
+
+
+def _same_names(zero: Path, state: TrainingState) -> None:
+    strange = sorted({item.name for item in zero.iterdir() if item.is_dir()} - state.names())
+    if strange:
+        raise CheckpointError(
+            f"checkpoint of another model: it holds {strange[0]!r}, which is none of this one's names"
+        )
+
+
+def _buffers(own: Contents, model: Mapping[str, Any]) -> dict[str, Tensor]:
+    pieces = {}
+    for name, shape in own.buffers.items():
+        saved = model["module"].get(name)
+        if saved is None or tuple(saved.shape) != shape:
+            raise CheckpointError(f"checkpoint of another model: buffer {name!r} of shape {shape} is not in it")
+        pieces[buffer_key(name, 0)] = saved
+    return pieces
+
+
+def _parameter(
+    folder: Path, name: str, shape: tuple[int, ...], whole: _GlobalState, models: list[Mapping[str, Any]], trained: bool
+) -> dict[str, tuple[Tensor, Mapping[str, Any]]]:
+    """Weight and moments of one parameter, each with what was saved beside it."""
+    keys = {file.stem for file in folder.glob("*.pt")} - {STEP} if folder.is_dir() else set()
+    if not keys and not trained:
+        return {FP32: (_frozen(name, shape, models), {})}
+    # Stages 1 and 2 save no moments of a parameter that never had a gradient; it has no step either.
+    untouched = not trained or (whole.stage < 3 and not (folder / f"{STEP}.pt").is_file())
+    missing = {FP32, *(() if untouched and not keys & MOMENTS else MOMENTS)} - keys
+    if missing:
+        raise CheckpointError(f"{folder / sorted(missing)[0]}.pt is missing")
+    return {key: _tensor(folder / f"{key}.pt", shape) for key in {FP32, *(keys & MOMENTS)}}
+
+
+def _tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[str, Any]]:
+    saved = unpickling.load(file, str(file))
+    beside = saved if isinstance(saved, dict) else {"param": saved}
+    tensor = beside.get("param")
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{file} holds no tensor")
+    flat = not isinstance(saved, dict) and tensor.numel() == torch.Size(shape).numel()
+    return tensor.view(shape) if flat else tensor, beside
+
+
+def _frozen(name: str, shape: tuple[int, ...], models: list[Mapping[str, Any]]) -> Tensor:
+    """A frozen weight, which stage 3 keeps in the model files, cut over the ranks and padded."""
+    parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
+    if any(part is None for part in parts):
+        raise CheckpointError(f"checkpoint of another model: it holds nothing of parameter {name!r}")
+    flat = torch.cat([part.reshape(-1) for part in parts if part is not None])
+    if flat.numel() < torch.Size(shape).numel():
+        raise CheckpointError(f"checkpoint of another model: too few elements of parameter {name!r} for shape {shape}")
+    return flat[: torch.Size(shape).numel()].view(shape)
+
+
+def _step(folder: Path) -> Any:
+    file = folder / f"{STEP}.pt"
+    return unpickling.load(file, str(file)) if file.is_file() else None
+
+
+def _counts(groups: list[dict[str, Any]], steps: Mapping[str, Any], own: Contents) -> dict[str, dict[str, Any]]:
+    """How many steps each parameter has made; where the checkpoint does not say, what this engine counts stays."""
+    counts: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        names = [name for name in group["params"] if name in steps]
+        told = [steps[name] if steps[name] is None else float(steps[name]) for name in names]
+        if any(step != told[0] for step in told):
+            raise CheckpointError(f"steps {told} of the parameters {names}, one group's, are not equal")
+        for name, step in zip(names, told, strict=True):
+            counts[name] = dict(own.counts.get(name, {})) if step is None else {STEP: torch.tensor(step)}
+            if not counts[name]:
+                raise CheckpointError(
+                    f"no step is saved for {name!r}, and this engine, which made none, has none either"
+                )
+    return counts
+
+
+def _stateful(own: Contents, scale: float, schedule: Mapping[str, Any] | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The loss scale goes on with the saved value; a schedule where the saved one is of this engine's kind."""
+    found = dict(own.stateful)
+    for key, (kind, state) in own.stateful.items():
+        if key == "loss_scale":
+            found[key] = (kind, {**state, "scale": scale})
+        elif schedule is not None and schedule.keys() == state.keys():
+            found[key] = (kind, dict(schedule))
+        else:
+            saved = "none" if schedule is None else f"one of another kind, with {sorted(schedule)}"
+            warnings.warn(f"the checkpoint's schedule is {saved}: this engine's {kind} stays where it is", stacklevel=4)
+    return found
+
+
+def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
+    for name in names:
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    raise CheckpointError(f"the mpu has none of the methods {', '.join(names)}")

@@ -1,0 +1,99 @@
+"""Exact-arithmetic models for the laws of autograd and of parameters: what a caller does with them is up to a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.workload.exact import WIDTH, ternary
+
+HIDDEN = 5
+
+Block = Callable[[Tensor], Tensor]
+
+
+def direct(block: Block, hidden: Tensor) -> Tensor:
+    """``block(hidden)``: the block as it is, where a check may checkpoint it."""
+    return block(hidden)
+
+
+def only(output: Tensor, extra: Tensor) -> Any:
+    """The first output alone."""
+    return output
+
+
+class Blocks(nn.Module):
+    """A layer used twice, a frozen one and a factor: (batch, 16) to (batch, 16), with a second head on the input.
+
+    ``through(block, hidden)`` runs the block, for example under a checkpoint. ``pack(output, extra)`` makes the value
+    that is returned; ``extra`` (batch, 3) shares no graph with ``output``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.shared = nn.Linear(HIDDEN, HIDDEN)
+        self.factor = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.last = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 3)
+        self.dropout = nn.Dropout(0.5)  # its factor is 2
+        make_ternary(self)
+
+    def block(self, hidden: Tensor) -> Tensor:
+        once = torch.relu(self.shared(hidden))
+        return torch.relu(self.shared(once)) * self.factor
+
+    def dropping(self, hidden: Tensor) -> Tensor:
+        """The block with half of its result dropped at random."""
+        dropped: Tensor = self.dropout(self.block(hidden))
+        return dropped
+
+    def forward(
+        self,
+        x: Tensor,
+        through: Callable[[Block, Tensor], Tensor] = direct,
+        pack: Callable[[Tensor, Tensor], Any] = only,
+        dropping: bool = False,
+    ) -> Any:
+        hidden = through(self.dropping if dropping else self.block, self.first(x))
+        output = self.last(self.frozen(hidden))
+        return output if pack is only else pack(output, self.head(x))
+
+
+class Odd(nn.Module):
+    """Parameters of every kind: (batch, 16) to (batch, 16). ``branch`` says whether the branch is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.tied = nn.Linear(WIDTH, HIDDEN)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.twice = nn.Linear(HIDDEN, HIDDEN)
+        self.branch = nn.Linear(HIDDEN, HIDDEN)
+        self.unused = nn.Linear(HIDDEN, HIDDEN)
+        self.by_attribute = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.transposed = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
+        self.one = nn.Parameter(torch.ones(1))
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        make_ternary(self)
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        hidden = torch.relu(self.first(x) + self.tied(x))
+        if branch:
+            hidden = hidden + self.branch(hidden)
+        hidden = torch.relu(self.twice(torch.relu(self.twice(self.frozen(hidden)))))
+        output = nn.functional.linear(hidden, self.by_attribute.weight) + hidden @ self.transposed
+        return output * self.one + self.scalar + self.empty.sum()
+
+
+@torch.no_grad()
+def make_ternary(module: nn.Module) -> None:
+    """Draw every parameter of ``module`` from {-1, 0, 1}."""
+    for parameter in module.parameters():
+        parameter.copy_(ternary(tuple(parameter.shape)))
