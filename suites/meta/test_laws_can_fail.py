@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from suites.meta import test_autograd_laws_can_fail, test_precision_laws_can_fail
+from suites.meta import test_autograd_laws_can_fail, test_precision_laws_can_fail, test_resource_laws_can_fail
 from zharness.case import Case
 from zharness.checks import CHECKS
 from zharness.parity import Part
@@ -102,7 +102,7 @@ def parameter_names(model: str) -> list[str]:
 
 def test_every_law_is_broken_by_some_engine_here() -> None:
     more = (*test_autograd_laws_can_fail.KILLS, *test_autograd_laws_can_fail.MISNAMED)
-    more += tuple(test_precision_laws_can_fail.KILLS)
+    more += (*test_precision_laws_can_fail.KILLS, *test_resource_laws_can_fail.KILLS)
     assert {check for _, check, *_ in (*KILLS, *more)} == set(CHECKS)
 
 

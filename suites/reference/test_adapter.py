@@ -21,7 +21,7 @@ from zharness.engines.protocol import (
     OptimizerSpec,
     Reduction,
 )
-from zharness.engines.reference import CAPABILITIES, factory
+from zharness.engines.reference import capabilities_at, factory
 from zharness.errors import UsageError
 from zharness.world import run
 
@@ -84,8 +84,8 @@ def test_groups_schedule_clipping_and_both_owners_of_accumulation(
 def options_and_refusals() -> None:
     config = EngineConfig(3, options={"zero_optimization": {"stage3_prefetch_bucket_size": 10}, "steps_per_print": 5})
     engine = factory(net(), config)
-    with pytest.raises(UsageError, match="no room"):
-        engine.no_sync()
+    with pytest.raises(UsageError, match="no room"), engine.no_sync():
+        pass
     with pytest.raises(UsageError, match="bf16, fp16, fp32"):
         factory(net(), EngineConfig(dtype="fp8"))
     with pytest.raises(UsageError, match=r"zero_optimization\.nonsense"):
@@ -94,4 +94,4 @@ def options_and_refusals() -> None:
 
 def test_options_are_laid_over_the_configuration_and_what_is_not_claimed_is_refused() -> None:
     run(options_and_refusals)
-    assert {Feature.NO_SYNC} == set(CAPABILITIES.refuses)
+    assert [set(capabilities_at(stage).refuses) for stage in range(4)] == [set(), set(), *2 * [{Feature.NO_SYNC}]]

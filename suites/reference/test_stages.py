@@ -156,6 +156,25 @@ def test_micro_batches_and_several_backwards_accumulate_to_their_mean(stage: int
     run(accumulate, stage, steps, world_size=3)
 
 
+def spell_scale(stage: int) -> None:
+    """The spellings of deepspeedai/DeepSpeed#8045: the reviewer's, the author's, and plain."""
+    engine, plain = pair(stage)
+    x = torch.randn(3, 5)
+    second = local_grads(plain, plain(x).sum())
+    for scaled in (engine.scale, lambda loss: engine.scale(loss, retain_graph=True), lambda loss: loss):
+        out = engine(x)
+        scaled(out.pow(2).sum()).backward(retain_graph=True)
+        engine.zero_grad()
+        scaled(out.sum()).backward(retain_graph=True)
+        assert_mean(engine.full_grads(), [second])
+        engine.zero_grad()
+
+
+@stages
+def test_a_retained_graph_may_be_scaled_in_every_spelling(stage: int) -> None:
+    run(spell_scale, stage, world_size=2)
+
+
 def late_backward(stage: int) -> None:
     engine, plain = pair(stage)
     terms = []
@@ -178,24 +197,6 @@ def late_backward(stage: int) -> None:
 @stages
 def test_asking_for_gradients_between_backwards_reduces_nothing_twice(stage: int) -> None:
     run(late_backward, stage, world_size=2)
-
-
-def transform(stage: int) -> None:
-    engine, plain = pair(stage, gradient_accumulation_steps=4)
-    x = torch.randn(3, 5)
-    for of in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
-        wanted, got = (of(lambda v, call=call: call(v).pow(2).sum())(x).detach() for call in (plain, engine))
-        assert torch.equal(got, wanted)
-    assert engine.full_grads() == {}
-    local = local_grads(plain, plain(x).sum())
-    engine(x).sum().backward()
-    assert_mean(engine.full_grads(), [local], 4)
-    assert engine.gathered_bytes() == 0
-
-
-@stages
-def test_transforms_of_torch_func_are_not_scaled_and_leave_training_as_it_was(stage: int) -> None:
-    run(transform, stage, world_size=2)
 
 
 def clip(stage: int, limit: float) -> None:
@@ -240,36 +241,6 @@ def test_a_loss_or_norm_that_is_not_finite_on_one_rank_is_reported_and_raises_on
     run(infinite_norm, stage, value, world_size=2)
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.common, self.some, self.none = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, branch: bool) -> Tensor:
-        h = self.common(x)
-        return self.some(h) if branch else h
-
-
-def use_on_one_rank(stage: int) -> None:
-    engine, plain = pair(stage, net=Branching)
-    x, branch = torch.randn(3, 4), dist.get_rank() == 1
-    local = local_grads(plain, plain(x, branch).pow(2).sum())
-    for name, p in plain.some.named_parameters(prefix="some"):
-        local.setdefault(name, torch.zeros_like(p))
-    before = engine.full_params()
-    engine.backward(engine(x, branch).pow(2).sum())
-    assert_mean(engine.full_grads(), [local])
-    engine.step()
-    for name, p in engine.full_params().items():
-        assert torch.equal(p, before[name]) == name.startswith("none"), name
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_others(stage: int, world_size: int) -> None:
-    run(use_on_one_rank, stage, world_size=world_size)
-
-
 def refuse_stale_graph(stage: int) -> None:
     engine, _ = pair(stage)
     out = engine(torch.randn(3, 5))
@@ -300,24 +271,6 @@ def refuse_where_nothing_was_updated(stage: int) -> None:
 @stages
 def test_a_rank_that_owns_no_element_refuses_an_old_graph_too(stage: int) -> None:
     run(refuse_where_nothing_was_updated, stage, world_size=3)
-
-
-def unfreeze(stage: int) -> None:
-    engine, plain = pair(stage)
-    x = torch.randn(3, 5)
-    for net in (plain, engine.module):
-        net.frozen.requires_grad_(True)
-        net.a.requires_grad_(False)
-    local = local_grads(plain, plain(x).pow(2).sum())
-    engine(x).pow(2).sum().backward()
-    assert_mean(engine.full_grads(), [local])
-    assert "frozen.weight" in local
-    assert "a.weight" not in local
-
-
-@stages
-def test_parameters_may_be_frozen_and_unfrozen_after_construction(stage: int) -> None:
-    run(unfreeze, stage, world_size=2)
 
 
 def one_model_start() -> None:

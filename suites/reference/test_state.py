@@ -157,33 +157,28 @@ class Plain(Net):
         self.norm = nn.LayerNorm(7)
 
 
-def write(stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def write(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     engine = built(stage, net=Plain)
     train(engine, range(2), same="everywhere")
     engine.save_checkpoint(folder)
-    before = everything(engine)
-    return before, engine.full_params()
+    return everything(engine), train(engine, range(2, 3), same="everywhere")
 
 
 def read(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     engine = built(stage, net=Plain, seed=3)
     engine.load_checkpoint(folder)
-    found = everything(engine)
-    losses = train(engine, range(2, 4), same="everywhere")
-    return found, losses
+    return everything(engine), train(engine, range(2, 3), same="everywhere")
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [((0, 1), (3, 4)), ((1, 2), (0, 3)), ((2, 3), (1, 2)), ((3, 4), (2, 1)), ((3, 2), (3, 3)), ((3, 3), (0, 1))],
+    [((0, 1), (3, 4)), ((1, 2), (0, 3)), ((2, 3), (1, 2)), ((3, 4), (2, 1)), ((3, 2), (3, 8))],
     ids=lambda place: f"stage{place[0]}-w{place[1]}",
 )
 def test_another_stage_at_another_world_size_reads_the_same_state(
     source: tuple[int, int], target: tuple[int, int], tmp_path: Path
 ) -> None:
-    written, _ = run(write, source[0], tmp_path, world_size=source[1])[0]
-    wanted, losses = run(read, source[0], tmp_path, world_size=source[1])[0]
-    assert_same(wanted, written)
+    written, losses = run(write, source[0], tmp_path, world_size=source[1])[0]
     for found, other in run(read, target[0], tmp_path, world_size=target[1]):
         assert_same(found, written)
         assert torch.equal(other[0], losses[0])

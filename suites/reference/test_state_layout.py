@@ -124,7 +124,7 @@ def test_a_slice_of_another_shape_is_refused() -> None:
         TensorParallel(1, 2).cut("w", torch.ones(4, 4), {}, (3, 4))
 
 
-@two_ranks
+@pytest.mark.world_size(1, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int, shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path, out=10)

@@ -61,7 +61,11 @@ class Bench:
 
         Raises EngineContractError when the factory returns something that is not an Engine.
         """
-        model = self.spec.model(self.seed).to(self.device)
+        return self.around(self.spec.model(self.seed), **overrides)
+
+    def around(self, model: nn.Module, **overrides: Any) -> Engine:
+        """``engine``, around another model than the workload's."""
+        model = model.to(self.device)
         names = dict(model.named_parameters()).keys()
         engine = self._factory(model, replace(self.config, **overrides))
         if not isinstance(engine, Engine):

@@ -13,7 +13,7 @@ NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
 
 
 def every_kind(side: Side) -> None:
-    """Tied, frozen, unused, empty, tiny, uneven, transposed, used twice, and read by attribute."""
+    """Tied, frozen, unused, empty, tiny, uneven, transposed, used twice, read by attribute, of three dtypes."""
     backward(side.trained())
 
 
@@ -64,7 +64,9 @@ def parameter_law(play: Play, words: str) -> Check:
 
 
 CHECKS = (
-    parameter_law(every_kind, "tied, frozen, empty, tiny, uneven, transposed and shared parameters train as vanilla's"),
+    parameter_law(
+        every_kind, "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's"
+    ),
     parameter_law(branch, "a parameter that a step does not use has no gradient in it, whatever step before did"),
     parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction"),
     parameter_law(outside_its_module, "a weight that is read outside its module's forward gets that gradient too"),

@@ -11,14 +11,19 @@ from zharness.checks import (
     foreign_state,
     parameters,
     precision,
+    resources,
     state,
     torch_func,
     training,
+    variations,
 )
 from zharness.checks.law import Check
 from zharness.errors import UsageError
 
-GROUPS = (training, backward, double_backward, torch_func, checkpointing, precision, parameters, state, foreign_state)
+GROUPS = (
+    *(training, variations, backward, double_backward, torch_func, checkpointing, precision, parameters, state),
+    *(foreign_state, resources),
+)
 CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 
 

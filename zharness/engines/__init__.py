@@ -13,6 +13,7 @@ from zharness.engines.protocol import (
     OptimizerSpec,
     Piece,
     Reduction,
+    Resources,
 )
 from zharness.engines.registry import EngineInfo, capabilities, get, info, registered, require
 
@@ -30,6 +31,7 @@ __all__ = [
     "OptimizerSpec",
     "Piece",
     "Reduction",
+    "Resources",
     "capabilities",
     "get",
     "info",

@@ -34,7 +34,7 @@ NO_STATE_LAWS = "not held to the state laws yet, so no claim is made"
 NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
     (
         *(Feature.AUTOGRAD, Feature.TRANSFORMS, Feature.RECOMPUTATION, Feature.PARAMETERS, Feature.PRECISION),
-        Feature.UNIVERSAL_CHECKPOINT,
+        *(Feature.UNIVERSAL_CHECKPOINT, Feature.VARIATIONS, Feature.RESOURCES),
     ),
     "this engine has not been held to these laws yet, so no claim is made",
 )

@@ -47,6 +47,8 @@ class Feature(Enum):
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
     PRECISION = "torch_autocast, loss scales, masters and wires of every dtype"
+    VARIATIONS = "training told by varying one thing"
+    RESOURCES = "bytes held, sent and gathered, counted by the engine"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,21 @@ class Absent:
 
 
 @dataclass(frozen=True)
+class Resources:
+    """Bytes on this rank: allocated for parameters, gradients and optimizer state, and asked of the collectives.
+
+    ``sent`` is what this rank had to send since the engine was made: full bytes x passes x (N-1)/N of each collective.
+    ``peak_gathered`` is the most that gathered copies of sharded parameters ever took.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    sent: float
+    peak_gathered: int
+
+
+@dataclass(frozen=True)
 class Observations:
     """What an engine says about itself between steps; identical on all ranks. Asking is collective.
 
@@ -132,6 +149,7 @@ class Observations:
     gathered_bytes: int | Absent = Absent("the engine does not count them")
     wire: Mapping[str, int] | Absent = Absent("the engine does not count them")
     masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
+    resources: Resources | Absent = Absent("the engine does not count them")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,30 @@ from zharness.engines.protocol import (
     Feature,
     Observations,
     Piece,
+    Resources,
 )
 from zharness.errors import UsageError
 
-CAPABILITIES = Capabilities(
-    stages=frozenset({0, 1, 2, 3}),
-    dtypes=frozenset({"fp32", "bf16", "fp16"}),
+CAPABILITIES = Capabilities(stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}))
+SHARDED_GRADIENTS = replace(
+    CAPABILITIES,
     refuses={
         Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
     },
 )
 
 
+def capabilities_at(stage: int) -> Capabilities:
+    """What the engine claims at one stage."""
+    return CAPABILITIES if stage < 2 else SHARDED_GRADIENTS
+
+
 class ReferenceEngine:
     """``zharness.reference.Engine`` in the protocol's words."""
 
-    capabilities = CAPABILITIES
-
     def __init__(self, engine: reference.Engine) -> None:
         self.engine = engine
+        self.capabilities = capabilities_at(engine.settings.stage)
         self.module: nn.Module = engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +63,7 @@ class ReferenceEngine:
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        raise UsageError(f"no_sync: {CAPABILITIES.refusal(Feature.NO_SYNC)}")
+        return self.engine.no_sync()
 
     def full_grads(self) -> dict[str, Tensor]:
         return self.engine.full_grads()
@@ -83,14 +89,14 @@ class ReferenceEngine:
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
-        masters = self.engine.full_masters() or Absent("the optimizer works on the parameters themselves")
-        wire = {
-            f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in self.engine.comm.tallies.items()
-        }
-        gathered = self.engine.gathered_bytes()
-        return Observations(
-            self.engine.loss_scale, self.engine.skipped_steps, rates, gathered, wire=wire, masters=masters
+        engine = self.engine
+        counted = Resources(
+            **engine.held_bytes(), sent=engine.comm.logical_bytes(), peak_gathered=engine.peak_gathered_bytes()
         )
+        wire = {f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in engine.comm.tallies.items()}
+        masters = engine.full_masters() or Absent("the optimizer works on the parameters themselves")
+        gathered = engine.gathered_bytes()
+        return Observations(engine.loss_scale, engine.skipped_steps, rates, gathered, wire, masters, counted)
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)

@@ -11,7 +11,8 @@ numbers that come out are those of plain PyTorch. Read in this order:
 4. ``engine``: a training step from those parts. ``config``, ``optimizer`` and ``initialize`` are the way in.
 5. ``reading``, ``gathered`` and ``promises``: stage 3. Reading a parameter is an all-gather whose backward is a
    reduce-scatter, and what autograd would keep of it for backward is gathered again instead. ``torch_private`` holds
-   what this takes of torch that is not public, ``fallback`` what runs where torch lacks it.
+   what this takes of torch that is not public, ``fallback`` what runs where torch lacks it. ``uneven`` holds the
+   collectives themselves, for ranks that read the same and for ranks that do not.
 6. ``state``, ``saving`` and ``unpickling``: checkpoints, which any stage at any world size reads; ``universal`` reads
    DeepSpeed's. ``together`` makes one rank's failure everyone's.
 
@@ -20,8 +21,9 @@ are too large to build first and shard afterwards.
 
 Where is the epilogue, the thing that must happen once at the end of a backward? Stages 0, 1 and 3 have none: gradients
 are divided where they are reduced, reduced at most once each, and counted at ``step``; so a backward may end, be left
-and be entered again (reentrant checkpoints, a backward inside a forward) without anybody noticing. What a stage wants
-done at the end of each of autograd's runs goes through ``fallback.EndOfBackward``.
+and be entered again (reentrant checkpoints, a backward inside a forward) without anybody noticing. What stage 2 does
+at the end of each of autograd's runs, see ``rounds``, goes through ``fallback.EndOfBackward``. For the same reason no
+stage has to refuse a direct ``loss.backward()``.
 """
 
 from zharness.reference.engine import Engine

@@ -293,14 +293,10 @@ class Engine:
         with together(self.comm):
             if self._micro_batches or self._waiting_gradients():
                 raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
-            contents = self._state.contents()
-            facts = {
-                "contents": vars(contents),
-                "steps": (self.steps, self.skipped_steps),
-                "client_state": dict(client_state or {}),
-            }
-        pieces = self._state.pieces(contents)
-        return saving.save(Path(save_dir), tag or f"global_step{self.steps}", pieces, facts, self.comm)
+            contents = self._state.contents(self.steps, self.skipped_steps)
+            facts = {"contents": vars(contents), "client_state": dict(client_state or {})}
+        tag = tag or f"global_step{self.steps}"
+        return saving.save(Path(save_dir), tag, self._state.pieces(contents), facts, self.comm)
 
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
@@ -315,15 +311,11 @@ class Engine:
         found = saving.find(Path(load_dir), tag, self.comm)
         with together(self.comm):
             contents = Contents(**found.facts["contents"])
-            (steps, skipped), client_state = found.facts["steps"], found.facts["client_state"]
             self._state.check(contents, load_module_only)
             pieces = self._state.blank(contents, load_module_only)
         found.fill(pieces)
-        self.zero_grad()
-        self._state.adopt(contents, pieces, load_module_only)
-        if not load_module_only:
-            self.steps, self.skipped_steps = steps, skipped
-        return found.path, client_state
+        self._go_on(contents, pieces, load_module_only)
+        return found.path, found.facts["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
         """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
@@ -336,10 +328,14 @@ class Engine:
         self._need(Phase.TRAINING)
         with together(self.comm):
             found = universal.read(Path(path), self._state, mpu)
-        self.zero_grad()
-        self._state.adopt(found.contents, found.pieces)
-        self.steps, self.skipped_steps = found.steps, found.skipped_steps
+        self._go_on(found.contents, found.pieces)
         return Path(path), found.client_state
+
+    def _go_on(self, contents: Contents, pieces: Mapping[str, Tensor], module_only: bool = False) -> None:
+        self.zero_grad()
+        self._state.adopt(contents, pieces, module_only)
+        if not module_only:
+            self.steps, self.skipped_steps = contents.steps, contents.skipped_steps
 
     def _waiting_gradients(self) -> list[Tensor]:
         local = (original.parameter.grad for original in self._originals.values())

@@ -34,6 +34,8 @@ class Contents:
     """
 
     world_size: int
+    steps: int
+    skipped_steps: int
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
     optimizer: str
@@ -79,8 +81,8 @@ class TrainingState:
         self._stateful = stateful
         self._comm = comm
 
-    def contents(self) -> Contents:
-        """What this engine would save now. Raises CheckpointError for a state that cannot be cut at an element."""
+    def contents(self, steps: int, skipped_steps: int) -> Contents:
+        """What this engine would save now, after so many steps. Raises CheckpointError for state that cannot be cut."""
         moments: dict[str, dict[str, torch.dtype]] = {}
         counts: dict[str, dict[str, Any]] = {}
         for name, state in self._states().items():
@@ -95,6 +97,8 @@ class TrainingState:
                     )
         return Contents(
             self._comm.world_size,
+            steps,
+            skipped_steps,
             {name: tuple(original.layout.shape) for name, original in self._originals.items()},
             {name: tuple(buffer.shape) for name, buffer in self._buffers().items()},
             type(self._optimizer).__name__,

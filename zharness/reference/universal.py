@@ -37,8 +37,6 @@ class Universal:
 
     contents: Contents
     pieces: Mapping[str, Tensor]
-    steps: int
-    skipped_steps: int
     client_state: dict[str, Any]
 
 
@@ -87,7 +85,7 @@ def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
 
     Raises CheckpointError for one that is missing, incomplete or damaged, carries code, or is of another model.
     """
-    parallel, folder, own = TensorParallel.of(mpu), _folder(path), state.contents()
+    parallel, folder, own = TensorParallel.of(mpu), _folder(path), state.contents(0, 0)
     whole = _GlobalState.read(folder / "zero" / "optimizer_state.pt")
     models = _models(folder, parallel)
     _same_names(folder / "zero", state)
@@ -103,6 +101,8 @@ def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
     contents = replace(
         own,
         world_size=1,
+        steps=int(models[0]["global_steps"]),
+        skipped_steps=int(models[0]["skipped_steps"]),
         groups=groups,
         moments={name: dict.fromkeys(MOMENTS, torch.float32) for name in steps},
         counts=_counts(groups, steps, own),
@@ -111,8 +111,6 @@ def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
     return Universal(
         contents,
         {key: piece for key, piece in pieces.items() if piece.numel()},
-        int(models[0]["global_steps"]),
-        int(models[0]["skipped_steps"]),
         {key: value for key, value in models[0].items() if key not in OWN_KEYS.split()},
     )
 

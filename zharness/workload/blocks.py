@@ -81,6 +81,8 @@ class Odd(nn.Module):
         self.one = nn.Parameter(torch.ones(1))
         self.scalar = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.ones(0, 3))
+        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
         make_ternary(self)
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -89,7 +91,8 @@ class Odd(nn.Module):
             hidden = hidden + self.branch(hidden)
         hidden = torch.relu(self.twice(torch.relu(self.twice(self.frozen(hidden)))))
         output = nn.functional.linear(hidden, self.by_attribute.weight) + hidden @ self.transposed
-        return output * self.one + self.scalar + self.empty.sum()
+        mixed = (self.narrow[:2].to(x.dtype) * self.wide[1:].to(x.dtype)).sum()
+        return output * self.one + self.scalar + self.empty.sum() + mixed
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ MODELS: dict[str, ModelSpec] = {
         ),
         ModelSpec(
             name="odd",
-            summary="an exact model of tied, frozen, unused, empty, tiny, transposed and branching parameters",
+            summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
             build=blocks.Odd,
             batch=_ternary,
             loss=exact.linear_loss,

@@ -1,0 +1,54 @@
+"""Seconds per step: the plain model and engines in the same ranks, in turns, so that noise meets all of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from engines_bench.work import Size, batch, build, train
+
+PLAIN = ("plain", 0)
+# Engines that share a process. DeepSpeed's stage 3 is alone: it replaces torch.nn.functional.linear for everybody.
+TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("reference", 0), ("reference", 1), ("reference", 2), ("reference", 3)),
+    (("ddp", 0), ("fsdp2", 3)),
+    (("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2)),
+    (("deepspeed", 3),),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``rounds`` turns of ``steps`` steps for each engine; ``samples`` x ``length`` tokens per rank and step."""
+
+    size: Size
+    rounds: int
+    steps: int
+    samples: int
+    length: int
+    fused: bool
+
+
+def seconds(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str, int], list[list[float]]]:
+    """In a rank: for the plain model and each engine of ``team``, the seconds of each step, by round."""
+    torch.set_num_threads(1)
+    torch.manual_seed(dist.get_rank())
+    ids = batch(plan.size, plan.samples, plan.length)
+    built = {key: build(*key, plan.size, plan.samples, plan.fused) for key in (PLAIN, *team)}
+    taken: dict[tuple[str, int], list[list[float]]] = {key: [] for key in built}
+    for number in range(plan.rounds + 1):
+        if dist.get_rank() == 0:
+            print(f"  round {number} of {plan.rounds}{' (warm-up)' if number == 0 else ''}", file=sys.stderr)
+        for key, engine in built.items():
+            dist.barrier()
+            spans = []
+            for _ in range(1 if number == 0 else plan.steps):
+                start = perf_counter()
+                train(engine, ids)
+                spans.append(perf_counter() - start)
+            taken[key].append(spans)
+    return {key: spans[1:] for key, spans in taken.items()}

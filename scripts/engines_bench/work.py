@@ -1,0 +1,77 @@
+"""The work that every engine does: a transformer, its batches, and one training step through the engine's verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness import engines
+from zharness.engines import Engine, EngineConfig, OptimizerSpec
+from zharness.workload.nets import Block
+
+
+@dataclass(frozen=True)
+class Size:
+    """A transformer: parameters are about 8 width^2 depth + vocabulary x width."""
+
+    width: int
+    depth: int
+    heads: int
+    vocabulary: int
+
+
+SIZES: Mapping[str, Size] = {
+    "tiny": Size(width=32, depth=2, heads=2, vocabulary=64),
+    "5M": Size(width=256, depth=9, heads=4, vocabulary=2048),
+    "50M": Size(width=768, depth=9, heads=12, vocabulary=8192),
+}
+
+
+class Model(nn.Module):
+    """Token ids (batch, length) to logits (batch, length, vocabulary); the head is the token embedding."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.depth))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+def model(size: Size) -> Model:
+    torch.manual_seed(0)
+    return Model(size)
+
+
+def batch(size: Size, samples: int, length: int) -> Tensor:
+    """Token ids (samples, length + 1): the inputs and, one later, the targets."""
+    return torch.randint(size.vocabulary, (samples, length + 1))
+
+
+def loss(call: Callable[..., Any], ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(call(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(engine: Engine, ids: Tensor) -> None:
+    """One micro-batch, and the step where it is the last of its window."""
+    engine.backward(loss(engine, ids))
+    engine.step()
+    engine.zero_grad()
+
+
+def build(name: str, stage: int, size: Size, samples: int, fused: bool = False, **config: Any) -> Engine:
+    """The engine over the model in its initial weights, with torch's AdamW."""
+    adamw = OptimizerSpec("adamw", {"lr": 1e-4, **({"fused": True} if fused else {})})
+    asked = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
+    return engines.get(name)(model(size), asked)

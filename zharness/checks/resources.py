@@ -1,0 +1,320 @@
+"""The laws of resources: bytes held, sent and gathered, nothing left behind, nothing read before it is written.
+
+Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi is the bytes of one full set of parameters, N the ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.trial import Trial
+from zharness.checks.variations import ADAMW, SGD, trained_step
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources
+from zharness.errors import EngineContractError
+from zharness.parity import Comparison, Part, Tier, identical, within
+
+ACCUMULATIONS = (1, 2, 3)
+
+
+def counted(engine: Engine) -> Resources:
+    """What the engine counts. Raises EngineContractError where it claims to and does not."""
+    found = engine.observe().resources
+    if not isinstance(found, Resources):
+        raise EngineContractError(f"observe().resources: {found.reason}; expected zharness.engines.Resources")
+    return found
+
+
+def gathered_now(engine: Engine) -> int:
+    """Bytes of gathered copies. Raises EngineContractError as ``counted`` does."""
+    found = engine.observe().gathered_bytes
+    if not isinstance(found, int):
+        raise EngineContractError(f"observe().gathered_bytes: {found.reason}; expected an integer")
+    return found
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def record_stage(bench: Bench) -> None:
+    """The judge is not told the stage, and the formulas depend on it."""
+    bench.record("case", {"stage": torch.tensor(bench.config.stage)})
+
+
+def stage_of(trial: Trial) -> int:
+    return int(trial.copies("case")[0]["stage"])
+
+
+def observe_memory_per_rank(bench: Bench) -> None:
+    record_stage(bench)
+    engine = bench.engine(optimizer=ADAMW)
+    for step in range(2):
+        engine.backward(bench.loss(engine, step))
+        before = counted(engine)
+        engine.step()
+        engine.zero_grad()
+    after = counted(engine)
+    held = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
+    bench.record("held", {name: number(value) for name, value in held.items()})
+    engine.close()
+
+
+def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
+    """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts."""
+    stage, sizes = stage_of(trial), [p.numel() for p in trial.baseline.module().parameters()]
+    for name, copies, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
+        ranks = trial.world_size if stage >= shards_from else 1
+        share = copies * 4 * sum(sizes) / ranks
+        padding = copies * 4 * sum(-(-size // ranks) - size / ranks for size in sizes)
+        counts = 4 * len(sizes) if name == "optimizer_state" else 0
+        for rank, copy in enumerate(trial.copies("held")):
+            place = trial.place(name, Part.GATHER, 0, rank)
+            at_most = share + padding + counts
+            # A last shard may be short by as much as the others are padded.
+            least = share - padding * max(1, ranks - 1)
+            yield within(place, number((at_most + least) / 2), copy[name], number((at_most - least) / 2))
+
+
+def observe_comm_volume(bench: Bench) -> None:
+    record_stage(bench)
+    for steps in ACCUMULATIONS:
+        engine = bench.engine(optimizer=FROZEN, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE)
+        start = counted(engine).sent
+        for micro in range(steps):
+            batch = bench.batch(micro)
+            engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+        bench.record("sent", {"sent": number(counted(engine).sent - start)}, steps)
+        engine.close()
+
+
+def judge_comm_volume(trial: Trial) -> Iterator[Comparison]:
+    """Stage 0 and 1: 2 psi; stage 2: (A+1) psi; stage 3: 3A psi, less what backward does not read again."""
+    stage, sizes = stage_of(trial), [p.numel() for p in trial.baseline.module().parameters()]
+    ranks = trial.world_size
+    psi = 4.0 * sum(sizes)
+    for steps in ACCUMULATIONS:
+        passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
+        padding = 4 * ranks * len(sizes) * passes
+        agreement = (
+            2 * (2 * len(sizes) + 8) * (steps + 1)
+        )  # one byte per parameter, bucket and loss, reduced, each time
+        least = 2 * steps * psi if stage == 3 else passes * psi
+        most = passes * psi + padding + agreement
+        share = (ranks - 1) / ranks
+        for rank, copy in enumerate(trial.copies("sent", steps)):
+            place = trial.place("sent", Part.REDUCTION, steps, rank)
+            yield within(place, number(share * (most + least) / 2), copy["sent"], number(share * (most - least) / 2))
+
+
+def observe_gathered_bytes(bench: Bench) -> None:
+    record_stage(bench)
+    engine = bench.engine(optimizer=FROZEN)
+    for step in range(2):
+        engine.backward(bench.loss(engine, step))
+        engine.step()
+        engine.zero_grad()
+        bench.record("gathered", {"rest": number(gathered_now(engine))}, step)
+    bench.record("peak", {"peak": number(counted(engine).peak_gathered)})
+    engine.close()
+
+
+def judge_gathered_bytes(trial: Trial) -> Iterator[Comparison]:
+    """0 between steps; at the peak at most the two largest modules, and nothing at all below stage 3."""
+    for step in range(2):
+        for rank, copy in enumerate(trial.copies("gathered", step)):
+            yield identical(trial.place("rest", Part.GATHER, step, rank), number(0), copy["rest"])
+    modules = trial.baseline.module().modules()
+    own = sorted(sum(4 * p.numel() for p in module.parameters(recurse=False)) for module in modules)
+    most = sum(own[-2:]) if stage_of(trial) == 3 else 0
+    for rank, copy in enumerate(trial.copies("peak")):
+        yield within(trial.place("peak", Part.GATHER, 0, rank), number(most / 2), copy["peak"], number(most / 2))
+
+
+WARM, ENGINES, STEPS = 2, 4, 3
+SETTLING = 8  # more than a backend has threads
+
+
+def observe_no_leak(bench: Bench) -> None:
+    """Engines built, trained and closed; what this process holds before and after."""
+    live(bench, WARM)
+    before = process()
+    live(bench, ENGINES)
+    # Recorded only now: records are tensors themselves.
+    for at, found in enumerate((before, process())):
+        bench.record("process", {name: number(value) for name, value in found.items()}, at)
+
+
+def live(bench: Bench, engines: int) -> None:
+    """So many engines built, trained and closed, one after the other."""
+    for _ in range(engines):
+        engine = bench.engine(optimizer=ADAMW)
+        for step in range(STEPS):
+            batch = bench.batch(step)
+            engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            engine.zero_grad()
+        engine.close()
+
+
+def process() -> dict[str, int]:
+    """Tensors that Python can reach, their bytes, this process's threads and its open files. Collective."""
+    for _ in range(SETTLING):
+        # A backend's thread lets go of a finished collective's tensors only when the next one is through.
+        dist.barrier()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    found = {"tensors": len(tensors), "bytes": sum(storages.values())}
+    for name, folder in (("threads", "/proc/self/task"), ("files", "/proc/self/fd")):
+        if os.path.isdir(folder):  # Linux has these
+            found[name] = len(os.listdir(folder))
+    return found
+
+
+def judge_no_leak(trial: Trial) -> Iterator[Comparison]:
+    for rank, (before, after) in enumerate(zip(trial.copies("process"), trial.copies("process", 1), strict=True)):
+        for name, value in before.items():
+            yield identical(trial.place(name, Part.GATHER, 0, rank), value, after[name])
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN: torch fills it when it is asked for deterministic algorithms."""
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+        settings.fill_uninitialized_memory = fill
+
+
+def observe_poisoned_memory(bench: Bench) -> None:
+    with poisoned_memory():
+        engine = bench.engine(optimizer=SGD)
+        trained_step(bench, engine)
+        engine.close()
+
+
+def judge_poisoned_memory(trial: Trial) -> Iterator[Comparison]:
+    local = trial.locals()
+    yield from trial.same_loss(0, local)
+    yield from trial.reduced("grads", [local], exact=trial.exact(range(1)))
+    yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0))
+    yield from everyone_agrees(trial, Moment(1))
+
+
+COUNTS = (10, 100, 1000)
+
+
+class Pointwise(nn.Module):
+    """``count`` parameters of one element, all read in one forward."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * torch.cat(list(self.weights)).sum()
+
+
+def observe_hook_count(bench: Bench) -> None:
+    for count in COUNTS:
+        engine = bench.around(Pointwise(count), optimizer=FROZEN)
+        loss = engine(torch.ones(2, 2))
+        bench.record("calls", {"calls": number(calls(engine.backward, loss))}, count)
+        engine.close()
+
+
+def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
+    """How many functions, of Python or of C, Python code calls while ``backward(loss)`` runs."""
+    seen = 0
+
+    def count(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        backward(loss)
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
+    """O(parameters): from 100 to 1000 tensors, no more calls for each further tensor than from 10 to 100."""
+    for rank in range(trial.world_size):
+        few, some, many = (trial.copies("calls", count)[rank]["calls"] for count in COUNTS)
+        allowed = some + (some - few) * (COUNTS[2] - COUNTS[1]) / (COUNTS[1] - COUNTS[0])
+        yield within(trial.place("calls", Part.REDUCTION, 0, rank), allowed / 2, many, allowed / 2)
+
+
+Judge = Callable[[Trial], Iterator[Comparison]]
+
+
+def law(name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *models: str) -> Check:
+    """A check of this group."""
+    chosen, needs = models or ("mlp",), (Feature.RESOURCES, Feature.ENGINE_ACCUMULATION)
+    return Check(f"resources.{name}", words, Tier.EXACT, chosen, observe, judge, needs, integral=False)
+
+
+CHECKS = (
+    law(
+        "memory_per_rank",
+        "parameters, gradients and optimizer state take the bytes that the stage's formula says, on every rank",
+        observe_memory_per_rank,
+        judge_memory_per_rank,
+    ),
+    law(
+        "comm_volume",
+        "a step of A micro-batches sends 2 psi (stages 0, 1), (A+1) psi (2), at most 3A psi (3), times (N-1)/N",
+        observe_comm_volume,
+        judge_comm_volume,
+    ),
+    law(
+        "gathered_bytes",
+        "nothing stays gathered between steps, and never more than the two largest modules",
+        observe_gathered_bytes,
+        judge_gathered_bytes,
+    ),
+    law(
+        "no_leak",
+        "engines built, trained and closed leave no tensor, thread or open file behind",
+        observe_no_leak,
+        judge_no_leak,
+    ),
+    law(
+        "poisoned_memory",
+        "a step in which all fresh memory is NaN is the same step",
+        observe_poisoned_memory,
+        judge_poisoned_memory,
+        "mlp",
+        "conv",
+    ),
+    law(
+        "hook_count",
+        "a backward makes O(parameters) Python calls: counted at 10, 100 and 1000 tensors",
+        observe_hook_count,
+        judge_hook_count,
+    ),
+)

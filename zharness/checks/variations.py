@@ -1,0 +1,361 @@
+"""The laws of training that are told by varying one thing: the loss's scale, the options, the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench
+from zharness.checks.double_backward import second_loss
+from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.trial import Trial
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
+from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
+from zharness.parity.bounds import Bounded, gamma
+from zharness.workload import Batch
+
+Observe = Callable[[Bench], None]
+Judge = Callable[[Trial], Iterator[Comparison]]
+
+MODELS = ("mlp", "transformer")
+POWERS = (0, 3, -2)
+SGD = OptimizerSpec(name="sgd", args={"lr": 1.0})
+ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2})
+STEPS = 2
+
+
+def trained_step(bench: Bench, engine: Engine, step: int = 0) -> None:
+    """One step, with everything recorded that ``judge_step`` asks for."""
+    bench.record("params", engine.full_params(), step)
+    bench.record_state("state", engine, step)
+    engine.backward(bench.loss(engine, step))
+    bench.record("grads", engine.full_grads(), step)
+    engine.step()
+    engine.zero_grad()
+    bench.record("params", engine.full_params(), step + 1)
+    bench.record_state("state", engine, step + 1)
+
+
+def observe_loss_scale_power(bench: Bench) -> None:
+    engine = bench.engine(optimizer=FROZEN)
+    for at, power in enumerate(POWERS):
+        batch = bench.batch(0)
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target) * 2.0**power)
+        bench.record("grads", engine.full_grads(), at)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_loss_scale_power(trial: Trial) -> Iterator[Comparison]:
+    yield from trial.reduced("grads", [trial.locals()], exact=trial.exact(range(1)))
+    for at, power in enumerate(POWERS):
+        for rank, copy in enumerate(trial.copies("grads", at)):
+            for name, grad in trial.copies("grads")[0].items():
+                place = trial.place(name, Part.REDUCTION, at, rank)
+                yield identical(place, grad.double() * 2.0**power, copy[name])
+
+
+def observe_sgd_step(bench: Bench) -> None:
+    engine = bench.engine(optimizer=SGD)
+    trained_step(bench, engine)
+    engine.close()
+
+
+def judge_sgd_step(trial: Trial) -> Iterator[Comparison]:
+    yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0))
+    yield from everyone_agrees(trial, Moment(1))
+
+
+def observe_ranks_agree(bench: Bench) -> None:
+    engine = bench.engine(optimizer=ADAMW, clip=1.0)
+    for step in range(STEPS):
+        engine.backward(bench.loss(engine, step))
+        engine.step()
+        engine.zero_grad()
+        bench.record("params", engine.full_params(), step)
+        bench.record_state("state", engine, step)
+        bench.record("buffers", dict(engine.module.named_buffers()), step)
+        bench.record("facts", facts(engine), step)
+    engine.close()
+
+
+def facts(engine: Engine) -> dict[str, Tensor]:
+    """The numbers that an engine tells about itself, as far as it tells them."""
+    seen = engine.observe()
+    told = {"norm": engine.grad_norm(), "loss scale": seen.loss_scale, "skipped steps": seen.skipped_steps}
+    return {
+        name: torch.tensor(value, dtype=torch.float64)
+        for name, value in told.items()
+        if value is not None and not isinstance(value, Absent)
+    }
+
+
+def judge_ranks_agree(trial: Trial) -> Iterator[Comparison]:
+    for step in range(STEPS):
+        for label in ("params", "state", "buffers", "facts"):
+            copies = trial.copies(label, step)
+            for name in copies[0]:
+                yield identical(trial.place(name, Part.GATHER, step), copies[0][name], copies[0][name])
+                yield from ranks_agree(trial.place(name, Part.GATHER, step), [copy[name] for copy in copies])
+
+
+# Each pair of values of any two options meets in some row.
+TINY, MIDDLE = 1, 100
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"reduce_bucket_size": TINY, "overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": True},
+    {"reduce_bucket_size": TINY, "overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": False},
+    {"reduce_bucket_size": MIDDLE, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True},
+    {"reduce_bucket_size": MIDDLE, "overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False},
+    {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False},
+    {"overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True},
+)
+EXTREMES = {
+    "stage3_prefetch_bucket_size": (0, 10**9),
+    "stage3_param_persistence_threshold": (0, 10**9),
+    "stage3_max_live_parameters": (1, 10**9),
+    "sub_group_size": (1, 10**9),
+}
+
+
+def observe_config_invariance(bench: Bench) -> None:
+    for row, options in enumerate(OPTIONS):
+        extremes = {name: values[row % 2] for name, values in EXTREMES.items()}
+        engine = bench.engine(optimizer=SGD, options={"zero_optimization": {**options, **extremes}})
+        batch = bench.batch(0)
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        bench.record("grads", engine.full_grads(), row)
+        engine.step()
+        bench.record("params", engine.full_params(), row)
+        engine.close()
+
+
+def judge_config_invariance(trial: Trial) -> Iterator[Comparison]:
+    local = trial.locals()
+    for row in range(len(OPTIONS)):
+        yield from trial.reduced("grads", [local], row, trial.exact(range(1)))
+        for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)):
+            first = trial.copies(label)[0]
+            for rank, copy in enumerate(trial.copies(label, row)):
+                for name, tensor in first.items():
+                    yield identical(trial.place(name, part, row, rank), tensor, copy[name])
+
+
+def observe_sum_or_mean(bench: Bench) -> None:
+    for reduction in Reduction:
+        engine = bench.engine(reduction=reduction)
+        engine.backward(bench.loss(engine, 0, f"loss-{reduction.value}"))
+        bench.record(f"grads-{reduction.value}", engine.full_grads())
+        engine.close()
+
+
+def judge_sum_or_mean(trial: Trial) -> Iterator[Comparison]:
+    local, exact = trial.locals(), trial.exact(range(1))
+    yield from trial.reduced("grads-mean", [local], exact=exact)
+    yield from trial.reduced("grads-sum", [local], exact=exact, scale=trial.world_size)
+
+
+def observe_no_sync(bench: Bench) -> None:
+    """Twice, so that the second window shows what the first left behind."""
+    engine = bench.engine(optimizer=FROZEN)
+    for window in range(2):
+        with engine.no_sync():
+            engine.backward(bench.loss(engine, 2 * window) / 2)
+        engine.backward(bench.loss(engine, 2 * window + 1) / 2)
+        bench.record("grads", engine.full_grads(), window)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_no_sync(trial: Trial) -> Iterator[Comparison]:
+    for window in range(2):
+        steps = range(2 * window, 2 * window + 2)
+        yield from trial.reduced("grads", [trial.locals(step) for step in steps], window, trial.exact(steps))
+
+
+def observe_several_backwards(bench: Bench) -> None:
+    """Two forwards, three losses, three backwards, one step."""
+    engine = bench.engine(optimizer=FROZEN)
+    for step in range(2):
+        batch = bench.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(bench.spec.loss(output, batch.target), retain_graph=step == 1)
+    engine.backward(second_loss(output))
+    bench.record("grads", engine.full_grads())
+    engine.step()
+    engine.zero_grad()
+    engine.backward(bench.loss(engine, 2))
+    bench.record("grads", engine.full_grads(), 1)
+    engine.close()
+
+
+def judge_several_backwards(trial: Trial) -> Iterator[Comparison]:
+    def second(output: Tensor, _batch: Batch) -> Tensor:
+        return second_loss(output)
+
+    losses = [trial.locals(0), trial.locals(1), trial.locals(1, objective=second)]
+    exact = trial.exact(range(2)) and trial.exact(range(1, 2), second)
+    yield from trial.reduced("grads", losses, exact=exact, scale=len(losses))
+    yield from trial.reduced("grads", [trial.locals(2)], 1, trial.exact(range(2, 3)))
+
+
+CLIPS = (1e-2, 1e6)
+
+
+def observe_clip_and_norm(bench: Bench) -> None:
+    for at, clip in enumerate(CLIPS):
+        engine = bench.engine(optimizer=SGD, clip=clip)
+        bench.record("before", engine.full_params(), at)
+        batch = bench.batch(0)
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        bench.record("grads", engine.full_grads(), at)
+        engine.step()
+        norm = engine.grad_norm()
+        bench.record("norm", {"norm": torch.tensor(torch.nan if norm is None else norm, dtype=torch.float64)}, at)
+        bench.record("after", engine.full_params(), at)
+        engine.close()
+
+
+def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
+    """The norm of the union of all gradients, and w - factor x g, with torch.nn.utils.clip_grad_norm_'s factor."""
+    for at, clip in enumerate(CLIPS):
+        grads, before = trial.copies("grads", at)[0], trial.copies("before", at)[0]
+        norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+        error = norm * gamma(sum(grad.numel() for grad in grads.values()), trial.dtype)
+        for rank, copy in enumerate(trial.copies("norm", at)):
+            yield within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error)
+        factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
+        for rank, copy in enumerate(trial.copies("after", at)):
+            for name, weight in before.items():
+                grad = Bounded.exact(grads.get(name, torch.zeros_like(weight)))
+                moved = Bounded.exact(weight) - (grad * grad.scalar(factor) if factor < 1 else grad)
+                yield within(trial.place(name, Part.OPTIMIZER, at, rank), moved.value, copy[name], moved.error)
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    engine.module.eval()
+    try:
+        yield
+    finally:
+        engine.module.train()
+
+
+FORWARDS: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
+    "eval": evaluating,
+    "no_grad": lambda _: torch.no_grad(),
+    "inference": lambda _: torch.inference_mode(),
+}
+
+
+def observe_forward_alone(bench: Bench) -> None:
+    """A forward without backward, before and between ordinary steps."""
+    engine = bench.engine(optimizer=FROZEN)
+    for step in range(STEPS):
+        with FORWARDS[bench.variant](engine):
+            bench.loss(engine, 10 + step)
+        gathered = engine.observe().gathered_bytes
+        if not isinstance(gathered, Absent):
+            bench.record("left", {"gathered": torch.tensor(gathered)}, step)
+        engine.backward(bench.loss(engine, step))
+        bench.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_forward_alone(trial: Trial) -> Iterator[Comparison]:
+    for step in range(STEPS):
+        yield from trial.same_loss(10 + step, trial.locals(10 + step))
+        if trial.recorded("left"):
+            for rank, copy in enumerate(trial.copies("left", step)):
+                place = trial.place("gathered", Part.GATHER, step, rank)
+                yield identical(place, torch.tensor(0), copy["gathered"])
+        local = trial.locals(step)
+        yield from trial.same_loss(step, local)
+        yield from trial.reduced("grads", [local], step, trial.exact(range(step, step + 1)))
+
+
+def law(name: str, words: str, observe: Observe, judge: Judge, **how: Any) -> Check:
+    """A check of this group; ``how`` are further fields of Check."""
+    fields = {"tier": Tier.STAGED, "models": MODELS[:1], **how, "needs": (Feature.VARIATIONS, *how.get("needs", ()))}
+    return Check(name=f"training.{name}", law=words, observe=observe, judge=judge, **fields)
+
+
+CHECKS = (
+    law(
+        "loss_scale_power",
+        "a loss times a power of two gives gradients times that power, bitwise",
+        observe_loss_scale_power,
+        judge_loss_scale_power,
+        tier=Tier.EXACT,
+        models=MODELS,
+    ),
+    law(
+        "sgd_step",
+        "one step of SGD with a learning rate of 1 moves every parameter by its reduced gradient",
+        observe_sgd_step,
+        judge_sgd_step,
+        models=MODELS,
+        integral=False,
+    ),
+    law(
+        "ranks_agree",
+        "weights, buffers, optimizer state, norm, loss scale and skipped steps are equal on all ranks after every step",
+        observe_ranks_agree,
+        judge_ranks_agree,
+        tier=Tier.EXACT,
+        needs=(Feature.CLIP,),
+        integral=False,
+    ),
+    law(
+        "config_invariance",
+        "options that say how much travels when, and from which memory, change no number",
+        observe_config_invariance,
+        judge_config_invariance,
+        models=("mlp", "exact"),
+    ),
+    law(
+        "sum_or_mean",
+        "gradients are reduced by the mean over ranks or by the sum, as asked",
+        observe_sum_or_mean,
+        judge_sum_or_mean,
+        models=("mlp", "exact"),
+    ),
+    law(
+        "no_sync",
+        "backwards inside no_sync count with the first one outside, and are forgotten with it",
+        observe_no_sync,
+        judge_no_sync,
+        needs=(Feature.NO_SYNC,),
+    ),
+    law(
+        "several_backwards",
+        "several forwards, losses and backwards before one step accumulate, at accumulation 1 too",
+        observe_several_backwards,
+        judge_several_backwards,
+        needs=(Feature.RETAIN_GRAPH,),
+    ),
+    law(
+        "clip_and_norm",
+        "the reported norm is that of all gradients together, and the step is made with the gradients clipped by it",
+        observe_clip_and_norm,
+        judge_clip_and_norm,
+        needs=(Feature.CLIP,),
+        integral=False,
+    ),
+    law(
+        "forward_alone",
+        "a forward without backward leaves nothing behind: in eval mode, under no_grad, in inference mode",
+        observe_forward_alone,
+        judge_forward_alone,
+        variants=tuple((name, ()) for name in FORWARDS),
+    ),
+)
