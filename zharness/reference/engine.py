@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError, NonFiniteError, UsageError
-from zharness.reference import saving, universal
+from zharness.reference import memory, saving, universal
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
@@ -24,6 +22,7 @@ from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.parameters import Parameters
 from zharness.reference.precision import OnOverflow
+from zharness.reference.rescaling import Rescaling
 from zharness.reference.state import Contents, TrainingState
 from zharness.reference.together import together
 
@@ -77,8 +76,7 @@ class Engine:
         self._phase = Phase.TRAINING
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._micro_batches = 0
-        self._losses: list[Tensor] = []
-        self._norm: float | None = None
+        self._rescaling = Rescaling(settings, loss_scale, gradients, comm, self._device)
         kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
         stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
         self._state = TrainingState(module, originals, owners, parameters, optimizer, stateful, comm)
@@ -104,7 +102,7 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) scale (out * g).sum()")
-        self._losses.append(loss.detach())
+        self._rescaling.see(loss)
         return self._scale.scale(loss)
 
     def needs_scaler(self) -> bool:
@@ -152,35 +150,13 @@ class Engine:
             return
         self._parameters.ready_to_step()
         reduced = self._gradients.reduced()
-        finite = self._rescale(reduced)
+        finite = self._rescaling.rescale(reduced)
         if finite:
             self._update(reduced)
         self.zero_grad()
         self._scale.update(not finite)
         if not finite:
             self._skip()
-
-    def _rescale(self, reduced: Mapping[str, Tensor]) -> bool:
-        """Unscale and clip, by one factor; whether losses and gradients are finite on all ranks. Collective."""
-        settings, scale = self.settings, self._scale
-        skips = settings.precision.on_overflow is OnOverflow.SKIP
-        finite = skips or not self._saw_infinite_loss()
-        self._norm, factor = None, 1.0 / scale.value
-        if settings.clip is not None or skips or scale.needed():
-            self._norm = self._gradients.norm() / scale.value
-            finite = finite and math.isfinite(self._norm)
-        if settings.clip is not None and self._norm is not None:
-            factor *= min(1.0, settings.clip / (self._norm + 1e-6))
-        if finite and factor != 1.0:
-            for grad in reduced.values():
-                grad.mul_(factor)
-        return finite
-
-    def _saw_infinite_loss(self) -> bool:
-        """Whether a loss of this window was not finite, on any rank. Collective: one byte."""
-        seen = [loss.isfinite().all() for loss in self._losses]
-        flag = (~torch.stack(seen)).any() if seen else torch.zeros((), dtype=torch.bool, device=self._device)
-        return bool(self.comm.all_reduce(flag.to(torch.uint8), op=dist.ReduceOp.MAX))
 
     def _update(self, reduced: Mapping[str, Tensor]) -> None:
         leaves = self._parameters.leaves
@@ -200,7 +176,7 @@ class Engine:
         self.skipped_steps += 1
         if self.settings.precision.on_overflow is OnOverflow.RAISE:
             raise NonFiniteError(
-                f"after step {self.steps} a loss or a gradient is not finite on some rank (norm {self._norm}): "
+                f"after step {self.steps} a loss or a gradient is not finite on some rank (norm {self.grad_norm()}): "
                 "no weight was changed and the gradients are forgotten; look at the data and the learning rate"
             )
 
@@ -212,12 +188,12 @@ class Engine:
         """Forget every gradient, reduced or not, and the micro-batches that they came from."""
         self._gradients.forget()
         self._scale.forget()
-        self._losses.clear()
+        self._rescaling.forget()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
         """The norm of the last step's gradients, unscaled and before clipping; None where no step needed it."""
-        return self._norm
+        return self._rescaling.norm
 
     def full_grads(self) -> dict[str, Tensor]:
         """The reduced gradients so far, unscaled, original names and shapes, on CPU. Collective."""
@@ -349,13 +325,20 @@ class Engine:
         return {name: tuple(map(original.layout.bounds, ranks)) for name, original in self._originals.items()}
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes allocated on this rank for parameters, gradients and optimizer state, counted from their storages."""
+        """Bytes allocated on this rank for parameters, gradients and optimizer state (masters among it)."""
+        return {kind: memory.storage_bytes(tensors) for kind, tensors in self._held().items()}
+
+    def memory_report(self) -> dict[str, dict[str, int]]:
+        """The same, of each kind the bytes in each dtype, as in ``{"parameters": {"bfloat16": 1024}}``."""
+        return {kind: memory.by_dtype(tensors) for kind, tensors in self._held().items()}
+
+    def _held(self) -> dict[str, list[Any]]:
         parameters = [original.parameter for original in self._originals.values()]
         state = [value for held in self.optimizer.state.values() for value in held.values()]
         return {
-            "parameters": _storage_bytes(parameters),
-            "gradients": _storage_bytes([*self._gradients.held(), *(p.grad for p in parameters)]),
-            "optimizer_state": _storage_bytes(state),
+            "parameters": parameters,
+            "gradients": [*self._gradients.held(), *(p.grad for p in parameters)],
+            "optimizer_state": [*self._parameters.masters.values(), *state],
         }
 
     def gathered_bytes(self) -> int:
@@ -376,9 +359,3 @@ class Engine:
             self._scale.close()
             self._gradients.close()
             self._parameters.close()
-
-
-def _storage_bytes(values: Iterable[Any]) -> int:
-    """Bytes behind the tensors among ``values``; storages that several of them share count once."""
-    storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -76,9 +76,16 @@ class LossScale:
 
     def _enter(self, grad: Tensor) -> None:
         """The backward that is running now is of a scaled loss, and so are those that it starts (checkpoints)."""
-        self._scaled_backward = private.graph_task()
+        task = private.graph_task()
+        if task != -1 and task == self._scaled_backward:
+            return
+        before, self._scaled_backward = self._scaled_backward, task
+
+        def leave() -> None:
+            self._scaled_backward = before
+
         if private.can_queue():
-            private.at_end_of_backward(self.forget)
+            private.at_end_of_backward(leave)
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
         if self._external is None and self._scaled_backward is None:

@@ -1,0 +1,252 @@
+"""Loss scales, masters, safe modules and memory of the reference engine, beside torch's own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zharness.errors import NonFiniteError, UsageError
+from zharness.parity.bounds import gamma
+from zharness.reference import Engine, initialize
+from zharness.reference.loss_scale import LossScale, Scaling
+from zharness.world import assert_together
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+FP16 = {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 64}}
+AUTOCAST16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def start(stage: int, model: nn.Module | None = None, **keys: Any) -> Engine:
+    optimizer = {"type": "SGD", "params": {"lr": 0.125}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=net() if model is None else model, config=config | keys)
+    return engine
+
+
+def test_the_scale_moves_as_torchs_grad_scaler_does() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    ours = LossScale(Scaling(2.0**10, 3), [])
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(torch.zeros(()))
+    draw = random.Random(0)  # noqa: S311 - a sequence of test cases
+    for _ in range(200):
+        overflow = draw.random() < 0.2
+        weight.grad = torch.tensor(torch.inf if overflow else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        ours.update(overflow)
+        assert ours.value == scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "overflows", "values"),
+    [
+        (Scaling(8.0, 2, hysteresis=2), "xx.x", [8, 4, 4, 2]),
+        (Scaling(8.0, 2, hysteresis=2), "x..x", [8, 8, 16, 16]),
+        (Scaling(8.0, 9, hysteresis=2, consecutive=True), "x.x", [8, 8, 8]),
+        (Scaling(8.0, None), "xx..", [8, 8, 8, 8]),
+        (Scaling(8.0, 2, minimum=3.0), "xx..", [4, 3, 3, 6]),
+    ],
+)
+def test_hysteresis_and_minimum_move_the_scale_as_configured(
+    scaling: Scaling, overflows: str, values: list[float]
+) -> None:
+    scale = LossScale(scaling, [])
+    for step, value in zip(overflows, values, strict=True):
+        scale.update(step == "x")
+        assert scale.value == value
+
+
+def test_an_overflow_at_the_smallest_scale_gives_up() -> None:
+    scale = LossScale(Scaling(1.0, 2, minimum=1.0), [])
+    with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
+        scale.update(True)
+
+
+@stages
+@pytest.mark.parametrize("keys", [FP16, AUTOCAST16], ids=["fp16", "autocast"])
+@pytest.mark.world_size(2)
+def test_a_backward_without_the_scale_is_refused_and_every_scaled_spelling_taken(
+    stage: int, keys: dict[str, Any]
+) -> None:
+    engine = start(stage, **keys)
+    inputs = torch.ones(2, 4)
+    assert engine.needs_scaler()
+    for unscaled in (lambda: engine(inputs).sum().backward(), lambda: engine(inputs).backward(torch.ones(2, 2))):
+        with pytest.raises(UsageError, match=r"without the loss scale.*engine\.scale"):
+            unscaled()
+        engine.zero_grad()
+    engine.backward(engine(inputs).float().sum() / 1024)
+    wanted = engine.full_grads()
+    for retained in (False, True):
+        engine.zero_grad()
+        loss = engine(inputs).float().sum() / 1024
+        engine.scale(loss, retain_graph=retained).backward(retain_graph=retained)
+        assert_together(all(torch.equal(g, wanted[name]) for name, g in engine.full_grads().items()), "scale")
+    engine.backward(loss)
+    twice = engine.full_grads()
+    assert_together(all(torch.equal(g, 2 * wanted[name]) for name, g in twice.items()), "the retained graph")
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_a_checkpoints_own_backward_is_part_of_the_scaled_one(stage: int) -> None:
+    plain = net()
+    found = []
+    for recompute in (False, True):
+        engine = start(stage, copy.deepcopy(plain), **FP16)
+        inputs = torch.ones(2, 4, dtype=torch.float16, requires_grad=True)
+        output = checkpoint(engine, inputs, use_reentrant=True) if recompute else engine(inputs)
+        engine.backward(output.sum())
+        found.append(engine.full_grads())
+        engine.close()
+    assert_together(all(torch.equal(g, found[1][name]) for name, g in found[0].items()), "recomputed")
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_an_external_scale_goes_before_the_engines_own(stage: int) -> None:
+    engine, inputs = start(stage, **FP16), torch.ones(2, 4)
+    for scale in (64.0, 4.0, 64.0):
+        engine.override_loss_scale(None if scale == 64.0 else scale)
+        assert engine.loss_scale == scale
+        loss = engine(inputs).float().sum()
+        assert engine.scale(loss).item() == scale * loss.item()
+        engine.backward(loss)
+        engine.step()
+    plain = start(stage)
+    assert not plain.needs_scaler()
+    plain.backward(plain(inputs).sum())
+    wanted = plain.full_grads()
+    plain.zero_grad()
+    plain.override_loss_scale(0.25)
+    plain.scale(plain(inputs).sum()).backward()
+    assert plain.needs_scaler()
+    assert_together(all(torch.equal(g, wanted[name]) for name, g in plain.full_grads().items()), "unscaled")
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="external loss scale"):
+            plain.override_loss_scale(wrong)
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_a_skipped_step_moves_neither_weights_nor_schedule_and_forgets_its_gradients(stage: int, rank: int) -> None:
+    for keys in (FP16, {"bf16": {"enabled": True}}):
+        engine = start(stage, **keys, scheduler={"type": "StepLR", "params": {"step_size": 1}})
+        before, dtype = engine.full_masters(), engine.settings.precision.held
+        loss = engine(torch.ones(2, 4).to(dtype)).float().sum()
+        engine.backward(loss * (float("nan") if rank == 1 else 1.0))
+        engine.step()
+        after = engine.full_masters()
+        assert_together(all(torch.equal(p, before[name]) for name, p in after.items()), "weights")
+        assert (engine.steps, engine.skipped_steps, engine.full_grads()) == (0, 1, {})
+        assert engine.optimizer.param_groups[0]["lr"] == 0.125
+        engine.backward(engine(torch.ones(2, 4).to(dtype)).float().sum())
+        engine.step()
+        assert (engine.steps, engine.skipped_steps) == (1, 1)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.0125
+
+
+class One(nn.Module):
+    """The sum of its weights, all 1: every gradient is 1, whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.sum() + 0 * x.sum()
+
+
+MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.world_size(2)
+def test_fp32_masters_keep_the_small_updates_that_bf16_masters_lose(stage: int) -> None:
+    """Steps of 2**-12 from 1, where neighbouring bf16 values are 2**-8 apart."""
+    engines = {
+        "autocast": start(stage, One(), torch_autocast={"enabled": True}),
+        "fp32 masters": start(stage, One(), bf16={"enabled": True}),
+        "bf16 masters": start(stage, One(), **MASTERS),
+    }
+    weights = {}
+    for name, engine in engines.items():
+        engine.optimizer.param_groups[0]["lr"] = 2.0**-12
+        for _ in range(12):
+            engine.backward(engine(torch.zeros(1, dtype=torch.bfloat16)).float())
+            engine.step()
+        weights[name] = engine.full_params()["weight"][0].item()
+    exact = 1 - 12 * 2.0**-12
+    assert engines["fp32 masters"].full_masters()["weight"][0].item() == exact
+    assert weights == {"autocast": exact, "fp32 masters": 1 - 2.0**-8, "bf16 masters": 1.0}
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_memory_is_reported_by_dtype_and_masters_belong_to_the_optimizer(stage: int, world_size: int) -> None:
+    """psi elements: 4 psi of parameters under torch_autocast, 2 psi and masters of 4 psi in bf16; momentum 4 psi."""
+    psi, whole = 40, world_size
+    held, state = (whole if stage < 3 else 1), (whole if stage < 1 else 1)
+    half = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"float32": 8 * psi * state}}
+    full = {"parameters": {"float32": 4 * psi * held}, "optimizer_state": {"float32": 4 * psi * state}}
+    low = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"bfloat16": 2 * psi * state}}
+    cases = [({"bf16": {"enabled": True}}, half), ({"torch_autocast": {"enabled": True}}, full), (MASTERS, low)]
+    for keys, wanted in cases[: 2 if stage == 0 else 3]:
+        momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+        model = nn.Linear(8, 10, bias=False)
+        engine = start(stage, model, **keys, optimizer=momentum)
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        report = engine.memory_report()
+        assert report.pop("gradients") == {}
+        assert report == wanted
+        assert engine.held_bytes()["optimizer_state"] == sum(wanted["optimizer_state"].values())
+
+
+@pytest.mark.world_size(2)
+def test_curves_under_torch_autocast_are_the_same_at_every_stage_bit_by_bit() -> None:
+    """Two ranks' sums are the same in either order, so nothing may differ; clipping makes norms count."""
+    curves = []
+    for stage in range(4):
+        engine = start(
+            stage,
+            torch_autocast={"enabled": True, "dtype": "bfloat16"},
+            gradient_clipping=0.01,
+            optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+        )
+        torch.manual_seed(torch.distributed.get_rank())
+        for _ in range(3):
+            engine.backward(engine(torch.randn(2, 4)).float().pow(2).mean())
+            engine.step()
+        curves.append((engine.full_params(), engine.grad_norm()))
+        assert engine.steps == 3
+        engine.close()
+    for weights, norm in curves[1:]:
+        assert_together(all(torch.equal(p, curves[0][0][name]) for name, p in weights.items()), "weights")
+        # The squares are added up in float64, in another order at each stage.
+        assert_together(abs(norm - curves[0][1]) <= gamma(56, torch.float64) * norm, f"norms {norm}, {curves[0][1]}")
+
+
+@pytest.mark.world_size(1)
+def test_parameters_of_a_module_that_is_not_safe_keep_their_wire_even_where_they_are_tied() -> None:
+    model = nn.Module()
+    model.tokens, model.head, model.other = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
+    model.head.weight = model.tokens.weight
+    engine = start(0, model, torch_autocast={"enabled": True})
+    formats = {name: original.formats for name, original in engine._originals.items()}
+    assert formats["tokens.weight"].wire == torch.float32
+    assert formats["other.weight"].wire == formats["other.bias"].gathered == torch.bfloat16
