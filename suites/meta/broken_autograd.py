@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -138,6 +139,34 @@ class FrozenForGood(Around):
         return {name: grad for name, grad in self.right.full_grads().items() if name not in self.frozen}
 
 
+class LocalEdits(Around):
+    """Leaves what a rank edits on that rank."""
+
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        weights = dict(self.module.named_parameters())
+        return nullcontext({name: weights[name].detach() for name in names})
+
+
+class DecaysTheUnused(Around):
+    """Its optimizer decays what has no gradient too."""
+
+    def step(self) -> None:
+        used = self.right.full_grads()
+        self.right.step()
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if name not in used:
+                    parameter.mul_(0.999)
+
+
+class DrawsTwice(Around):
+    """Draws its initial weights after having drawn something else."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        torch.rand(1)
+        super().__init__(model, config)
+
+
 doubles_every_gradient: Factory = HookedParameters
 only_the_first_backward_counts: Factory = OnlyTheFirstBackwardCounts
 doubles_what_comes_to_its_output: Factory = HookedOutputs
@@ -148,3 +177,6 @@ draws_while_recomputing: Factory = DrawsWhileRecomputing
 flipped_parameters: Factory = FlippedParameters
 zeros_for_unused: Factory = ZerosForUnused
 frozen_for_good: Factory = FrozenForGood
+edits_stay_where_they_are_made: Factory = LocalEdits
+decays_the_unused: Factory = DecaysTheUnused
+draws_twice_at_construction: Factory = DrawsTwice

@@ -57,6 +57,9 @@ KILLS = {
     ("autograd:doubles_every_gradient", "parameters.every_kind", "odd", ""): REDUCED,
     ("autograd:only_the_first_backward_counts", "parameters.used_on_some_ranks", "odd", ""): REDUCED,
     ("autograd:only_the_first_backward_counts", "parameters.outside_its_module", "odd", ""): REDUCED,
+    ("autograd:edits_stay_where_they_are_made", "parameters.edited", "odd", ""): GRADIENT,
+    ("autograd:decays_the_unused", "parameters.stay_put", "odd", ""): Part.OPTIMIZER,
+    ("autograd:draws_twice_at_construction", "parameters.deferred", "mlp", ""): Part.GATHER,
     ("autograd:doubles_every_gradient", "parameters.late_submodule", "odd", ""): REDUCED,
 }
 

@@ -64,8 +64,9 @@ class Bench:
         return self.around(self.spec.model(self.seed), **overrides)
 
     def around(self, model: nn.Module, **overrides: Any) -> Engine:
-        """``engine``, around another model than the workload's."""
-        model = model.to(self.device)
+        """``engine``, around another model than the workload's; one on the meta device is left there."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model = model.to(self.device)
         names = dict(model.named_parameters()).keys()
         engine = self._factory(model, replace(self.config, **overrides))
         if not isinstance(engine, Engine):

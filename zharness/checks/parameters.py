@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import nn
 from torch.autograd import backward
 
+from zharness.checks.bench import Bench
 from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.play import Play, Scene, Side, check
+from zharness.checks.trajectory import ADAMW, initial_weights
+from zharness.checks.trial import Trial
 from zharness.engines.protocol import Feature
+from zharness.parity import Comparison, Tier
 
 NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
 
@@ -42,6 +50,16 @@ def outside_its_module(side: Side) -> None:
     backward(side.module.transposed.sum())
 
 
+def edited(side: Side) -> None:
+    """Full weights edited between two micro-batches: by name and by attribute, as rank 0 does it."""
+    backward(side.trained())
+    with side.gathered(["first.weight", "transposed", "one"]) as weights, torch.no_grad():
+        weights["transposed"].mul_(-1 if side.edits else 0)
+        weights["one"].fill_(2 if side.edits else 7)
+        side.module.first.weight[0].zero_()
+    backward(side.trained(2))
+
+
 def late_submodule(side: Side) -> None:
     """A submodule attached late that uses a parameter of the model; its own trains nobody."""
     late = nn.Linear(side.module.first.in_features, side.module.first.out_features, bias=False)
@@ -58,6 +76,49 @@ def used_on_some_ranks(side: Side) -> None:
         backward(side.loss(side.call(side.x(2), branch=side.rank != 0), 2))
 
 
+BRANCHES = (True, False)
+
+
+def observe_stay_put(bench: Bench) -> None:
+    engine = bench.engine(optimizer=ADAMW)
+    for step, branch in enumerate(BRANCHES):
+        bench.record_weights(engine, step)
+        bench.record_state("state", engine, step)
+        batch = bench.batch(step)
+        engine.backward(bench.spec.loss(engine(batch.inputs, branch=branch), batch.target))
+        bench.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+    bench.record_weights(engine, len(BRANCHES))
+    bench.record_state("state", engine, len(BRANCHES))
+    engine.close()
+
+
+def judge_stay_put(trial: Trial) -> Iterator[Comparison]:
+    """The engine's own gradients decide what moves; that they are right is other laws' matter."""
+    yield from initial_weights(trial)
+    for step in range(len(BRANCHES)):
+        yield from judge_step(trial, ADAMW, trial.copies("grads", step)[0], Moment(step, "masters"))
+        yield from everyone_agrees(trial, Moment(step + 1))
+
+
+def observe_deferred(bench: Bench) -> None:
+    with torch.device("meta"):
+        model = bench.spec.build()
+    engine = bench.around(model)  # torch's generator is seeded as it is for the eager model
+    bench.record("params", engine.full_params())
+    engine.backward(bench.loss(engine, step=0))
+    bench.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_deferred(trial: Trial) -> Iterator[Comparison]:
+    yield from initial_weights(trial)
+    local = trial.locals(step=0)
+    yield from trial.same_loss(0, local)
+    yield from trial.reduced("grads", [local])
+
+
 def parameter_law(play: Play, words: str) -> Check:
     name = play.__name__
     return check(f"parameters.{name}", words, Scene(play), NEEDS, model="odd")
@@ -72,4 +133,24 @@ CHECKS = (
     parameter_law(outside_its_module, "a weight that is read outside its module's forward gets that gradient too"),
     parameter_law(used_on_some_ranks, "a parameter that only some ranks use counts as zero on the others"),
     parameter_law(late_submodule, "a submodule that is attached late may use the model's parameters"),
+    parameter_law(edited, "full weights may be edited between steps, as one rank does it, and every rank sees it"),
+    Check(
+        name="parameters.stay_put",
+        law="a parameter that a step does not use stays put in it, though AdamW would decay it; several groups",
+        tier=Tier.STAGED,
+        models=("odd",),
+        observe=observe_stay_put,
+        judge=judge_stay_put,
+        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        integral=False,
+    ),
+    Check(
+        name="parameters.deferred",
+        law="a model built on the meta device starts where rank 0's eager one does, and trains as it",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_deferred,
+        judge=judge_deferred,
+        needs=(Feature.PARAMETERS,),
+    ),
 )

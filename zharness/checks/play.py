@@ -8,7 +8,7 @@ one ordinary micro-batch: that has to come out right too, and nothing may stay g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,18 @@ from zharness.workload import Batch, ModelSpec
 AFTER = 1  # the micro-batch of the ordinary training after a play; plays use others
 
 
+Values = Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Side:
     """The engine, or the plain model, so that one play drives either. ``rank`` is this micro-batch's.
 
-    ``uneven()`` is a block in which ranks may use other parameters than their peers, where an engine wants to be told;
-    ``recompute`` is torch.utils.checkpoint.checkpoint on the engine, and just calls on the plain model: gradients have
-    to be the same without it. ``other`` is a second engine (model) in the same initial weights, where the law asks for
-    one.
+    ``uneven()`` is a block in which ranks may use other parameters than their peers, where an engine wants to be told.
+    ``gathered(names)`` is one in which full weights may be edited by name; ``edits`` says whether this side's edits are
+    to last: the plain model's do, and rank 0's. ``recompute`` is torch.utils.checkpoint.checkpoint on the engine, and
+    just calls on the plain model: gradients have to be the same without it. ``other`` is a second engine (model) in the
+    same initial weights, where the law asks for one.
     """
 
     call: Callable[..., Any]
@@ -50,6 +54,8 @@ class Side:
     zero_grad: Callable[[], None]
     step: Callable[[], None]
     uneven: Callable[[], AbstractContextManager[Any]]
+    gathered: Callable[[Sequence[str]], AbstractContextManager[Values]]
+    edits: bool
     recompute: Callable[..., Any]
     other: Side | None = None
 
@@ -70,7 +76,6 @@ class Side:
         return self.loss(self.call(self.x(step)), step)
 
 
-Values = Mapping[str, Tensor]
 Play = Callable[[Side], Values | None]
 
 
@@ -133,6 +138,8 @@ def of_engine(bench: Bench, engine: Engine, other: Side | None) -> Side:
         zero_grad=engine.zero_grad,
         step=engine.step,
         uneven=getattr(engine, "uneven", nullcontext),
+        gathered=getattr(engine, "gathered", lambda names: nullcontext(plain_weights(engine.module, names))),
+        edits=bench.rank == 0,
         recompute=checkpoint,
         other=other,
     )
@@ -169,9 +176,16 @@ def of_plain(trial: Trial, rank: int, dtype: torch.dtype, other: Side | None) ->
         zero_grad=module.zero_grad,
         step=step,
         uneven=nullcontext,
+        gathered=lambda names: nullcontext(plain_weights(module, names)),
+        edits=True,
         recompute=recompute,
         other=other,
     )
+
+
+def plain_weights(module: nn.Module, names: Sequence[str]) -> Values:
+    weights = dict(module.named_parameters())
+    return {name: weights[name].detach() for name in names}
 
 
 @dataclass(frozen=True)

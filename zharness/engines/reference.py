@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +86,10 @@ class ReferenceEngine:
     def uneven(self) -> AbstractContextManager[None]:
         """A block in which ranks may use other parameters than their peers."""
         return self.engine.uneven()
+
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """A block in which full weights may be edited, by name; afterwards every rank has rank 0's."""
+        return self.engine.gathered(names)
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
