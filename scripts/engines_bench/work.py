@@ -16,7 +16,7 @@ from zharness.workload.nets import Block
 
 @dataclass(frozen=True)
 class Size:
-    """A transformer: parameters are about 8 width^2 depth + vocabulary x width."""
+    """A transformer: parameters are about 8 width^2 depth + 2 x vocabulary x width."""
 
     width: int
     depth: int
@@ -26,13 +26,13 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(width=32, depth=2, heads=2, vocabulary=64),
-    "5M": Size(width=256, depth=9, heads=4, vocabulary=2048),
-    "50M": Size(width=768, depth=9, heads=12, vocabulary=8192),
+    "5M": Size(width=256, depth=9, heads=4, vocabulary=1024),
+    "50M": Size(width=768, depth=9, heads=12, vocabulary=4096),
 }
 
 
 class Model(nn.Module):
-    """Token ids (batch, length) to logits (batch, length, vocabulary); the head is the token embedding."""
+    """Token ids (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -40,7 +40,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.depth))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.tokens(ids)
