@@ -256,3 +256,13 @@ def test_only_a_tensor_of_one_element_is_a_loss() -> None:
     for loss in (engine(torch.ones(2, 3)), 3.0):
         with pytest.raises(UsageError, match="a loss is a tensor of one element"):
             engine.backward(loss)
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_a_parameter_added_to_the_optimizer_alone_is_refused_at_the_next_step(stage: int) -> None:
+    engine, _ = start(stage)
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    with pytest.raises(ConfigError, match=r"shape \(7,\) that is none of the leaves"):
+        engine.step()

@@ -12,7 +12,7 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zharness.errors import NonFiniteError, UsageError
+from zharness.errors import ConfigError, NonFiniteError, UsageError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
 from zharness.reference.loss_scale import LossScale, Scaling
@@ -169,6 +169,21 @@ class One(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.sum() + 0 * x.sum()
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_micro_batches_add_up_in_the_masters_dtype_where_gradients_are_sharded(stage: int) -> None:
+    """1 + 2**-9 is no bf16 number; a configuration that asks for another dtype than the stage's is refused."""
+    asked = {"data_types": {"grad_accum_dtype": "fp32" if stage >= 2 else "bf16"}}
+    engine = start(stage, One(), bf16={"enabled": True}, gradient_accumulation_steps=2, **asked)
+    for factor in (1.0, 2.0**-9):
+        engine.backward(engine(torch.zeros(1, dtype=torch.bfloat16)) * factor)
+    total = 1 + 2.0**-9 if stage >= 2 else 1.0
+    assert engine.full_grads()["weight"].tolist() == [total / 2] * 6
+    asked["data_types"]["grad_accum_dtype"] = "bf16" if stage >= 2 else "fp32"
+    with pytest.raises(ConfigError, match=f"grad_accum_dtype.*at stage {stage}"):
+        start(stage, One(), bf16={"enabled": True}, **asked)
 
 
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}

@@ -20,6 +20,7 @@ from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.loss_scale import LossScale
+from zharness.reference.optimizer import only_leaves
 from zharness.reference.parameters import Parameters
 from zharness.reference.precision import OnOverflow
 from zharness.reference.rescaling import Rescaling
@@ -149,6 +150,7 @@ class Engine:
         if self._micro_batches < self.settings.accumulation_steps:
             return
         self._parameters.ready_to_step()
+        only_leaves(self.optimizer, self._parameters.leaves)
         reduced = self._gradients.reduced()
         finite = self._rescaling.rescale(reduced)
         if finite:

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from zharness.comm import Comm
 from zharness.errors import ConfigError
 from zharness.reference import config as configuration
-from zharness.reference.agreement import together
 from zharness.reference.buckets import buckets
 from zharness.reference.config import Settings
 from zharness.reference.data import MicroBatches
@@ -27,6 +26,7 @@ from zharness.reference.layout import STAGES, originals
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
 from zharness.reference.parameters import Parameters, share
+from zharness.reference.together import alike
 from zharness.reference.uneven import Channel
 
 
@@ -59,7 +59,7 @@ def initialize(
     def read() -> Settings:
         return configuration.read(configuration.load(config), comm.world_size, device.type)
 
-    settings = together(comm, device, read, lambda found: _facts(found, model, training_data))
+    settings = alike(comm, read, lambda found: _facts(found, model, training_data))
     loader = None
     if training_data is not None:
         loader = MicroBatches(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
@@ -82,7 +82,7 @@ def initialize(
             chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
             return chosen, build_schedule(lr_scheduler, settings.scheduler, chosen)
 
-        chosen, schedule = together(comm, device, choose, lambda both: group_facts(both[0], found, parameters.leaves))
+        chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], found, parameters.leaves))
         undo.pop_all()
     scale = LossScale(settings.precision.scaling, [p for p in model.parameters() if p.requires_grad])
     gradients = Gradients(found, owners, wire, travelling)

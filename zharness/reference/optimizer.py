@@ -70,7 +70,7 @@ def build(
     if given is not None:
         built = given(leaves)
         refuse_unelementwise(type(built).__name__)
-        _only_leaves(built, leaves)
+        only_leaves(built, leaves)
         return built
     if choice is None:
         raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
@@ -117,12 +117,13 @@ def group_facts(optimizer: torch.optim.Optimizer, originals: Mapping[str, Origin
     return told
 
 
-def _only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
+def only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
+    """Raises ConfigError for a tensor in the optimizer that the engine would never give a gradient."""
     known = {id(leaf) for leaf in leaves.values()}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise ConfigError(
-                    f"the optimizer's builder used a tensor of shape {tuple(tensor.shape)} that is none of the leaves "
-                    "it was given; build from the values of its argument"
+                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is none of the leaves which the "
+                    "engine gives gradients; a builder makes groups of its argument's values, and none are added later"
                 )

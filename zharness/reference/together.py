@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from zharness.comm import Comm
-from zharness.errors import CheckpointError, ZHarnessError
+from zharness.errors import CheckpointError, ConfigError, ZHarnessError
 
 T = TypeVar("T")
 
@@ -44,3 +44,32 @@ def _settle(problem: str, comm: Comm) -> None:
         raise CheckpointError(
             "; ".join(f"{text} (rank {', '.join(map(str, where))})" for text, where in ranks.items())
         ) from None
+
+
+def alike(comm: Comm, attempt: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    """What ``attempt`` returns, where it returned on every rank with the same ``facts``. Collective.
+
+    Where it raised on all ranks alike, its error; else one ConfigError on all ranks, which names the first difference.
+    """
+    failed: Exception | None = None
+    try:
+        value = attempt()
+        told = facts(value)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+        told, failed = {"outcome": f"{type(error).__name__}: {error}"}, error
+    everyone = exchange(dict(told), comm)
+    if any(other != everyone[0] for other in everyone):
+        raise ConfigError(_difference(everyone)) from failed
+    if failed is not None:
+        raise failed
+    return value
+
+
+def _difference(everyone: list[dict[str, str]]) -> str:
+    keys = sorted({key for facts in everyone for key in facts}, key=lambda key: (key != "outcome", key))
+    key = next(key for key in keys if len({facts.get(key) for facts in everyone}) > 1)
+    said: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everyone):
+        said.setdefault(facts.get(key, "accepted" if key == "outcome" else "nothing of that name"), []).append(rank)
+    parts = (f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in said.items())
+    return f"the ranks differ in {key}: {'; '.join(parts)}; give every rank the same model, configuration and optimizer"
