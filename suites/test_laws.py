@@ -13,6 +13,7 @@ ARITHMETIC = ("training", "double_backward.retained_then_zero_grad", "torch_func
 @pytest.mark.cells("reference", world_sizes=(3,), checks=("backward", "state"))
 @pytest.mark.cells("reference", world_sizes=(1, 3, 4), checks=("parameters",))
 @pytest.mark.cells("reference", dtypes=("bf16", "fp16"), checks=("training",), models=("mlp",))
+@pytest.mark.cells("reference", dtypes=("bf16",), checks=("state.reshard", "state.universal"))
 @pytest.mark.cells("reference")
 @pytest.mark.cells("ddp")
 @pytest.mark.cells("fsdp2")

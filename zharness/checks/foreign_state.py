@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, published
 from zharness.checks.state import (
     RESHARDED,
     SAVED_AT,
@@ -84,7 +85,7 @@ def settings() -> list[dict[str, Any]]:
 
 def observe_universal(bench: Bench) -> None:
     values, flat = numbers(bench), bench.variant == "flat"
-    bench.record("params-written", {name: entry["fp32"] for name, entry in values.items()}, SAVED_AT)
+    bench.record("masters-written", {name: entry["fp32"] for name, entry in values.items()}, SAVED_AT)
     state = {f"{name}/{key}": entry[key] for name, entry in values.items() for key in MOMENTS}
     counts = {f"{name}/step": torch.tensor(float(SAVED_AT)) for name in values}
     bench.record("state-written", state | counts, SAVED_AT)
@@ -154,7 +155,8 @@ def judge_universal(trial: Trial) -> Iterator[Comparison]:
             yield identical(trial.place(f"refused/{name}", Part.GATHER, SAVED_AT, rank), torch.ones(()), raised)
             for parameter, changed in trial.copies(f"changed-{name}")[rank].items():
                 yield identical(trial.place(parameter, Part.GATHER, SAVED_AT, rank), torch.zeros(()), changed)
-    yield from same_records(trial, "params-written", "params-read", SAVED_AT, SAVED_AT, Part.GATHER)
+    yield from same_records(trial, "masters-written", "masters-read", SAVED_AT, SAVED_AT, Part.GATHER)
+    yield from published(trial, Moment(SAVED_AT, "masters-read"), "params-read")
     yield from same_records(trial, "state-written", "state-read", SAVED_AT, SAVED_AT, Part.OPTIMIZER)
     yield from judge_continued(trial, "read")
 

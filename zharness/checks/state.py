@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import OPTIMIZERS
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, Feature, Keeping
@@ -49,8 +49,8 @@ def train(bench: Bench, engine: Engine, steps: range, label: str) -> None:
 
 
 def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
-    """Weights and optimizer state under labels of their own."""
-    bench.record(f"params-{label}", engine.full_params(), step)
+    """Weights, as the model and as the optimizer has them, and optimizer state under labels of their own."""
+    bench.record_weights(engine, step, f"-{label}")
     bench.record_state(f"state-{label}", engine, step)
 
 
@@ -72,7 +72,7 @@ def observe_resume(bench: Bench) -> None:
 
 def judge_resume(trial: Trial) -> Iterator[Comparison]:
     """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank."""
-    parts = {"params": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
+    parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
     for step in (*CONTINUED, CONTINUED.stop):
         for what, part in parts.items():
             if what == "loss" and step == CONTINUED.stop:
@@ -118,7 +118,10 @@ def judge_reshard(trial: Trial) -> Iterator[Comparison]:
     """Each stage reads what was saved, bitwise, and its next step is vanilla's from there."""
     for label in (f"stage{stage}" for stage in range(4)):
         if trial.recorded(f"params-{label}"):
-            yield from same_records(trial, "params-saved", f"params-{label}", SAVED_AT, SAVED_AT, Part.GATHER)
+            for weights in ("params", "masters"):
+                yield from same_records(
+                    trial, f"{weights}-saved", f"{weights}-{label}", SAVED_AT, SAVED_AT, Part.GATHER
+                )
             yield from same_records(trial, "state-saved", f"state-{label}", SAVED_AT, SAVED_AT, Part.OPTIMIZER)
             yield from judge_continued(trial, label)
 
@@ -128,9 +131,11 @@ def judge_continued(trial: Trial, label: str) -> Iterator[Comparison]:
     local = trial.locals(SAVED_AT, trial.copies(f"params-{label}", SAVED_AT)[0])
     yield from trial.same_loss(SAVED_AT, local, f"loss-{label}")
     yield from trial.reduced(f"grads-{label}", [local], SAVED_AT)
-    moment = Moment(SAVED_AT, f"params-{label}", f"state-{label}")
+    moment = Moment(SAVED_AT, f"masters-{label}", f"state-{label}")
     yield from judge_step(trial, RESHARDED, trial.copies(f"grads-{label}", SAVED_AT)[0], moment)
-    yield from everyone_agrees(trial, Moment(SAVED_AT + 1, moment.params, moment.state))
+    after = Moment(SAVED_AT + 1, moment.params, moment.state)
+    yield from everyone_agrees(trial, after)
+    yield from published(trial, after, f"params-{label}")
 
 
 def observe_consolidate(bench: Bench) -> None:
