@@ -7,6 +7,7 @@ needs. What is one number for a whole parameter (the count of its steps) is no t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ class TrainingState:
         self._optimizer = optimizer
         self._stateful = stateful
         self._comm = comm
+        self._meshes: dict[str, DeviceMesh] = {}
 
     def contents(self, steps: int, skipped_steps: int) -> Contents:
         """What this engine would save now, after so many steps. Raises CheckpointError for state that cannot be cut."""
@@ -169,13 +171,18 @@ class TrainingState:
 
     def piece(self, name: str, values: Tensor) -> DTensor:
         """``values`` of this rank's leaf (any shape) as its part of the flat parameter ``name``."""
-        group = self._comm.group or dist.group.WORLD
-        assert group is not None
-        mesh = DeviceMesh.from_group(group, values.device.type)
         placement = Shard(0) if self._sharded else Replicate()
         flat = torch.Size([self._originals[name].layout.numel])
-        local = values.detach().reshape(-1)
+        local, mesh = values.detach().reshape(-1), self._mesh(values.device.type)
         return DTensor.from_local(local, mesh, [placement], run_check=False, shape=flat, stride=(1,))
+
+    def _mesh(self, device: str) -> DeviceMesh:
+        """The ranks, in DTensor's words. Made at the first checkpoint: making one takes longer than a small tensor."""
+        if device not in self._meshes:
+            group = self._comm.group or dist.group.WORLD
+            assert group is not None
+            self._meshes[device] = DeviceMesh.from_group(group, device)
+        return self._meshes[device]
 
     @torch.no_grad()
     def adopt(self, contents: Contents, pieces: Mapping[str, Tensor], module_only: bool = False) -> None:
@@ -197,7 +204,8 @@ class TrainingState:
             for index, name in enumerate(self._names())
             if name in contents.counts
         }
-        groups = [{**group, "params": self._indices(group["params"])} for group in contents.groups]
+        numbers = itertools.count()
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in contents.groups]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         for key, each in self._stateful.items():
             each.load_state_dict(contents.stateful[key][1])
@@ -206,10 +214,6 @@ class TrainingState:
         """The optimizer's parameters in the order in which torch.optim numbers them."""
         name_of = {id(leaf): name for name, leaf in self._parameters.leaves.items()}
         return [name_of[id(leaf)] for group in self._optimizer.param_groups for leaf in group["params"]]
-
-    def _indices(self, names: list[str]) -> list[int]:
-        order = self._names()
-        return [order.index(name) for name in names]
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter; one without, because it was never updated, is left out."""
