@@ -124,7 +124,7 @@ def test_the_exact_model_is_certified_where_ranks_are_a_power_of_two(world_size:
     assert not certified(baseline, range(1), torch.bfloat16), "8 bits do not hold it"
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"exact"}))
+@pytest.mark.parametrize("name", sorted(name for name, spec in MODELS.items() if not spec.exact))
 def test_no_other_model_is_certified(name: str) -> None:
     assert not certified(Baseline(model_spec(name), seed=5, world_size=2), range(1), torch.float32)
 
@@ -137,3 +137,31 @@ def test_evidence_survives_the_file_without_pickled_code(tmp_path) -> None:
     assert found.layout["a.b"] == (Piece(0, 0, 6),)
     with pytest.raises(EngineContractError, match="nothing was recorded under 'grads' at step 0"):
         found.get("grads")
+
+
+def test_elements_smaller_than_their_bound_are_counted_and_might_be_lost_unseen() -> None:
+    expected = torch.tensor([1.0, 1e-3, 0.0, -1e-3], dtype=torch.float64)
+    bound = torch.full((4,), 1e-2, dtype=torch.float64)
+    found = within(PLACE, expected, expected.clone(), bound)
+    assert (found.elements, found.undetermined, found.smallest) == (4, 2, 1e-2)
+    lost = torch.where(expected.abs() < bound, 0.0, expected)
+    assert within(PLACE, expected, lost, bound).mismatch is None, "so many may be lost"
+    assert within(PLACE, expected, torch.zeros(4), bound).mismatch is not None, "and one more is caught"
+
+
+def test_what_an_update_would_lose_is_measured_against_the_update() -> None:
+    weight, update = torch.full((3,), 2.0), torch.tensor([1e-3, 1e-9, 0.0])
+    bound = torch.full((3,), 1e-6, dtype=torch.float64)
+    found = within(PLACE, (weight + update).double(), weight + update, bound, signal=update)
+    assert found.undetermined == 1
+    assert found.smallest == float(1e-6 / update[0].double())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "why"),
+    [(3, torch.float32, "3 is no power of two"), (2, torch.bfloat16, "the 8 bits of bfloat16"), (2, torch.float32, "")],
+)
+def test_where_exactness_does_not_apply_it_says_why(world_size: int, dtype: torch.dtype, why: str) -> None:
+    found = certified(Baseline(model_spec("exact"), seed=5, world_size=world_size), range(1), dtype)
+    assert bool(found) is not bool(why)
+    assert why in found.reason

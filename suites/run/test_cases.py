@@ -14,13 +14,15 @@ from zharness.case import Case
 from zharness.checks import CHECKS
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
-from zharness.parity import Mismatch, Part
+from zharness.parity import Mismatch, Part, Tier
 from zharness.report import failures, matrix, summary
 from zharness.report.matrix import exit_code
-from zharness.run import Record, Request, Verdict, plan
+from zharness.report.sensitivity import sensitivity
+from zharness.run import Planned, Record, Request, Verdict, plan
+from zharness.run.cell import Judgement
 from zharness.run.excuses import Excuse, excuses_for
 from zharness.run.record import from_json, read_records, record_file
-from zharness.run.runner import excused, remedied, who_raised
+from zharness.run.runner import conclusion, excused, remedied, who_raised
 
 CASE = Case("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
 
@@ -63,7 +65,9 @@ def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() ->
     cells = plan(Request(), claims)
     assert {(cell.case.check, cell.case.stage) for cell in cells} == {(name, s) for name in CHECKS for s in range(4)}
     assert len({cell.case.id for cell in cells}) == len(cells)
-    assert not [cell for cell in cells if cell.unsupported], "the reference engine claims all of it"
+    unclaimed = {feature.value for feature in claims("reference", 3).refuses}
+    left_out = [cell for cell in cells if not any(feature in cell.unsupported for feature in unclaimed)]
+    assert not [cell for cell in left_out if cell.unsupported], "the reference engine claims the rest"
 
 
 def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
@@ -74,10 +78,13 @@ def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
 
 
 def test_kernels_of_the_engine_s_own_leave_only_the_exact_model() -> None:
+    def claimed(cell: Planned) -> bool:
+        return "does not claim" not in cell.unsupported
+
     cells = plan(Request(patterns=("training",), engines=("deepspeed",), stages=(3,)), claims)
     runs = {(cell.case.check, cell.case.model) for cell in cells if not cell.unsupported}
     assert runs == {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation")}
-    assert all("tier C" in cell.unsupported for cell in cells if cell.unsupported)
+    assert all("tier C" in cell.unsupported for cell in cells if cell.case.model != "exact" and claimed(cell))
 
 
 def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
@@ -118,7 +125,17 @@ MISMATCH = Mismatch(1, Part.OPTIMIZER, "a.b", (0, 1), 1, 2, 0, 1.0, math.nan, 0.
 
 def test_a_record_survives_its_line(tmp_path: Path) -> None:
     written = record(
-        Verdict.FAIL, tier="S", ratio=math.inf, smallest=1e-7, divergence=MISMATCH, cause=MISMATCH.words(), seconds=1.5
+        Verdict.FAIL,
+        tier="S",
+        ratio=math.inf,
+        smallest=1e-7,
+        wrong_elements=3,
+        elements=40,
+        undetermined=2,
+        notes=("why",),
+        divergence=MISMATCH,
+        cause=MISMATCH.words(),
+        seconds=1.5,
     )
     with record_file(tmp_path / "r.jsonl") as file:
         file.add(written)
@@ -131,7 +148,8 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
     wanted = (
         "case check model variant engine engine_version torch_version stage world_size dtype seed verdict excuse tier"
     )
-    assert set(f"{wanted} ratio divergence cause seconds command schema".split()) <= set(line)
+    sensitivity = "ratio smallest wrong_elements elements undetermined notes"
+    assert set(f"{wanted} {sensitivity} divergence cause seconds command schema".split()) <= set(line)
 
 
 def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_path: Path) -> None:
@@ -200,6 +218,28 @@ def test_every_shipped_excuse_covers_a_planned_cell(engine: str) -> None:
     cases = [cell.case for cell in plan(Request(engines=(engine,)), claims) if not cell.unsupported]
     for excuse in excuses_for(engine):
         assert any(excuse.covers(case, version) for case in cases), f"{excuse} matches nothing: delete it"
+
+
+def test_a_cell_that_leaves_most_elements_undetermined_is_no_pass() -> None:
+    found = Judgement(3, Tier.STAGED, 0.1, 1e-2, None, elements=10, undetermined=5, wrong_elements=4)
+    assert conclusion(found) == (Verdict.PASS, "")
+    verdict, cause = conclusion(replace(found, undetermined=6))
+    assert verdict is Verdict.UNDETERMINED
+    assert "6 of 10 elements are smaller than the bound" in cause
+    assert conclusion(replace(found, undetermined=6, mismatch=MISMATCH))[0] is Verdict.FAIL
+    left_open = record(verdict, cause=cause)
+    assert exit_code([left_open]) == 1
+    assert "UNDETERMINED" in failures([left_open])
+
+
+def test_the_weakest_cell_says_what_all_would_have_caught() -> None:
+    sharp = record(tier="X", ratio=0.0, smallest=1e-7, wrong_elements=1, elements=10, undetermined=0)
+    blunt = record(tier="S", ratio=0.4, smallest=1e-3, wrong_elements=6, elements=90, undetermined=5, notes=("why",))
+    words = sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
+    assert "1 cells by tier X, 1 cells by tier S; errors reach 0.4 of their bound" in words
+    assert "a scale error of 1.0e-03" in words
+    assert "6 lost elements" in words
+    assert "5 of 100 elements undetermined\nNOTE 1 cells: why" in words
 
 
 def test_who_raised_tells_the_engine_from_the_harness() -> None:

@@ -48,7 +48,8 @@ def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], m
             found = state.get(name, {}).get(key, torch.full_like(weight, torch.nan))
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)
             yield within(place, value.value, found, value.error, Tier.STAGED)
-        comparison = within(trial.place(name, Part.OPTIMIZER, step), expected.value, after[name], expected.error)
+        place, moved = trial.place(name, Part.OPTIMIZER, step), expected.value - weight.double()
+        comparison = within(place, expected.value, after[name], expected.error, signal=moved)
         yield hinted(comparison, weight, after[name])
     yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, step + 1, step)
 

@@ -11,7 +11,7 @@ from zharness.checks.trajectory import judge_trajectory, observe_trajectory
 from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import Feature
 from zharness.parity import Comparison, Tier
-from zharness.parity.certificate import is_power_of_two
+from zharness.parity.certificate import division_by
 
 ALL_MODELS = ("mlp", "transformer", "conv", "exact", "fused")
 
@@ -42,7 +42,7 @@ def observe_one_hot_rank(bench: Bench) -> None:
 
 def judge_one_hot_rank(trial: Trial) -> Iterator[Comparison]:
     """Exact whatever the model: all but one of the summed numbers are zero, and N is a power of two."""
-    exact = is_power_of_two(trial.world_size)
+    exact = division_by(trial.world_size)
     for chosen in range(trial.world_size):
         yield from trial.same_loss(chosen, trial.locals(chosen))
         local = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_a
 from zharness.parity.attribution import Suspects, attribute
 from zharness.parity.baseline import Baseline, Local, Objective
 from zharness.parity.bounds import mean_and_bound
-from zharness.parity.certificate import certified
+from zharness.parity.certificate import Exactness, certified
 from zharness.parity.compare import Place, check_names
 from zharness.workload import Batch
 
@@ -59,13 +59,14 @@ class Trial:
         label: str,
         micros: Sequence[Sequence[Local]],
         step: int = 0,
-        exact: bool = False,
+        exact: bool | Exactness = False,
         scale: float = 1.0,
         suspects: Mapping[str, Sequence[Sequence[Local]]] | None = None,
     ) -> Iterator[Comparison]:
         """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
 
-        ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound.
+        ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound,
+        and a reason why not is noted.
         ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
         """
         copies = self.copies(label, step)
@@ -86,7 +87,7 @@ class Trial:
         copies: Sequence[Mapping[str, Tensor]],
         micros: Sequence[Sequence[Local]],
         step: int,
-        exact: bool,
+        exact: bool | Exactness,
         scale: float,
         suspects: Suspects,
     ) -> Iterator[Comparison]:
@@ -97,13 +98,15 @@ class Trial:
         mean, bound = mean_and_bound([term for row in terms for term in row], self.dtype)
         tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
         everyone = [copy[name] for copy in copies]
+        reason = exact.reason if isinstance(exact, Exactness) else ""
+        note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         for rank, actual in enumerate(everyone):
-            place = self.place(name, Part.REDUCTION, step, rank)
-            yield attribute(within(place, mean, actual, bound, tier), actual, terms, everyone, suspects)
+            found = replace(within(self.place(name, Part.REDUCTION, step, rank), mean, actual, bound, tier), note=note)
+            yield attribute(found, actual, terms, everyone, suspects)
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
 
-    def exact(self, steps: range, objective: Objective | None = None) -> bool:
-        """Whether tier X applies to the mean over these micro-steps."""
+    def exact(self, steps: range, objective: Objective | None = None) -> Exactness:
+        """Whether tier X applies to the mean over these micro-steps, and why not."""
         return certified(self.baseline, steps, self.dtype, objective)
 
     def locals(

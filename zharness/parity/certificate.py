@@ -9,6 +9,8 @@ the one in float64 bitwise is checked as well.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -23,18 +25,39 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> bool:
+@dataclass(frozen=True)
+class Exactness:
+    """Whether tier X applies, true or false by itself; ``reason`` says why not, where it might have been expected."""
+
+    applies: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.applies
+
+
+def division_by(terms: int) -> Exactness:
+    """Exact where the mean of ``terms`` numbers divides by a power of two."""
+    if is_power_of_two(terms):
+        return Exactness(True)
+    return Exactness(False, f"a mean of {terms} terms is not exact, for {terms} is no power of two")
+
+
+def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> Exactness:
     """Whether every gradient of these micro-steps, and their mean over ranks and micro-steps, is exact in ``dtype``.
 
-    ``objective`` (the workload's own where None) must be linear in the output with integer coefficients.
+    ``objective`` (the workload's own where None) must be linear in the output with integer coefficients. A model of
+    random weights is not exact and needs no reason.
     """
     loss = objective or baseline.objective
     terms = baseline.world_size * len(steps)
-    if not baseline.spec.exact or not is_power_of_two(terms):
-        return False
-    return all(
-        exact_locally(baseline, rank, step, terms, dtype, loss) for rank in range(baseline.world_size) for step in steps
-    )
+    if not baseline.spec.exact:
+        return Exactness(False)
+    cells = ((rank, step) for rank in range(baseline.world_size) for step in steps)
+    if not is_power_of_two(terms) or all(exact_locally(baseline, *cell, terms, dtype, loss) for cell in cells):
+        return division_by(terms)
+    name = str(dtype).removeprefix("torch.")
+    return Exactness(False, f"the {SIGNIFICAND[dtype]} bits of {name} do not hold every partial sum of the exact model")
 
 
 def exact_locally(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:

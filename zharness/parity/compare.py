@@ -31,11 +31,19 @@ def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
     return within(place, expected.double(), actual, torch.zeros((), dtype=torch.float64), Tier.EXACT)
 
 
-def within(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, tier: Tier = Tier.STAGED) -> Comparison:
+def within(
+    place: Place,
+    expected: Tensor,
+    actual: Tensor,
+    bound: Tensor,
+    tier: Tier = Tier.STAGED,
+    signal: Tensor | None = None,
+) -> Comparison:
     """|actual - expected| <= bound, element by element; bitwise where one of the two is not finite.
 
-    ``expected`` and ``bound`` are float64, ``actual`` is what the engine holds; ``bound`` broadcasts. Raises
-    EngineContractError when the shapes differ.
+    ``expected`` and ``bound`` are float64, ``actual`` is what the engine holds; ``bound`` broadcasts. ``signal`` is the
+    part of ``expected`` that an error would scale or lose: the update of a weight; where None, ``expected`` itself.
+    Raises EngineContractError when the shapes differ.
     """
     if expected.shape != actual.shape:
         raise EngineContractError(
@@ -51,18 +59,23 @@ def within(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, tier: 
     wrong = torch.where(known, error > bound, ~same)
     ratio = torch.where(error == 0, 0.0, torch.where(known, error / bound, math.inf))
     worst = float(ratio.max()) if ratio.numel() else 0.0
-    smallest = smallest_scale_error(expected, bound, actual.dtype)
-    if not bool(wrong.any()):
-        return Comparison(tier, worst, smallest)
-    return Comparison(tier, worst, smallest, mismatch(place, expected, actual, bound, error, wrong))
+    size = (expected if signal is None else signal).abs()
+    return Comparison(
+        tier,
+        worst,
+        smallest_scale_error(size, bound, actual.dtype),
+        mismatch(place, expected, actual, bound, error, wrong) if bool(wrong.any()) else None,
+        elements=expected.numel(),
+        undetermined=int((known & (size > 0) & (bound >= size)).sum()),
+    )
 
 
-def smallest_scale_error(expected: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
-    """The smallest s for which actual = (1+s) x expected would have left the bound somewhere; at least u."""
-    used = expected != 0
+def smallest_scale_error(size: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
+    """The smallest s for which an error of s x ``size`` would have left the bound somewhere; at least u."""
+    used = (size > 0) & size.isfinite()
     if not bool(used.any()):
         return math.inf
-    return max(unit_roundoff(dtype), float((bound[used] / expected[used].abs()).min()))
+    return max(unit_roundoff(dtype), float((bound[used] / size[used]).min()))
 
 
 def mismatch(place: Place, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor) -> Mismatch:

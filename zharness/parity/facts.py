@@ -66,10 +66,15 @@ class Comparison:
     """One tensor, or one group of tensors, held against what it should be.
 
     ``ratio`` is the largest error over its bound (0 when bitwise equal, infinite when a bound of 0 is left).
-    ``smallest`` is the smallest relative scale error of the whole tensor that would have been caught.
+    ``smallest`` is the smallest relative scale error of the whole tensor that would have been caught. ``undetermined``
+    of ``elements`` are smaller than their bound: one of those could be lost unseen, so more wrong elements than that
+    are caught for certain. ``note`` says why the tier is not the one that the law promises.
     """
 
     tier: Tier
     ratio: float
     smallest: float
     mismatch: Mismatch | None = None
+    elements: int = 0
+    undetermined: int = 0
+    note: str = ""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from zharness.case import Case, looks_like_id
 from zharness.report.matrix import exit_code, matrix, outcome
 from zharness.report.page import check_writable, write_page
+from zharness.report.sensitivity import sensitivity
 from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.plan import validate
@@ -139,8 +140,8 @@ def progress(total: int) -> tqdm[NoReturn]:
 
 
 def conclude(records: Sequence[Record], seconds: float, outputs: Outputs) -> None:
-    """Print the matrix, the failures and the summary, and write the page."""
-    parts = [matrix(records), failures(records), summary(records, seconds)]
+    """Print the matrix, what the passes are worth, the failures and the summary, and write the page."""
+    parts = [matrix(records), sensitivity(records), failures(records), summary(records, seconds)]
     click.echo("\n\n".join(part for part in parts if part))
     if outputs.html is not None:
         write_page(records, seconds, outputs.html)

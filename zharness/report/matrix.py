@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zharness.run.record import Record, Verdict
 
 # The gravest first: a square of the matrix that sums up several cells shows its gravest outcomes.
-ORDER = ("stale", "error", "fail", "crash", "hang", "excused", "contract", "unsupported", "pass")
+ORDER = ("stale", "error", "fail", "crash", "hang", "undetermined", "excused", "contract", "unsupported", "pass")
 
 
 def outcome(record: Record) -> str:

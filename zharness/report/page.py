@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zharness.errors import UsageError
 from zharness.report.matrix import matrix, outcome
+from zharness.report.sensitivity import sensitivity
 from zharness.report.words import summary
 from zharness.run.record import Record
 
@@ -21,12 +22,16 @@ table { border-collapse: collapse; width: 100%; }
 td, th { border-bottom: 1px solid #ccc; padding: .25rem .5rem; text-align: left; vertical-align: top; }
 </style></head><body>
 <h1>zharness</h1><p>{{ summary }}</p>
-<h2>Matrix</h2><pre>{{ matrix }}</pre>
+<h2>Matrix</h2><pre>{{ matrix }}</pre><pre>{{ sensitivity }}</pre>
 <h2>Cells</h2>
-<table><thead><tr><th>outcome</th><th>case</th><th>tier</th><th>error / bound</th><th>cause</th></tr></thead><tbody>
+<table><thead><tr><th>outcome</th><th>case</th><th>tier</th><th>error / bound</th><th>caught: scale error</th>
+<th>lost elements</th><th>undetermined</th><th>cause</th></tr></thead><tbody>
 {% for record in records %}<tr><td>{{ word(record) }}</td><td>{{ record.case.id }}</td><td>{{ record.tier or "" }}</td>
 <td>{{ "%.3g" | format(record.ratio) if record.ratio is not none else "" }}</td>
-<td>{{ record.stale or record.cause }}</td></tr>
+<td>{{ "%.1e" | format(record.smallest) if record.smallest is not none else "" }}</td>
+<td>{{ record.wrong_elements or "" }}</td>
+<td>{{ "%d of %d" | format(record.undetermined, record.elements) if record.elements else "" }}</td>
+<td>{{ record.stale or record.cause or record.notes | join("; ") }}</td></tr>
 {% endfor %}</tbody></table></body></html>
 """
 
@@ -52,7 +57,13 @@ def write_page(records: Sequence[Record], seconds: float, path: Path) -> None:
     except ImportError:
         raise UsageError('the page needs jinja2; install it with: pip install "zharness[report]"') from None
     template = Environment(autoescape=True).from_string(TEMPLATE)
-    text = template.render(records=records, matrix=matrix(records), summary=summary(records, seconds), word=outcome)
+    text = template.render(
+        records=records,
+        matrix=matrix(records),
+        sensitivity=sensitivity(records),
+        summary=summary(records, seconds),
+        word=outcome,
+    )
     check_writable(path)
     partial_of(path).write_text(text, encoding="utf-8")
     os.replace(partial_of(path), path.resolve())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from zharness.report.matrix import counts, outcome
 from zharness.run.record import Record, Verdict
 
-ALONE = ("stale", "error", "fail", "crash", "hang")
+ALONE = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED = ("excused", "contract")
 LONGEST = 400  # characters of a cause in a list; the JSON line has all of it
 

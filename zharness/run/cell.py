@@ -23,16 +23,31 @@ from zharness.parity.snapshot import read, write
 from zharness.workload import model_spec
 from zharness.world.rank import rank_device
 
+MOST_UNDETERMINED = 1 / 2  # the share of elements beyond which a cell that found nothing has shown nothing
+
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge found: the first mismatch, and over all comparisons the loosest tier and the largest ratio."""
+    """What the judge found: the first mismatch, and over all comparisons the loosest tier and the largest ratio.
+
+    In every tensor compared, a scale error above ``smallest``, and ``wrong_elements`` lost ones, would have been
+    caught. ``undetermined`` of ``elements`` are smaller than their bound.
+    """
 
     comparisons: int
     tier: Tier
     ratio: float
     smallest: float
     mismatch: Mismatch | None
+    elements: int = 0
+    undetermined: int = 0
+    wrong_elements: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the bounds leave more open than they show, so that no mismatch is no pass."""
+        return self.undetermined > MOST_UNDETERMINED * self.elements
 
 
 def observe(case: Case, salt: int, room: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
@@ -85,6 +100,10 @@ def summarize(comparisons: Iterable[Comparison]) -> Judgement:
         ratio=max(found.ratio for found in seen),
         smallest=max(caught, default=math.inf),
         mismatch=seen[-1].mismatch,
+        elements=sum(found.elements for found in seen),
+        undetermined=sum(found.undetermined for found in seen),
+        wrong_elements=1 + max(found.undetermined for found in seen),
+        notes=tuple(dict.fromkeys(found.note for found in seen if found.note)),
     )
 
 

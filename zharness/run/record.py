@@ -17,7 +17,7 @@ from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Verdict(Enum):
@@ -29,6 +29,7 @@ class Verdict(Enum):
     CRASH = "crash"  # the engine raised, or took its process down
     HANG = "hang"
     ERROR = "error"  # the harness itself failed
+    UNDETERMINED = "undetermined"  # no number is wrong, and most are smaller than their bound: nothing was shown
     UNSUPPORTED = "unsupported"
 
     @property
@@ -42,8 +43,10 @@ class Record:
     """A cell's outcome.
 
     ``excuse`` names the upstream issue of an expected failure; ``stale`` says that the excuse no longer holds and which
-    one to delete. ``tier``, ``ratio`` (error over bound) and ``smallest`` (the smallest relative scale error that would
-    have been caught) are None where nothing was compared. ``cause`` is one line, ``details`` every rank's report.
+    one to delete. ``tier``, ``ratio`` (error over bound), ``smallest`` (the smallest relative scale error that would
+    have been caught), ``wrong_elements`` (so many lost elements of one tensor would have been caught) and
+    ``undetermined`` of ``elements`` (smaller than their bound) are None where nothing was compared. ``notes`` say what
+    a reader has to know: why a tier is not the promised one. ``cause`` is one line, ``details`` every rank's report.
     """
 
     case: Case
@@ -55,6 +58,10 @@ class Record:
     tier: str | None = None
     ratio: float | None = None
     smallest: float | None = None
+    wrong_elements: int | None = None
+    elements: int | None = None
+    undetermined: int | None = None
+    notes: tuple[str, ...] = ()
     divergence: Mismatch | None = None
     cause: str = ""
     details: str = ""
@@ -66,6 +73,8 @@ class Record:
     def expected(self) -> bool:
         """Whether this outcome is no reason to fail a run."""
         if self.stale:
+            return False
+        if self.verdict is Verdict.UNDETERMINED:
             return False
         return not self.verdict.broken or bool(self.excuse)
 
@@ -98,6 +107,10 @@ class Record:
             "tier": self.tier,
             "ratio": self.ratio,
             "smallest": self.smallest,
+            "wrong_elements": self.wrong_elements,
+            "elements": self.elements,
+            "undetermined": self.undetermined,
+            "notes": list(self.notes),
             "divergence": divergence_as_json(self.divergence),
             "cause": self.cause,
             "seconds": round(self.seconds, 4),
@@ -135,6 +148,10 @@ def from_json(line: str) -> Record:
             tier=plain["tier"],
             ratio=number(plain["ratio"]),
             smallest=number(plain["smallest"]),
+            wrong_elements=plain["wrong_elements"],
+            elements=plain["elements"],
+            undetermined=plain["undetermined"],
+            notes=tuple(plain["notes"]),
             divergence=mismatch_from(plain["divergence"]),
             cause=plain["cause"],
             excuse=plain["excuse"],

@@ -185,15 +185,30 @@ def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
         verdict = Verdict.FAIL if contract else Verdict.ERROR
         return replace(blank, verdict=verdict, cause=outcome.cause.words(), details=outcome.describe())
     found: cell.Judgement = outcome.ranks[0].value
+    verdict, cause = conclusion(found)
     return replace(
         blank,
-        verdict=Verdict.PASS if found.mismatch is None else Verdict.FAIL,
+        verdict=verdict,
         tier=found.tier.value,
         ratio=found.ratio,
         smallest=found.smallest,
+        wrong_elements=found.wrong_elements,
+        elements=found.elements,
+        undetermined=found.undetermined,
+        notes=found.notes,
         divergence=found.mismatch,
-        cause="" if found.mismatch is None else found.mismatch.words(),
+        cause=cause,
     )
+
+
+def conclusion(found: cell.Judgement) -> tuple[Verdict, str]:
+    """The verdict of a judgement, and its cause where it is no pass."""
+    if found.mismatch is not None:
+        return Verdict.FAIL, found.mismatch.words()
+    if found.undecided:
+        share = f"{found.undetermined} of {found.elements} elements are smaller than the bound of their rounding"
+        return Verdict.UNDETERMINED, f"{share}, so no mismatch shows nothing; compare in a wider dtype, or larger steps"
+    return Verdict.PASS, ""
 
 
 def excused(record: Record, excuse: Excuse) -> Record:
