@@ -25,7 +25,7 @@ from zharness.checks.trial import Trial
 from zharness.checks.variations import ADAMW, SGD, trained_step
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources
 from zharness.errors import EngineContractError
-from zharness.parity import Comparison, Part, Tier, identical, within
+from zharness.parity import Comparison, Part, Tier, between, identical
 
 ACCUMULATIONS = (1, 2, 3)
 
@@ -86,7 +86,7 @@ def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
             at_most = share + padding + counts
             # A last shard may be short by as much as the others are padded.
             least = share - padding * max(1, ranks - 1)
-            yield within(place, number((at_most + least) / 2), copy[name], number((at_most - least) / 2))
+            yield between(place, number(least), copy[name], number(at_most))
 
 
 def observe_comm_volume(bench: Bench) -> None:
@@ -118,7 +118,7 @@ def judge_comm_volume(trial: Trial) -> Iterator[Comparison]:
         share = (ranks - 1) / ranks
         for rank, copy in enumerate(trial.copies("sent", steps)):
             place = trial.place("sent", Part.REDUCTION, steps, rank)
-            yield within(place, number(share * (most + least) / 2), copy["sent"], number(share * (most - least) / 2))
+            yield between(place, number(share * least), copy["sent"], number(share * most))
 
 
 def observe_gathered_bytes(bench: Bench) -> None:
@@ -142,7 +142,7 @@ def judge_gathered_bytes(trial: Trial) -> Iterator[Comparison]:
     own = sorted(sum(4 * p.numel() for p in module.parameters(recurse=False)) for module in modules)
     most = sum(own[-2:]) if stage_of(trial) == 3 else 0
     for rank, copy in enumerate(trial.copies("peak")):
-        yield within(trial.place("peak", Part.GATHER, 0, rank), number(most / 2), copy["peak"], number(most / 2))
+        yield between(trial.place("peak", Part.GATHER, 0, rank), number(0), copy["peak"], number(most))
 
 
 WARM, ENGINES, STEPS = 2, 4, 3
@@ -266,7 +266,7 @@ def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
     for rank in range(trial.world_size):
         few, some, many = (trial.copies("calls", count)[rank]["calls"] for count in COUNTS)
         allowed = some + (some - few) * (COUNTS[2] - COUNTS[1]) / (COUNTS[1] - COUNTS[0])
-        yield within(trial.place("calls", Part.REDUCTION, 0, rank), allowed / 2, many, allowed / 2)
+        yield between(trial.place("calls", Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed)
 
 
 Judge = Callable[[Trial], Iterator[Comparison]]

@@ -1,6 +1,6 @@
 """Snapshots of an engine against a baseline: bounds that follow from the arithmetic, and the first divergence."""
 
-from zharness.parity.compare import identical, ranks_agree, within
+from zharness.parity.compare import between, identical, ranks_agree, within
 from zharness.parity.facts import Comparison, Mismatch, Part, Tier
 from zharness.parity.snapshot import Evidence, Snapshot
 
@@ -11,6 +11,7 @@ __all__ = [
     "Part",
     "Snapshot",
     "Tier",
+    "between",
     "identical",
     "ranks_agree",
     "within",

@@ -70,6 +70,12 @@ def within(
     )
 
 
+def between(place: Place, least: Tensor, actual: Tensor, most: Tensor) -> Comparison:
+    """least <= actual <= most: a range that is allowed, no rounding, so that nothing in it is undetermined."""
+    middle, room = (most.double() + least.double()) / 2, (most.double() - least.double()) / 2
+    return within(place, middle, actual, room, signal=torch.zeros_like(middle))
+
+
 def smallest_scale_error(size: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
     """The smallest s for which an error of s x ``size`` would have left the bound somewhere; at least u."""
     used = (size > 0) & size.isfinite()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from zharness.run.record import Record, Verdict
@@ -26,12 +27,18 @@ def worth(records: Sequence[Record]) -> str:
     """The tiers of these cells, and the weakest of them as to what it would have caught."""
     tiers = [record.tier for record in records]
     counted = ", ".join(f"{tiers.count(tier)} cells by tier {tier}" for tier in ("X", "S", "C") if tier in tiers)
-    blunt = max(records, key=lambda record: record.smallest or 0.0)
+    blunt = max(records, key=scale_error)
     most = max(records, key=lambda record: record.wrong_elements or 0)
     left, all_of_them = (sum(getattr(record, key) or 0 for record in records) for key in ("undetermined", "elements"))
     return (
         f"{counted}; errors reach {max(record.ratio or 0.0 for record in records):.2g} of their bound\n"
-        f"  caught in every tensor of every cell: a scale error of {blunt.smallest or 0.0:.1e} (least in "
+        f"  caught in every tensor of every cell: a scale error of {scale_error(blunt):.1e} (least in "
         f"{blunt.case.id}), {most.wrong_elements} lost elements ({most.case.id}); "
         f"{left} of {all_of_them} elements undetermined"
     )
+
+
+def scale_error(record: Record) -> float:
+    """The smallest one that would have been caught; 0 where nothing is scaled, as where counts are compared."""
+    found = record.smallest
+    return 0.0 if found is None or math.isinf(found) else found
