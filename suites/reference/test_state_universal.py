@@ -14,6 +14,7 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.checks.foreign_state import write_universal
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
 from zharness.errors import CheckpointError
@@ -128,6 +129,32 @@ def test_what_deepspeed_wrote_is_read_at_every_stage_and_goes_on_as_vanilla(
         vanilla.step()
         equal(engine.full_params(), params)
         engine.close()
+
+
+@pytest.mark.warm("deepspeed")
+@pytest.mark.world_size(1)
+def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shared_tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    model = nn.Linear(3, 2)
+    keys = ("fp32", "exp_avg", "exp_avg_sq")
+    values = {name: dict.fromkeys(keys, p.detach().clone()) for name, p in model.named_parameters()}
+    write_universal(shared_tmp_path, values, [{"lr": 0.5}], 3, flat=True)
+    file = shared_tmp_path / "zero" / "optimizer_state.pt"
+    torch.save({**unpickling.load_deepspeed(file), "loss_scaler": LossScaler(scale=8.0)}, file)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    engine, *_ = initialize(
+        model=model,
+        config={"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "optimizer": optimizer},
+    )
+    with pytest.warns(UserWarning, match="no mpu"):
+        engine.load_universal_checkpoint(shared_tmp_path)
+    assert (engine.loss_scale, engine.steps, engine.optimizer.param_groups[0]["lr"]) == (8.0, 3, 0.5)
+    equal(engine.full_masters(), {name: entry["fp32"] for name, entry in values.items()})
+    file = shared_tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({**unpickling.load_deepspeed(file), "dp_world_size": 2}, file)
+    with pytest.raises(CheckpointError, match="are not complete"), pytest.warns(UserWarning, match="no mpu"):
+        engine.load_universal_checkpoint(shared_tmp_path)
 
 
 @pytest.mark.warm("deepspeed")

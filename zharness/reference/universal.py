@@ -134,11 +134,10 @@ class _GlobalState:
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
             raise CheckpointError(f"{file} holds no param_groups, so it is not an optimizer's global state")
         inner = saved.get("optimizer_state_dict", {}).get("state", {})
-        steps = [state[STEP] for _, state in sorted(inner.items())]
-        if any(float(step) != float(steps[0]) for step in steps):
-            raise CheckpointError(f"{file}: steps {[float(step) for step in steps]} are not equal")
-        scaler = saved.get("loss_scaler")
-        scale = getattr(scaler, "cur_scale", 1.0)
+        steps = [None if state.get(STEP) is None else float(state[STEP]) for state in inner.values()]
+        if any(step != steps[0] for step in steps):
+            raise CheckpointError(f"{file}: steps {steps} are not equal")
+        scale = getattr(saved.get("loss_scaler"), "cur_scale", 1.0)
         return cls(saved["param_groups"], int(saved.get("zero_stage", 1)), steps[0] if steps else None, float(scale))
 
     def settings(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,9 +168,11 @@ def _models(folder: Path, parallel: TensorParallel) -> list[Mapping[str, Any]]:
     """The model files of this tensor-parallel rank: one, or one for each rank of a stage 3, in rank order."""
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
     found = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
-    if not found or [rank for rank, _ in found] != list(range(len(found))):
-        raise CheckpointError(f"the files *mp_rank_{parallel.rank:02d}_model_states.pt in {folder} are not complete")
     models = [unpickling.load_deepspeed(file) for _, file in found]
+    # Stage 3 writes one for each rank, the other stages one in all.
+    written = models[0].get("dp_world_size", 1) if found and found[0][1].name.startswith("zero_pp") else 1
+    if [rank for rank, _ in found] != list(range(written)):
+        raise CheckpointError(f"the files *mp_rank_{parallel.rank:02d}_model_states.pt in {folder} are not complete")
     for (_, file), model in zip(found, models, strict=True):
         missing = {"module", "global_steps", "skipped_steps", "lr_scheduler"} - set(model)
         if missing:
