@@ -179,6 +179,45 @@ def saved_bytes(out: Tensor) -> int:
     return sum(storages.values())
 
 
+def weights_computed_before() -> None:
+    """torch's older weight_norm keeps a weight, and its graph, from construction on."""
+    torch.manual_seed(0)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        plain, ours = (nn.utils.weight_norm(nn.Linear(4, 3)) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    engine, *_ = initialize(model=ours, config=CONFIG)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        x = torch.randn(2, 4)
+        for model in (plain, engine):
+            model(x).sum().backward()
+        assert_mean(engine.full_grads(), plain)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+
+
+def test_a_graph_that_is_older_than_the_engine_is_in_nobodys_way() -> None:
+    run(weights_computed_before, world_size=2)
+
+
+def sparse_gradients(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Embedding(7, 3, sparse=True)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config={**CONFIG, "zero_optimization": {"stage": stage}})
+    tokens = torch.tensor([[1, 2], [2, 5]])
+    for model in (plain, engine):
+        model(tokens).sum().backward()
+        (2 * model(tokens)).sum().backward()
+    assert torch.equal(engine.full_grads()["weight"], plain.weight.grad.to_dense())
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sparse_gradients_are_reduced_densely(stage: int) -> None:
+    run(sparse_gradients, stage, world_size=2)
+
+
 def casts_that_autocast_makes() -> None:
     engine, plain = pair(Projections)
     x = torch.randn(1, 2, 32, requires_grad=True)

@@ -208,7 +208,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.copy.original.parameter.dtype), None
+        dense = grad if grad.layout is torch.strided else grad.to_dense()  # an embedding's, with sparse=True
+        return dense.to(ctx.copy.original.parameter.dtype), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, stand: Tensor, copy: Copy) -> Any:

@@ -178,4 +178,4 @@ def _take(original: Original) -> Tensor:
     parameter = original.parameter
     local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     parameter.grad = None
-    return local
+    return local if local.layout is torch.strided else local.to_dense()

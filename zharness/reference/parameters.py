@@ -206,4 +206,8 @@ def _keep_shard(original: Original, rank: int) -> None:
     start, stop = layout.bounds(rank)
     shard = original.parameter.detach().new_zeros(layout.length)
     shard[: stop - start] = original.parameter.detach().reshape(-1)[start:stop]
+    # A graph that is older than the engine may hold the parameter's gradient accumulator, which insists on the whole
+    # shape. Autograd makes a new one only where the dtype changes, so it does, for a moment.
+    other = torch.float32 if shard.dtype == torch.float64 else torch.float64
+    original.parameter.data = shard.new_empty(0, dtype=other)
     original.parameter.data = shard
