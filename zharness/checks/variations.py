@@ -32,13 +32,13 @@ STEPS = 2
 
 def trained_step(bench: Bench, engine: Engine, step: int = 0) -> None:
     """One step, with everything recorded that ``judge_step`` asks for."""
-    bench.record("params", engine.full_params(), step)
+    bench.record_weights(engine, step)
     bench.record_state("state", engine, step)
     engine.backward(bench.loss(engine, step))
     bench.record("grads", engine.full_grads(), step)
     engine.step()
     engine.zero_grad()
-    bench.record("params", engine.full_params(), step + 1)
+    bench.record_weights(engine, step + 1)
     bench.record_state("state", engine, step + 1)
 
 
@@ -69,7 +69,7 @@ def observe_sgd_step(bench: Bench) -> None:
 
 
 def judge_sgd_step(trial: Trial) -> Iterator[Comparison]:
-    yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0))
+    yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0, "masters"))
     yield from everyone_agrees(trial, Moment(1))
 
 
@@ -212,27 +212,28 @@ CLIPS = (1e-2, 1e6)
 def observe_clip_and_norm(bench: Bench) -> None:
     for at, clip in enumerate(CLIPS):
         engine = bench.engine(optimizer=SGD, clip=clip)
-        bench.record("before", engine.full_params(), at)
+        bench.record_weights(engine, at, "-before")
         batch = bench.batch(0)
         engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
         bench.record("grads", engine.full_grads(), at)
         engine.step()
         norm = engine.grad_norm()
         bench.record("norm", {"norm": torch.tensor(torch.nan if norm is None else norm, dtype=torch.float64)}, at)
-        bench.record("after", engine.full_params(), at)
+        bench.record_weights(engine, at, "-after")
         engine.close()
 
 
 def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
     """The norm of the union of all gradients, and w - factor x g, with torch.nn.utils.clip_grad_norm_'s factor."""
     for at, clip in enumerate(CLIPS):
-        grads, before = trial.copies("grads", at)[0], trial.copies("before", at)[0]
+        grads, before = trial.copies("grads", at)[0], trial.copies("masters-before", at)[0]
         norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
-        error = norm * gamma(sum(grad.numel() for grad in grads.values()), trial.dtype)
+        reduced = torch.cat([grad.flatten() for grad in grads.values()])
+        error = norm * gamma(reduced.numel(), reduced.dtype)
         for rank, copy in enumerate(trial.copies("norm", at)):
             yield within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error)
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
-        for rank, copy in enumerate(trial.copies("after", at)):
+        for rank, copy in enumerate(trial.copies("masters-after", at)):
             for name, weight in before.items():
                 grad = Bounded.exact(grads.get(name, torch.zeros_like(weight)))
                 moved = Bounded.exact(weight) - (grad * grad.scalar(factor) if factor < 1 else grad)
