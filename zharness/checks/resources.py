@@ -121,28 +121,34 @@ def judge_comm_volume(trial: Trial) -> Iterator[Comparison]:
             yield between(place, number(share * least), copy["sent"], number(share * most))
 
 
+BUCKETS = (0, 100)  # elements that stage 3 gathers together
+
+
 def observe_gathered_bytes(bench: Bench) -> None:
     record_stage(bench)
-    engine = bench.engine(optimizer=FROZEN)
-    for step in range(2):
-        engine.backward(bench.loss(engine, step))
-        engine.step()
-        engine.zero_grad()
-        bench.record("gathered", {"rest": number(gathered_now(engine))}, step)
-    bench.record("peak", {"peak": number(counted(engine).peak_gathered)})
-    engine.close()
+    for bucket in BUCKETS:
+        zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}
+        engine = bench.engine(optimizer=FROZEN, options=zero)
+        for step in range(2):
+            batch = bench.batch(step)
+            engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            engine.zero_grad()
+        found = {"rest": gathered_now(engine), "peak": counted(engine).peak_gathered}
+        bench.record("gathered", {name: number(value) for name, value in found.items()}, bucket)
+        engine.close()
 
 
 def judge_gathered_bytes(trial: Trial) -> Iterator[Comparison]:
-    """0 between steps; at the peak at most the two largest modules, and nothing at all below stage 3."""
-    for step in range(2):
-        for rank, copy in enumerate(trial.copies("gathered", step)):
-            yield identical(trial.place("rest", Part.GATHER, step, rank), number(0), copy["rest"])
+    """0 between steps; at the peak at most the two largest modules and a bucket, and nothing at all below stage 3."""
     modules = trial.baseline.module().modules()
     own = sorted(sum(4 * p.numel() for p in module.parameters(recurse=False)) for module in modules)
-    most = sum(own[-2:]) if stage_of(trial) == 3 else 0
-    for rank, copy in enumerate(trial.copies("peak")):
-        yield between(trial.place("peak", Part.GATHER, 0, rank), number(0), copy["peak"], number(most))
+    for bucket in BUCKETS:
+        padded = bucket * trial.world_size  # each of its parameters may have one element, and a shard on every rank
+        most = sum(own[-2:]) + 4 * padded if stage_of(trial) == 3 else 0
+        for rank, copy in enumerate(trial.copies("gathered", bucket)):
+            yield identical(trial.place("rest", Part.GATHER, 0, rank), number(0), copy["rest"])
+            yield between(trial.place("peak", Part.GATHER, 0, rank), number(0), copy["peak"], number(most))
 
 
 WARM, ENGINES, STEPS = 2, 4, 3
@@ -293,7 +299,7 @@ CHECKS = (
     ),
     law(
         "gathered_bytes",
-        "nothing stays gathered between steps, and never more than the two largest modules",
+        "nothing stays gathered between steps, and never more than the two largest modules and a bucket",
         observe_gathered_bytes,
         judge_gathered_bytes,
     ),

@@ -7,7 +7,8 @@ numbers that come out are those of plain PyTorch. Read in this order:
 
 1. ``layout``: a stage is a row of owners; rank r owns a flat range of each parameter's elements.
 2. ``parameters``: the optimizer updates this rank's elements in place; then what must be whole is gathered.
-3. ``gradients``: from each rank's local gradients to the mean's shard, each exactly once.
+3. ``gradients``: from each rank's local gradients to the mean's shard, each exactly once. Parameters travel together
+   in ``buckets``; ``rounds`` says when stage 2 reduces which, while backward runs.
 4. ``engine``: a training step from those parts. ``initialize`` is the way in: ``sections`` lists the keys of the
    configuration (``schema`` says how they are checked, ``config`` what they come to), ``optimizer`` and ``data`` put
    the client's optimizer, schedule and data set to work on this rank's share.
@@ -15,8 +16,9 @@ numbers that come out are those of plain PyTorch. Read in this order:
    are looked at, unscaled and clipped.
 6. ``reading``, ``gathered`` and ``promises``: stage 3. Reading a parameter is an all-gather whose backward is a
    reduce-scatter, and what autograd would keep of it for backward is gathered again instead. ``torch_private`` holds
-   what this takes of torch that is not public, ``fallback`` what runs where torch lacks it. ``uneven`` holds the
-   collectives themselves, for ranks that read the same and for ranks that do not.
+   what this takes of torch that is not public, ``fallback`` what runs where torch lacks it. ``shelf`` is where a
+   bucket's worth of parameters is gathered ahead of its readers, and ``uneven`` holds the collectives themselves, for
+   ranks that read the same and for ranks that do not.
 7. ``state``, ``saving`` and ``unpickling``: checkpoints, which any stage at any world size reads; ``universal`` reads
    DeepSpeed's. ``together`` makes one rank's failure everyone's.
 

@@ -14,6 +14,8 @@ from zharness.reference.layout import Formats, Layout, Original, padded
 # Elements of a bucket where the configuration names no size: 8 MiB in fp32, large against a collective's own cost and
 # small against a model, since a bucket is packed and unpacked in memory of its own.
 SIZE = 2**21
+# The same for stage 3's gathers, whose bucket lies beside the modules that are gathered from it.
+PREFETCH = 2**20
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,15 @@ class Bucket:
     def spread(self, rows: Tensor, fulls: Sequence[Tensor]) -> None:
         """Fill ``fulls``, one full tensor for each member, from every rank's row."""
         for part, full, original in zip(torch.split(rows, self.lengths, dim=1), fulls, self.members, strict=True):
-            if full.is_contiguous() and full.numel() == part.numel():
-                full.view(part.shape).copy_(part)
-            else:
-                full.copy_(part.reshape(-1)[: original.layout.numel].view(original.layout.shape))
+            spread(part, full, original.layout)
+
+
+def spread(shards: Tensor, full: Tensor, layout: Layout) -> None:
+    """Fill ``full`` from every rank's padded shard, shape (N, k)."""
+    if full.is_contiguous() and full.numel() == shards.numel():
+        full.view(shards.shape).copy_(shards)
+    else:
+        full.copy_(shards.reshape(-1)[: layout.numel].view(layout.shape))
 
 
 def _rows(full: Tensor, layout: Layout) -> Tensor:

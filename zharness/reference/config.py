@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference.buckets import SIZE
+from zharness.reference.buckets import PREFETCH, SIZE
 from zharness.reference.loss_scale import Scaling
 from zharness.reference.precision import Autocast, OnOverflow, Precision
 from zharness.reference.sections import TOP
@@ -69,6 +69,7 @@ class Settings:
     average: bool = True
     drop_last: bool = False
     bucket_size: int = SIZE
+    prefetch_size: int = PREFETCH
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -111,6 +112,7 @@ def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Set
         average=got["gradient_allreduce_op"] == "mean",
         drop_last=got["dataloader_drop_last"],
         bucket_size=zero["reduce_bucket_size"],
+        prefetch_size=zero["stage3_prefetch_bucket_size"],
     )
 
 

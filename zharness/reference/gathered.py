@@ -10,6 +10,7 @@ replaced is held, and counted, until its graph is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ from zharness.comm import Comm
 from zharness.errors import StaleGraphError
 from zharness.reference import fallback
 from zharness.reference import torch_private as private
+from zharness.reference.buckets import Bucket
 from zharness.reference.layout import Original
+from zharness.reference.shelf import Shelf
 from zharness.reference.uneven import Channel
 
 
@@ -29,6 +32,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._live: list[private.WeakStorage] = []
+        self._shelved = 0
         self.peak = 0
 
     def add(self, tensor: Tensor) -> private.WeakStorage:
@@ -37,19 +41,26 @@ class Ledger:
         self.peak = max(self.peak, self.bytes())
         return storage
 
+    def shelve(self, nbytes: int) -> None:
+        """So many bytes are on the shelf now."""
+        self._shelved = nbytes
+        self.peak = max(self.peak, self.bytes())
+
     def bytes(self) -> int:
         self._live = [storage for storage in self._live if storage.alive()]
-        return sum(storage.nbytes for storage in self._live)
+        return self._shelved + sum(storage.nbytes for storage in self._live)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a gather and its backward need beside the parameter: the group, the ledger, the divisor, the collectives."""
+    """What a gather and its backward need beside the parameter: group, ledger, divisor, collectives and buckets."""
 
     comm: Comm
     ledger: Ledger
     divisor: int
     channel: Channel
+    shelf: Shelf
+    neighbours: Mapping[str, Bucket]
 
 
 @dataclass(frozen=True)
@@ -92,10 +103,12 @@ class Copy:
         layout, shard = self.original.layout, self.original.parameter
         with torch.no_grad(), private.outside_transforms():
             # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
-            received = self.wire.channel.full(self.original, self.dtype)
             full = shard.detach()
             full.data = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
-            full.data.copy_(received)
+            if self.wire.channel.even:
+                self.wire.shelf.fetch(self.original, full.data)
+            else:
+                full.data.copy_(self.wire.channel.full(self.original, self.dtype))
         self._storage = self.wire.ledger.add(full)
         return full
 
@@ -128,15 +141,18 @@ class Copy:
         loan = self._loan
         if loan is None or loan.backward != task:
             loan = Loan(task, self.fill(), self._promises)
-            if loan.due > 1 and lasting:
+            if lasting:
                 # A backward that needs only some of the nodes never asks for the rest.
                 private.at_end_of_backward(self._settle)
+            else:
+                self.wire.shelf.clear()
         last = loan.due == 1 or not lasting
         self._loan = None if last else Loan(task, loan.full, loan.due - 1)
         return loan.full
 
     def _settle(self) -> None:
         self._loan = None
+        self.wire.shelf.clear()
 
     def _refuse_if_stale(self) -> None:
         now = self.original.parameter._version
@@ -151,6 +167,12 @@ class Copy:
 def stand_in(copy: Copy) -> Tensor:
     """Where the gradients of all reads of one parameter meet: its full shape, without storage for it."""
     return _apply(Meet, copy.original.parameter, copy)
+
+
+def stand_ins(copies: Sequence[Copy]) -> tuple[Tensor, ...]:
+    """``stand_in`` of several, whose gradients are reduced together, in one collective."""
+    result: tuple[Tensor, ...] = fallback.apply(MeetTogether, copies, *(c.original.parameter for c in copies))
+    return result
 
 
 def read(copy: Copy, stand: Tensor) -> Tensor:
@@ -189,6 +211,30 @@ class Meet(torch.autograd.Function):
             f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap; "
             "pass full_params() through torch.func.functional_call instead"
         )
+
+
+class MeetTogether(torch.autograd.Function):
+    """``Meet`` for several parameters: its backward runs once all of their gradients are whole on this rank.
+
+    Those that nothing used have none. A backward that is differentiated again, or batched, reduces them one by one.
+    """
+
+    @staticmethod
+    def forward(copies: Sequence[Copy], *shards: Tensor) -> tuple[Tensor, ...]:
+        return tuple(s.new_zeros(()).expand(c.original.layout.shape) for c, s in zip(copies, shards, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.copies = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        made = [(copy, grad) for copy, grad in zip(ctx.copies, grads, strict=True) if grad is not None]
+        if torch.is_grad_enabled() or private.transforming() or any(private.batched(grad) for _, grad in made):
+            return None, *(None if g is None else _apply(Reduce, g, c) for c, g in zip(ctx.copies, grads, strict=True))
+        means = iter(ctx.copies[0].wire.channel.means([copy.original for copy, _ in made], [grad for _, grad in made]))
+        return None, *(None if grad is None else next(means) for grad in grads)
 
 
 class Gather(torch.autograd.Function):

@@ -90,8 +90,9 @@ class Gradients:
         return {name: self._whole(name, grad).to("cpu", copy=True) for name, grad in self.reduced().items()}
 
     def forget(self) -> None:
-        """No gradient anywhere: neither reduced nor waiting."""
+        """No gradient anywhere: neither reduced nor waiting; and nothing that a failed backward left gathered."""
         self._reduced.clear()
+        self._wire.shelf.clear()
         for original in self._originals.values():
             original.parameter.grad = None
         if self._rounds is not None:

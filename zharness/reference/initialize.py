@@ -26,6 +26,7 @@ from zharness.reference.layout import STAGES, originals
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
 from zharness.reference.parameters import Parameters, share
+from zharness.reference.shelf import Shelf
 from zharness.reference.together import alike
 from zharness.reference.uneven import Channel
 
@@ -69,8 +70,12 @@ def initialize(
     owners = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average else 1)
     found = originals(model, comm.world_size, settings.precision.formats(model))
-    wire = Wire(comm, Ledger(), divisor, Channel(list(found.values()), comm, divisor))
-    travelling = buckets(list(found.values()), settings.bucket_size)
+    all_of_them = list(found.values())
+    travelling, fetched = (buckets(all_of_them, size) for size in (settings.bucket_size, settings.prefetch_size))
+    ledger = Ledger()
+    shelf = Shelf(fetched, comm, ledger.shelve)
+    neighbours = {original.name: bucket for bucket in travelling for original in bucket.members}
+    wire = Wire(comm, ledger, divisor, Channel(all_of_them, comm, divisor), shelf, neighbours)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
         undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
         parameters = Parameters(model, found, owners, wire, travelling)

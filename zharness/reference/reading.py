@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError, UsageError
 from zharness.reference import torch_private as private
-from zharness.reference.gathered import Copy, Wire, read, stand_in
+from zharness.reference.gathered import Copy, Wire, read, stand_in, stand_ins
 from zharness.reference.layout import Original
 from zharness.reference.promises import promise
 
@@ -61,6 +61,8 @@ class Reader:
         if key not in visit.seen:
             copy = Copy(self._sharded[value], dtype, self._wire)
             full = read(copy, self._stand_in(copy))
+            if not self._running:
+                self._wire.shelf.clear()
             visit.copies.append(copy)
             if private.transforming():
                 return full  # a wrapper of torch.func dies with its transform, which may end before the visit does
@@ -72,6 +74,7 @@ class Reader:
         for parameter in parameters:
             copy = Copy(self._sharded[parameter], parameter.dtype, self._wire)
             self._lent[parameter] = copy.fill().detach()
+        self._wire.shelf.clear()
         return list(self._lent.values())
 
     def take_back(self) -> None:
@@ -85,6 +88,7 @@ class Reader:
             if parameter in self._sharded and id(parameter) not in memo:
                 full = Copy(self._sharded[parameter], parameter.dtype, self._wire).fill().clone()
                 memo[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+        self._wire.shelf.clear()
 
     def know(self, parameter: nn.Parameter) -> None:
         """The engine itself has changed the shard of ``parameter``."""
@@ -114,10 +118,20 @@ class Reader:
         key = (copy.original.parameter, torch.is_grad_enabled())
         if key in self._stands:
             return self._stands[key]
-        stand = stand_in(copy)
-        if self._running and not private.transforming():
-            self._stands[key] = stand
-        return stand
+        if not self._running or private.transforming():
+            return stand_in(copy)
+        copies = self._neighbours(copy) if torch.is_grad_enabled() and self._wire.channel.even else [copy]
+        for each, stand in zip(copies, stand_ins(copies), strict=True):
+            self._stands[each.original.parameter, torch.is_grad_enabled()] = stand
+        return self._stands[key]
+
+    def _neighbours(self, copy: Copy) -> list[Copy]:
+        """The copies whose gradients are reduced with that of ``copy``: its bucket's, without frozen and met ones."""
+        if not copy.original.parameter.requires_grad:
+            return [copy]
+        bucket = self._wire.neighbours[copy.original.name]
+        found = [o for o in bucket.members if o.parameter.requires_grad and (o.parameter, True) not in self._stands]
+        return [Copy(original, copy.dtype, self._wire) for original in found]
 
     def visit(self, forward: Callable[[], Any]) -> Any:
         """Run ``forward``; what its graph saved of the copies read meanwhile becomes promises to gather them again."""
@@ -130,6 +144,7 @@ class Reader:
             visit.seen.clear()
             if not self._running:
                 self._stands.clear()
+                self._wire.shelf.clear()
         if visit.copies:
             promise(output, visit.copies, visit.begin)
         if self._running:

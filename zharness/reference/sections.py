@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from zharness.reference import schema
-from zharness.reference.buckets import SIZE
+from zharness.reference.buckets import PREFETCH, SIZE
 from zharness.reference.layout import STAGES
 from zharness.reference.schema import Fixed, Key, Section, dtype, flag, integer, number, one_of
+
+
+def elements(path: str, value: object) -> int:
+    """A size in elements, which DeepSpeed's files often write as 5e8."""
+    return int(number(path, value))
+
 
 NO_QUANTIZATION = Fixed(False, "nothing is quantized")
 
@@ -18,7 +24,8 @@ OFFLOAD = Section(
 ZERO = Section(
     honoured={
         "stage": Key(one_of(*STAGES), 0),
-        "reduce_bucket_size": Key(lambda path, value: int(number(path, value)), SIZE),
+        "reduce_bucket_size": Key(elements, SIZE),
+        "stage3_prefetch_bucket_size": Key(elements, PREFETCH),
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },
@@ -47,7 +54,6 @@ ZERO = Section(
             "stage3_model_persistence_threshold",
             "stage3_module_granularity_threshold",
             "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
             "stage3_use_all_reduce_for_fetch_params",
             "sub_group_size",
             "use_multi_rank_bucket_allreduce",

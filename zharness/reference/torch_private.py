@@ -50,12 +50,17 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def batched(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is batched by autograd.grad(is_grads_batched=True) (torch 1.11)."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def by_row(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """``function(tensor)``; row by row where autograd.grad(is_grads_batched=True) runs its own, older vmap.
 
     That vmap has no rule for a Function and no public way out: _remove_batch_dim and _add_batch_dim are torch 1.7.
     """
-    if not torch._C._functorch.is_legacy_batchedtensor(tensor):
+    if not batched(tensor):
         return function(tensor)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zharness.comm import Comm
 from zharness.errors import UsageError
+from zharness.reference.buckets import Bucket
 from zharness.reference.layout import Original, gather, reduce_scatter
 
 
@@ -71,6 +72,20 @@ class Channel:
     def mean(self, original: Original, full: Tensor) -> Tensor:
         """This rank's shard of the mean of ``full``, summed in the wire's dtype. Collective."""
         return self._collect(Kind.MEAN, original, full.to(original.formats.wire))
+
+    def means(self, originals: Sequence[Original], fulls: Sequence[Tensor]) -> list[Tensor]:
+        """``mean`` of several parameters of one set of dtypes; in one collective, unless ranks differ."""
+        if not self.even or not originals:
+            return [self.mean(original, full) for original, full in zip(originals, fulls, strict=True)]
+        bucket, formats = Bucket(tuple(originals)), originals[0].formats
+        row = bucket.reduce_scatter([full.to(formats.wire) for full in fulls], self._comm)
+        mean = row.to(formats.held) / self._divisor_of(originals[0])
+        return list(torch.split(mean, bucket.lengths))
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks ask for the same collectives now."""
+        return self._mode is Mode.AT_ONCE
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
