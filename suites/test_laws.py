@@ -14,10 +14,10 @@ ROUNDED = tuple(
 
 
 @pytest.mark.cells("reference", world_sizes=(1, 2, 3, 4), checks=ARITHMETIC)
-@pytest.mark.cells("reference", world_sizes=(3,), checks=("backward", "state"))
+@pytest.mark.cells("reference", world_sizes=(3,), checks=("backward", "state.resume", "state.reshard"))
 @pytest.mark.cells("reference", world_sizes=(1, 3, 4), checks=("parameters",))
 @pytest.mark.cells("reference", dtypes=("bf16", "fp16"), checks=ROUNDED, models=("mlp",))
-@pytest.mark.cells("reference", dtypes=("bf16",), checks=("state.reshard", "state.universal"))
+@pytest.mark.cells("reference", dtypes=("bf16",), checks=("state.reshard",))
 @pytest.mark.cells("reference")
 @pytest.mark.cells("ddp")
 @pytest.mark.cells("fsdp2")

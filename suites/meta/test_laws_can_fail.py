@@ -48,7 +48,7 @@ KILLS = {
     (STATE + "passes_over_damage", "state.universal", "mlp", "flat"): Part.GATHER,
     (STATE + "unpickles", "state.refuse_pickle", "mlp", ""): Part.GATHER,
     (STATE + "unties", "state.consolidate", "transformer", ""): Part.GATHER,
-    (STATE + "saves_old_weights", "state.consolidate", "mlp", ""): Part.GATHER,
+    (STATE + "saves_old_weights", "state.consolidate", "transformer", ""): Part.GATHER,
 }
 
 

@@ -170,8 +170,18 @@ class Full(OSError):
 
 
 @two_ranks
-@pytest.mark.parametrize("where", ["write_pieces", "_write_file", "_measure", "_publish", "rename"])
-@pytest.mark.parametrize("tag", ["old", "new"])
+@pytest.mark.parametrize(
+    ("where", "tag"),
+    [
+        ("write_pieces", "old"),
+        ("write_pieces", "new"),
+        ("_write_file", "old"),
+        ("_measure", "new"),
+        ("_publish", "old"),
+        ("rename", "old"),
+        ("rename", "new"),
+    ],
+)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
     where: str, tag: str, shared_tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
