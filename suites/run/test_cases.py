@@ -108,6 +108,12 @@ def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     assert not any(cell.unsupported for cell in plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous))
 
 
+def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
+    cells = plan(Request(patterns=("precision",), dtypes=("fp32", "bf16")), claims)
+    assert {cell.case.dtype for cell in cells if not cell.unsupported} == {"fp32"}
+    assert any("stated for fp32 only" in cell.unsupported for cell in cells)
+
+
 def test_a_backward_that_cannot_be_scaled_is_unsupported_where_the_loss_has_to_be() -> None:
     check = "double_backward.retained_then_zero_grad"
     cells = plan(Request(patterns=(check,), dtypes=("bf16", "fp16"), models=("mlp",)), claims)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zharness.checks.bench import Bench
+from zharness.checks.dtypes import DTYPES
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
@@ -20,7 +21,7 @@ class Check:
     yields comparisons in the order in which an error would have entered. ``tier`` is the one that applies to random
     weights; the exact model is judged by X where its certificate holds. ``needs`` are features that an engine has to
     claim; ``integral`` says that weights stay the exact model's integers throughout; ``variants`` are the spellings
-    or settings that make a cell of their own, each with what it needs on top.
+    or settings that make a cell of their own, each with what it needs on top; ``dtypes`` those that it is stated for.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Check:
     needs: tuple[Feature, ...] = ()
     integral: bool = True
     variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
 
     def features(self, variant: str) -> tuple[Feature, ...]:
         """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""

@@ -130,6 +130,8 @@ def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why this cell is not run, decided from claims alone; the empty string when it is."""
     if case.dtype not in capabilities.dtypes:
         return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+    if case.dtype not in check.dtypes:
+        return f"{check.name} is stated for {', '.join(check.dtypes)} only"
     if Feature.TENSOR_BACKWARD in check.features(case.variant) and LOSS_SCALES[case.dtype] != 1:
         return f"{case.dtype} needs a loss scale, which a plain loss.backward() does not apply"
     for feature in check.features(case.variant):
