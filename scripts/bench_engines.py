@@ -122,6 +122,10 @@ def byte_table(rows: list[dict[str, float]]) -> str:
     return tabulate(shown, headers, "github", floatfmt=formats, missingval="-")
 
 
+def worlds(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
 def installed() -> list[str]:
     return ["reference", "ddp", "fsdp2", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
 
@@ -132,6 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
     parser.add_argument("--size", action="append", choices=["5M", "50M"], help="models timed (both); repeatable")
     parser.add_argument("--engine", action="append", choices=installed(), help="engines timed (all); repeatable")
+    parser.add_argument("--worlds", type=worlds, default=WORLDS, metavar="N,N", help="world sizes counted (1,2,4,8)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that every engine gets (default 7)")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn (default 3)")
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW everywhere, instead of its default")
@@ -153,7 +158,7 @@ def main() -> None:
         written[f"time {size}"] = {f"{name} {stage}": figures for (name, stage), figures in found.items()}
     if "bytes" in parts:
         rows: list[dict[str, Any]] = []
-        for world in WORLDS:
+        for world in arguments.worlds:
             print(f"counting bytes on {world} ranks", file=sys.stderr)
             rows += max(run(counting.held, SIZES["5M"], world_size=world, timeout=arguments.cap), key=str)
         print(f"Bytes of the reference engine, 5M parameters, rank by rank the same\n\n{byte_table(rows)}\n")
