@@ -3,7 +3,7 @@
 ``folder/zero/<parameter>/`` holds ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the whole parameter: written
 from stage 1 or 2 in its shape, with its tensor-parallel layout and ``step.pt``; from stage 3 flat. The optimizer's
 global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters, the schedule,
-and stage 3's frozen weights.
+and stage 3's frozen weights. What a configuration decides, such as clipping, stays as this engine's says.
 """
 
 from __future__ import annotations
