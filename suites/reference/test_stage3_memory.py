@@ -1,0 +1,141 @@
+"""Stage 3: how long gathered copies live, and how often they are gathered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from suites.reference.stage3 import BUCKET, ONE_BY_ONE, Mlp, Recurrent, assert_mean, pair
+from zharness.reference import torch_private
+from zharness.world import run
+
+
+def peak_of_training(autocast: bool, bucket: int) -> None:
+    engine, _ = pair(lambda: Mlp(width=32, depth=6), stage3_prefetch_bucket_size=bucket)
+    module_bytes = (32 * 32 + 32) * 4
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = engine(torch.randn(3, 32, requires_grad=True))
+        assert engine.gathered_bytes() == 0, "nothing stays gathered between forward and backward"
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        engine.step()
+    assert engine.gathered_bytes() == 0
+    assert module_bytes // (2 if autocast else 1) <= engine.peak_gathered_bytes() <= 2 * module_bytes + 4 * bucket
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_at_most_two_modules_and_a_bucket_are_gathered_while_training(autocast: bool, world_size: int) -> None:
+    for bucket in (0, BUCKET):
+        run(peak_of_training, autocast, bucket, world_size=world_size)
+
+
+def peak_of_frozen() -> None:
+    engine, _ = pair(lambda: Mlp(width=32, depth=6).requires_grad_(False), **ONE_BY_ONE)
+    x = torch.randn(3, 32, requires_grad=True)
+    loss = engine(x).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    assert engine.gathered_bytes() == 0
+    assert engine.peak_gathered_bytes() <= 2 * (32 * 32 + 32) * 4
+    assert engine.full_grads() == {}
+
+
+def test_frozen_modules_are_let_go_one_by_one_too() -> None:
+    run(peak_of_frozen, world_size=2)
+
+
+def peak_of_vmap() -> None:
+    engine, plain = pair(lambda: Mlp(width=32, depth=6), **ONE_BY_ONE)
+    x = torch.randn(3, 32)
+    vmap(plain)(x).pow(2).sum().backward()
+    out = vmap(engine)(x)
+    assert engine.gathered_bytes() == 0
+    out.pow(2).sum().backward()
+    assert_mean(engine.full_grads(), plain)
+    assert engine.peak_gathered_bytes() <= 2 * (32 * 32 + 32) * 4
+
+
+def test_training_through_vmap_holds_no_more_than_ordinary_training() -> None:
+    run(peak_of_vmap, world_size=2)
+
+
+class Projections(nn.Module):
+    """Weights that torch.autocast casts inside modules that are no plain linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention(x, x, x, need_weights=False)[0] @ self.weight
+        return torch.tanh(h) @ self.weight
+
+
+def saved_bytes(out: Tensor) -> int:
+    """Bytes that the graph behind ``out`` holds as they are."""
+    stack, met, storages = [out.grad_fn], set(), {}
+    while stack:
+        node = stack.pop()
+        for _, tensor in torch_private.saved_tensors(node):
+            storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        below = {n for n, _ in node.next_functions if n is not None} - met
+        met |= below
+        stack += below
+    return sum(storages.values())
+
+
+def casts_that_autocast_makes() -> None:
+    engine, plain = pair(Projections)
+    x = torch.randn(1, 2, 32, requires_grad=True)
+    held = []
+    for model in (plain, engine):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            out = model(x)
+        held.append(saved_bytes(out))
+        out.float().pow(2).mean().backward()
+    weights = 2 * sum(p.numel() for p in plain.parameters() if p.dim() == 2)
+    assert held[0] - held[1] >= weights
+    assert_mean(engine.full_grads(), plain)
+    assert engine.gathered_bytes() == 0
+
+
+def test_no_low_precision_copy_of_a_weight_waits_for_backward() -> None:
+    run(casts_that_autocast_makes, world_size=2)
+
+
+def gathers_of_recurrence() -> None:
+    engine, plain = pair(Recurrent)
+    x = torch.randn(3, 8)
+    plain(x).sum().backward()
+    engine.comm.reset()
+    out = engine(x)
+    out.sum().backward(inputs=[engine.module._parameters["weight"]], retain_graph=True)
+    assert engine.gathered_bytes() == 0
+    calls = {kind.value: tally.calls for (kind, _), tally in engine.comm.tallies.items()}
+    assert calls == {"all_gather": 2, "reduce_scatter": 1}
+    assert_mean(engine.full_grads(), plain)
+
+
+def test_a_weight_that_many_nodes_saved_is_gathered_once_per_backward() -> None:
+    run(gathers_of_recurrence, world_size=2)
+
+
+def without_a_look_at_saved_tensors() -> None:
+    torch._C._autograd.SavedTensor = object  # this rank ends with the test
+    engine, plain = pair(Mlp)
+    x = torch.randn(3, 8, requires_grad=True)
+    plain(x).sum().backward()
+    out = engine(x)
+    assert engine.gathered_bytes() == 4 * 8 * 8 * 4, "held, since nothing could be promised"
+    out.sum().backward()
+    assert engine.gathered_bytes() == 0
+    assert_mean(engine.full_grads(), plain)
+
+
+def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_graph() -> None:
+    run(without_a_look_at_saved_tensors, world_size=2)
