@@ -39,6 +39,7 @@ def cli() -> None:
     zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
     zharness check 'torch_func.*' --engine my_package.my_module:factory
     zharness list checks                          every law in words
+    zharness mutants                              engines broken on purpose, and who notices
     zharness repro 7352                           a real bug, shown on the release that is installed
 
     Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
@@ -104,10 +105,10 @@ def check(
 
 
 @cli.command(name="list")
-@click.argument("what", type=click.Choice(["engines", "checks", "models", "repros"]))
+@click.argument("what", type=click.Choice(["engines", "checks", "models", "mutants", "repros"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_(what: str, as_json: bool) -> int:
-    """Print what there is: engines and their versions, laws, models, reproductions."""
+    """Print what there is: engines and their versions, laws, models, mutants, reproductions."""
     from zharness.releases.repro_table import rows
     from zharness.report.listing import LISTS, as_text
 
@@ -133,6 +134,35 @@ def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
     found = list(repro_table.results(repro_table.chosen(ids, every), name, release))
     click.echo(repro_table.table(found))
     return repro_table.exit_code(found)
+
+
+@cli.command()
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--check", "checks", multiple=True, help="A check, a group or a glob; all checks. May be repeated.")
+@click.option("--world-size", "world_sizes", callback=integers, default="2", metavar="2,4", show_default=True)
+@click.option("--model", "models", callback=words, metavar="NAME,...", help="Models; the first that each check takes.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells at a time.")
+@click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Read and write records: resumes.")
+def mutants(
+    patterns: tuple[str, ...],
+    checks: tuple[str, ...],
+    world_sizes: tuple[int, ...],
+    models: tuple[str, ...],
+    timeout: float,
+    jobs: int,
+    jsonl: Path | None,
+) -> int:
+    """Try the checks on engines broken on purpose, and say who kills whom.
+
+    A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A check stops at its first cell that
+    kills. Exit code 1 when a mutant survives, or a check kills nobody. `zharness list mutants` describes them.
+    """
+    from zharness.kills.command import Options
+    from zharness.kills.command import mutants as run
+    from zharness.report.live import run_all
+
+    return run(patterns, Options(checks, world_sizes, models, timeout, jobs), jsonl, run_all)
 
 
 def main() -> None:

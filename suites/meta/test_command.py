@@ -37,7 +37,7 @@ def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> 
 
 
 def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_shows_it_again(tmp_path: Path) -> None:
-    engine = "suites.meta.broken:never_reduces"
+    engine = "zharness.mutants:never_reduces"
     done = zharness("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
     assert done.returncode == 1, done.stderr
     assert "step 0, reduction: first.weight[" in done.stdout
@@ -53,7 +53,7 @@ def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_sho
 def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
     done = zharness("check", "trajectory", "training.trajectory", "--model", "mlp")
     assert done.returncode == 2, "a pattern that matches nothing is wrong usage"
-    engine = "suites.meta.broken:wrong_constants"
+    engine = "zharness.mutants:wrong_epsilon"
     done = zharness("check", "training.trajectory", "--model", "mlp", "--engine", engine)
     assert done.returncode == 1, done.stderr
     assert "step 0, optimizer: " in done.stdout
@@ -190,7 +190,7 @@ def test_help_teaches() -> None:
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("what", ["engines", "checks", "models", "repros"])
+@pytest.mark.parametrize("what", ["engines", "checks", "models", "mutants", "repros"])
 def test_lists_are_tables_and_json(what: str) -> None:
     assert zharness("list", what).returncode == 0
     rows = json.loads(zharness("list", what, "--json").stdout)

@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from zharness.checks import CHECKS
 from zharness.engines import registered
+from zharness.mutants import MUTANTS
 from zharness.workload import MODELS
 
 Rows = list[dict[str, str]]
@@ -46,7 +47,21 @@ def models() -> Rows:
     return [{"model": spec.name, "what": spec.summary} for spec in MODELS.values()]
 
 
-LISTS: dict[str, Callable[[], Rows]] = {"engines": engines, "checks": checks, "models": models}
+def mutants() -> Rows:
+    """Every engine broken on purpose."""
+    return [
+        {
+            "mutant": mutant.name,
+            "over": f"{mutant.over} {','.join(map(str, mutant.stages))}",
+            "kind": mutant.kind.value,
+            "what": mutant.description,
+            "imitates": mutant.imitates,
+        }
+        for mutant in MUTANTS.values()
+    ]
+
+
+LISTS: dict[str, Callable[[], Rows]] = {"engines": engines, "checks": checks, "models": models, "mutants": mutants}
 
 
 def as_text(rows: Rows, as_json: bool) -> str:

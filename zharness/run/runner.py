@@ -28,7 +28,7 @@ from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, Work
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
-UNDER_TEST = ("reference",)
+UNDER_TEST = ("reference", "mutants")
 JUDGE_TIMEOUT = 600.0  # the judge runs no engine, so only a bug of the harness could make it hang
 
 

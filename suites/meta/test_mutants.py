@@ -1,0 +1,62 @@
+"""Every mutant is killed by the laws that are meant to kill it, and the first divergence names what was broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from zharness.checks import CHECKS, check_named
+from zharness.kills import MutantRunner, target_case
+from zharness.mutants import MUTANTS, Mutant, Target
+from zharness.run import Planned
+from zharness.run.plan import unsupported
+
+KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
+
+# Killed, and blamed on the local gradient: no known fault of a reduction gives numbers like these.
+MISNAMED = {
+    "counts_the_last_micro_batch_twice",
+    "slips_by_one_element",
+    "reduces_in_fp16",
+    "reduces_shards_in_bf16",
+}
+
+
+def words(value: Mutant | Target) -> str:
+    if isinstance(value, Mutant):
+        return value.name
+    return "-".join(filter(None, (value.check, value.model, value.variant, value.dtype)))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[MutantRunner]:
+    with MutantRunner(timeout=20.0) as started:
+        yield started
+
+
+@pytest.mark.parametrize(("mutant", "target"), KILLS, ids=words)
+def test_a_mutant_is_killed_and_the_first_divergence_is_named(
+    runner: MutantRunner, mutant: Mutant, target: Target
+) -> None:
+    case = target_case(mutant, target)
+    assert target.model in check_named(target.check).models
+    assert not unsupported(check_named(case.check), case, mutant.claims(case.stage))
+    record = runner.run(Planned(case))
+    assert record.verdict.broken, record.cause or record.verdict
+    assert target.named_by(record.divergence, record.cause) or mutant.name in MISNAMED, record.cause
+
+
+def test_nine_tenths_of_the_mutants_are_named() -> None:
+    assert 10 * len(MISNAMED) <= sum(bool(mutant.targets) for mutant in MUTANTS.values())
+
+
+def test_every_law_kills_some_mutant() -> None:
+    assert {target.check for _, target in KILLS} == set(CHECKS)
+
+
+def test_every_mutant_says_what_it_does_wrong_and_which_law_notices() -> None:
+    for mutant in MUTANTS.values():
+        assert mutant.description
+        assert bool(mutant.targets) != bool(mutant.equivalent)
+        assert set(mutant.stages) == set(mutant.claims(mutant.stages[0]).stages)

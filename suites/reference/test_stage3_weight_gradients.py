@@ -1,0 +1,73 @@
+"""Gradients with respect to sharded weights: differentiated again, and many at a time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import vmap
+
+from zharness.reference import Engine, initialize
+from zharness.world import run
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 3,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "gradient_allreduce_op": "sum",
+}
+
+
+def everyones(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def exact_pair() -> tuple[Engine, nn.Module, Tensor]:
+    """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for p in plain.parameters():
+        torch.randint(-1, 2, p.shape, out=p.data)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG)
+    torch.manual_seed(1 + dist.get_rank())
+    return engine, plain, torch.randint(-1, 2, (3, 4)).float()
+
+
+def penalty_on_weights() -> None:
+    """Over the engine's own parameters the first gradient is reduced, so the penalty is that of the reduced one."""
+    engine, plain, x = exact_pair()
+    for model, batch in ((plain, everyones(x)), (engine.module, x)):
+        loss = model(batch).pow(2).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        torch.stack([g.pow(2).sum() for g in grads]).sum().backward()
+    del loss, grads
+    for name, grad in engine.full_grads().items():
+        assert torch.equal(grad, plain.get_parameter(name).grad), name
+    assert engine.gathered_bytes() == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_penalty_on_the_weights_gradient_is_the_global_gradients(world_size: int) -> None:
+    run(penalty_on_weights, world_size=world_size)
+
+
+def batched_weight_gradients() -> None:
+    engine, _, x = exact_pair()
+    shards = list(engine.module.parameters())
+    out = engine(x).sum(1)
+    batched = vmap(lambda v: torch.autograd.grad(out, shards, v, retain_graph=True))(torch.eye(3))
+    legacy = torch.autograd.grad(out, shards, torch.eye(3), retain_graph=True, is_grads_batched=True)
+    for row in range(3):
+        alone = torch.autograd.grad(out, shards, torch.eye(3)[row], retain_graph=True)
+        assert all(torch.equal(many[row], one) for one, many in zip(alone, batched, strict=True))
+        assert all(torch.equal(many[row], one) for one, many in zip(alone, legacy, strict=True))
+
+
+def test_batched_gradients_of_the_weights_are_reduced_row_by_row() -> None:
+    run(batched_weight_gradients, world_size=2)

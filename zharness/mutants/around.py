@@ -1,0 +1,65 @@
+"""The right engine that every mutant is built around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zharness import engines
+from zharness.engines import Capabilities, EngineConfig
+
+
+class Around:
+    """A right engine, every verb handed through; subclasses break one, or a function of the engine within.
+
+    ``over`` is the right engine's name, ``stages`` are those at which the subclass is broken.
+    """
+
+    over: ClassVar[str] = "reference"
+    stages: ClassVar[tuple[int, ...]] = (0,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.config = config
+        # Any, since a mutant reaches for what the protocol does not show.
+        self.right: Any = engines.get(self.over)(model, config)
+        self.module: nn.Module = self.right.module
+        self.capabilities = self.claims(self.right.capabilities)
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        """What the right engine claims, at the stages where this one is broken."""
+        return replace(right, stages=frozenset(cls.stages))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+
+    def step(self) -> None:
+        self.right.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "right":  # not there yet: asked for while __init__ runs
+            raise AttributeError(name)
+        return getattr(self.right, name)
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """The parameters that have a gradient now."""
+        return (parameter for parameter in self.module.parameters() if parameter.grad is not None)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The right engine's, whichever it is."""
+        inner = getattr(self.right, "engine", None)
+        found: torch.optim.Optimizer = self.right._optimizer if inner is None else inner.optimizer
+        return found
+
+
+def in_backward() -> int:
+    """The number of the backward that is running; -1 outside one."""
+    return torch._C._current_graph_task_id()
