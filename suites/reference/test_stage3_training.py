@@ -7,12 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.func import vmap
+from torch import nn
 
 from suites.reference.stage3 import CONFIG, Layers, Mlp, Recurrent, assert_mean, pair
 from zharness.errors import ConfigError, StaleGraphError
-from zharness.reference import Engine, initialize
+from zharness.reference import initialize
 from zharness.world import run
 
 
