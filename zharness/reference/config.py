@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference.buckets import PREFETCH, SIZE
+from zharness.reference.buckets import SIZE
 from zharness.reference.loss_scale import Scaling
 from zharness.reference.precision import Autocast, OnOverflow, Precision
 from zharness.reference.sections import TOP
@@ -69,7 +69,7 @@ class Settings:
     average: bool = True
     drop_last: bool = False
     bucket_size: int = SIZE
-    prefetch_size: int = PREFETCH
+    prefetch_size: int = SIZE
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:

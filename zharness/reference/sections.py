@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zharness.reference import schema
-from zharness.reference.buckets import PREFETCH, SIZE
+from zharness.reference.buckets import SIZE
 from zharness.reference.layout import STAGES
 from zharness.reference.schema import Fixed, Key, Section, dtype, flag, integer, number, one_of
 
@@ -25,7 +25,7 @@ ZERO = Section(
     honoured={
         "stage": Key(one_of(*STAGES), 0),
         "reduce_bucket_size": Key(elements, SIZE),
-        "stage3_prefetch_bucket_size": Key(elements, PREFETCH),
+        "stage3_prefetch_bucket_size": Key(elements, SIZE),
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },
