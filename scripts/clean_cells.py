@@ -1,0 +1,102 @@
+"""Thousands of cells with fresh seeds on engines that are right: how often does a check raise a false alarm?
+
+    python scripts/clean_cells.py --cells 10000 --jsonl clean.jsonl
+
+Each seed contributes a sample of the whole matrix. Cells that the file holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zharness.case import numbers
+from zharness.checks import DTYPES
+from zharness.kills.clean import clean_record
+from zharness.kills.ledger import resumed
+from zharness.report.live import run_all
+from zharness.run import Planned, Record, Request, Runner, plan
+from zharness.run.record import RecordFile, record_file
+from zharness.run.runner import surroundings
+from zharness.world import Isolation
+
+ENGINES = ("reference", "fsdp2", "ddp")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=1000, help="how many in all, earlier runs included (%(default)s)")
+    parser.add_argument("--per-seed", type=int, default=50, help="cells with one seed (%(default)s)")
+    parser.add_argument("--first-seed", type=int, default=1, help="0 is the seed of the tests (%(default)s)")
+    parser.add_argument("--engine", action="append", dest="engines", help=f"may be repeated ({', '.join(ENGINES)})")
+    parser.add_argument("--check", action="append", dest="checks", default=[], help="a check, a group or a glob")
+    parser.add_argument("--world-size", default="1,2,3,4", help="(%(default)s)")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time (%(default)s)")
+    parser.add_argument("--jsonl", type=Path, required=True, help="records, read before they are written")
+    options = parser.parse_args()
+    known = resumed(options.jsonl)
+    with ExitStack() as stack:
+        places = {name: surroundings(name) for name in options.engines or ENGINES}
+        runners = [
+            stack.enter_context(Runner(places, options.timeout, isolation=Isolation.POOLED))
+            for _ in range(options.jobs)
+        ]
+        file = stack.enter_context(record_file(options.jsonl))
+        for record in known:
+            file.add(record)
+        matrix = whole_matrix(options, runners[0])
+        known.extend(soak(options, matrix, runners, known, file))
+    found = clean_record(known)
+    print(found.words())
+    return 1 if found.alarms or found.errors else 0
+
+
+def whole_matrix(options: argparse.Namespace, runner: Runner) -> list[Planned]:
+    """Every cell that an engine claims."""
+    request = Request(
+        tuple(options.checks),
+        engines=tuple(options.engines or ENGINES),
+        world_sizes=numbers(options.world_size),
+        dtypes=tuple(options.dtype.split(",")),
+    )
+    return [cell for cell in plan(request, runner.claims) if not cell.unsupported]
+
+
+def soak(
+    options: argparse.Namespace,
+    matrix: Sequence[Planned],
+    runners: Sequence[Runner],
+    known: Sequence[Record],
+    file: RecordFile,
+) -> Iterator[Record]:
+    """Records of fresh cells, until there are as many as were asked for."""
+    done = {(record.case, record.seed) for record in known}
+    left, alarms = options.cells - len(known), 0
+    size = min(options.per_seed, len(matrix))
+    with tqdm(total=options.cells, initial=len(known), unit="cell", disable=not sys.stderr.isatty()) as bar:
+        seed = options.first_seed
+        while left > 0:
+            sample = random.Random(seed).sample(matrix, size)  # noqa: S311 - reproducible, not secret
+            cells = [cell for cell in sample if (cell.case, seed) not in done][:left]
+            for runner in runners:
+                runner.seed = seed
+            for record in run_all(cells, runners):
+                file.add(record)
+                alarms += record.verdict.broken and not record.excuse
+                bar.set_postfix_str(f"seed {seed}, {alarms} alarms", refresh=False)
+                bar.update()
+                yield record
+            left -= len(cells)
+            seed += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

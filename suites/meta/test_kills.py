@@ -1,0 +1,113 @@
+"""The kill matrix and the clean record: what they count, what they complain about, and how they resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zharness.checks import CHECKS
+from zharness.errors import UsageError
+from zharness.kills import target_case
+from zharness.kills.clean import clean_record, upper_bound
+from zharness.kills.kept import KEPT, reason_for
+from zharness.kills.ledger import resumed
+from zharness.kills.matrix import Matrix
+from zharness.mutants import MUTANTS, Mutant, find_mutants
+from zharness.parity import Mismatch
+from zharness.run import Record, Verdict
+from zharness.run.record import record_file
+
+
+def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
+    target = mutant.targets[number]
+    divergence = None
+    if target.part is not None and verdict is Verdict.FAIL:
+        name = target.parameter.replace("*", "w")
+        divergence = Mismatch(0, target.part, name, (0,), None, 0, 0, 1.0, 2.0, 0.5, 9, 1, 1)
+    return Record(target_case(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.words)
+
+
+def matrix_of(*records: Record) -> Matrix:
+    names = {record.case.engine for record in records}
+    mutants = tuple(mutant for mutant in MUTANTS.values() if mutant.engine in names)
+    return Matrix(mutants, ("training.grads", "training.trajectory"), records)
+
+
+NEVER, LATE = MUTANTS["never_reduces"], MUTANTS["wrong_epsilon"]
+
+
+def test_a_mutant_that_nobody_kills_survives_and_fails_the_command() -> None:
+    matrix = matrix_of(record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.PASS))
+    assert matrix.table() == {"never_reduces": ("training.grads",), "wrong_epsilon": ()}
+    assert matrix.survivors() == [LATE]
+    assert matrix.sole() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
+    assert matrix.exit_code() == 1
+    assert matrix_of(record_of(NEVER, Verdict.FAIL)).exit_code() == 0
+
+
+def test_a_failure_of_the_harness_kills_nobody() -> None:
+    matrix = matrix_of(record_of(NEVER, Verdict.ERROR))
+    assert matrix.survivors() == [NEVER]
+    assert matrix.exit_code() == 3
+
+
+def test_the_first_divergence_is_right_when_it_names_the_part_and_the_parameter() -> None:
+    right = record_of(MUTANTS["forgets_a_parameter"], Verdict.FAIL)
+    assert right.divergence is not None
+    wrong = replace(right, divergence=replace(right.divergence, parameter="second.weight"))
+    assert matrix_of(right).named() == (1, [])
+    looked, words = matrix_of(wrong).named()
+    assert looked == 1
+    assert "expected reduction of first.weight" in words[0]
+
+
+def test_a_run_that_was_killed_is_resumed_from_the_lines_that_it_finished(tmp_path: Path) -> None:
+    path = tmp_path / "kills.jsonl"
+    first, second = record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.FAIL)
+    with record_file(path) as file:
+        file.add(first)
+    partial = tmp_path / "kills.jsonl.partial"
+    partial.write_text(json.dumps(second.as_json()) + "\n" + json.dumps(first.as_json())[:40])
+    assert [record.case for record in resumed(path)] == [first.case, second.case]
+    assert not partial.exists()
+    assert [record.case for record in resumed(path)] == [first.case, second.case]
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a record\n")
+    with pytest.raises(UsageError, match="not a zharness record"):
+        resumed(path)
+    assert path.read_text() == "not a record\n"
+
+
+def test_a_pattern_that_matches_no_mutant_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown mutant 'nobody'"):
+        find_mutants(("nobody",))
+
+
+def test_every_reason_to_keep_a_check_is_about_a_check() -> None:
+    assert {check for check in CHECKS if reason_for(check)} or not KEPT
+    for pattern in KEPT:
+        assert any(reason_for(check) == KEPT[pattern] for check in CHECKS), pattern
+
+
+def test_without_an_alarm_the_bound_is_the_rule_of_three() -> None:
+    assert 2.99 < 10_000 * upper_bound(0, 10_000) < 3.0
+    assert upper_bound(0, 0) == upper_bound(3, 3) == 1.0
+
+
+def test_one_event_in_twenty_has_the_bound_of_the_tables() -> None:
+    # Clopper and Pearson's one-sided limit for 1 of 20, from the F distribution: 0.216.
+    assert round(upper_bound(1, 20), 3) == 0.216
+
+
+def test_an_excused_cell_is_neither_clean_nor_an_alarm() -> None:
+    broken = record_of(NEVER, Verdict.FAIL)
+    records = [record_of(LATE, Verdict.PASS), broken, replace(broken, excuse="#1"), record_of(LATE, Verdict.ERROR)]
+    found = clean_record(records)
+    assert (found.judged, found.alarms, found.excused, len(found.errors)) == (2, (broken,), 1, 1)
+    assert "1 false alarms in 2 clean cells" in found.words()
