@@ -281,7 +281,8 @@ Judge = Callable[[Trial], Iterator[Comparison]]
 def law(name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *models: str) -> Check:
     """A check of this group."""
     chosen, needs = models or ("mlp",), (Feature.RESOURCES, Feature.ENGINE_ACCUMULATION)
-    return Check(f"resources.{name}", words, Tier.EXACT, chosen, observe, judge, needs, integral=False)
+    dtypes = ("fp32",)  # of which the formulas count the bytes
+    return Check(f"resources.{name}", words, Tier.EXACT, chosen, observe, judge, needs, False, dtypes=dtypes)
 
 
 CHECKS = (
