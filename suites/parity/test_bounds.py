@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zharness.errors import UsageError
 from zharness.parity.bounds import Bounded, gamma, mean_and_bound, unit_roundoff
-from zharness.parity.replay import replay
+from zharness.parity.replay import propagate, replay
 
 FLOAT = torch.float32
 SEEDS = st.integers(0, 2**31 - 1)
@@ -62,7 +63,14 @@ OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "nesterov": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
     "plain": (torch.optim.SGD, {"lr": 1.0}),
+    "decayed nesterov": (
+        torch.optim.SGD,
+        {"lr": 1e-1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "maximize": True},
+    ),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
 }
+NAMES = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
 
 
 def one_step(name: str, seed: int, steps: int, foreach: bool):
@@ -86,7 +94,7 @@ def one_step(name: str, seed: int, steps: int, foreach: bool):
 def test_a_step_of_torch_optim_stays_within_its_replay(name: str, seed: int, steps: int, foreach: bool) -> None:
     arguments, before, grad, state, after, later = one_step(name, seed, steps, foreach)
     count = {"step": torch.tensor(float(steps - 1))}
-    expected, moments = replay("adamw" if name == "adamw" else "sgd", before, grad, count | state, arguments)
+    expected, moments = replay(NAMES[OPTIMIZERS[name][0]], before, grad, count | state, arguments)
     assert bool((after.double() - expected.value).abs().le(expected.error).all())
     for key, moment in moments.items():
         assert bool((later[key].double() - moment.value).abs().le(moment.error).all()), key
@@ -103,3 +111,31 @@ def test_a_wrong_constant_leaves_the_replay_of_adamw(seed: int, steps: int, wron
     if wrong == "betas":
         seen = seen | bool(moments)
     assert bool(seen)
+
+
+def test_an_optimizer_or_an_argument_without_a_replay_is_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(UsageError, match="optimizer to replay"):
+        replay("lion", one, one, {}, {})
+    with pytest.raises(UsageError, match="argument of sgd to replay"):
+        replay("sgd", one, one, {}, {"momentun": 0.9})
+
+
+@REPEATABLE
+@given(st.sampled_from(sorted(OPTIMIZERS)), SEEDS, st.sampled_from([1e-7, 1e-4]))
+def test_two_free_runs_stay_within_the_propagated_bound_of_their_gradients_differences(
+    name: str, seed: int, apart: float
+) -> None:
+    build, arguments = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(torch.randn(100, generator=generator))
+    optimizer = build([weight], foreach=False, **arguments)
+    free, state = Bounded.exact(weight.detach()), {}
+    for step in range(5):
+        grad = torch.randn(100, generator=generator)
+        weight.grad = grad * (1 + apart * torch.randn(100, generator=generator))
+        given_as = Bounded(grad.double(), (weight.grad.double() - grad.double()).abs(), FLOAT)
+        free, state = propagate(NAMES[build], free, given_as, state, step, arguments)
+        optimizer.step()
+        assert bool((weight.detach().double() - free.value).abs().le(free.error).all()), step
+    assert bool(free.error.median() < 1), "the bound says something"

@@ -13,6 +13,7 @@ from torch import Tensor
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
+from zharness.parity.bounds import Bounded
 from zharness.parity.compare import check_names
 from zharness.parity.replay import replay
 
@@ -28,10 +29,13 @@ class Moment:
     state: str = "state"
 
 
-def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], moment: Moment) -> Iterator[Comparison]:
+def judge_step(
+    trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], moment: Moment, clipped_by: float = 1.0
+) -> Iterator[Comparison]:
     """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
 
-    ``moment.step`` is also how many steps the optimizer has made, so the engine's own count has to agree.
+    ``moment.step`` is also how many steps the optimizer has made, so the engine's own count has to agree. The step is
+    made with the gradients times ``clipped_by``.
     """
     step = moment.step
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
@@ -43,7 +47,9 @@ def judge_step(trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], m
             yield identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
             continue
         own = {"step": torch.tensor(float(step))} | dict(kept.get(name, {}))
-        expected, moments = replay(spec.name, weight, grads[name], own, hyper(spec, name, step))
+        grad = Bounded.exact(grads[name])
+        grad = grad * grad.scalar(clipped_by) if clipped_by < 1 else grad
+        expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, step))
         for key, value in moments.items():
             found = state.get(name, {}).get(key, torch.full_like(weight, torch.nan))
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)

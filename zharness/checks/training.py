@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from zharness.checks.accumulation import FROZEN, judge_accumulation, observe_accumulation
 from zharness.checks.bench import Bench
+from zharness.checks.free_running import judge_free_running, observe_free_running
 from zharness.checks.law import Check
-from zharness.checks.trajectory import judge_trajectory, observe_trajectory
+from zharness.checks.trajectory import judge_optimizers, judge_trajectory, observe_optimizers, observe_trajectory
 from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import Feature
 from zharness.parity import Comparison, Tier
@@ -79,6 +80,27 @@ CHECKS = (
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
         variants=(("adamw", ()), ("sgd", ())),
+    ),
+    Check(
+        name="training.optimizers",
+        law="Adam with AMSGrad, SGD with Nesterov and dampening, and ten clipped steps are replays of torch.optim",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_optimizers,
+        judge=judge_optimizers,
+        needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        integral=False,
+        variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,))),
+    ),
+    Check(
+        name="training.free_running",
+        law="left to itself, the engine leaves vanilla's weights by no more than its gradients' differences explain",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_free_running,
+        judge=judge_free_running,
+        needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        integral=False,
     ),
     Check(
         name="training.accumulation",

@@ -6,15 +6,19 @@ forced: the baseline starts from the weights, and the replay from the weights, g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from zharness.checks.bench import Bench
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
-from zharness.parity import Comparison, Mismatch, Part, identical
+from zharness.parity import Comparison, Mismatch, Part, identical, within
 from zharness.parity.baseline import Local
+from zharness.parity.bounds import gamma
 from zharness.parity.compare import check_names
 
 STEPS = 3
@@ -33,33 +37,85 @@ SGD = OptimizerSpec(
     schedule=SCHEDULE,
 )
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
+FIRST = GroupSpec("first.*", {"lr": 3e-2, "maximize": True})
+ADAM = OptimizerSpec(
+    name="adam",
+    args={"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True},
+    groups=(FIRST, NO_DECAY),
+)
+NESTEROV = OptimizerSpec(
+    name="sgd",
+    args={"lr": 5e-2, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    groups=(FIRST, GroupSpec("*bias", {"nesterov": False, "dampening": 0.3})),
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A longer training: its optimizer, how many steps, and the norm to which gradients are clipped."""
+
+    optimizer: OptimizerSpec
+    steps: int
+    clip: float | None = None
+
+
+COURSES = {"adam": Course(ADAM, 3), "nesterov": Course(NESTEROV, 3), "long": Course(ADAMW, 10, clip=0.5)}
 
 
 def observe_trajectory(bench: Bench) -> None:
-    engine = bench.engine(optimizer=OPTIMIZERS[bench.variant])
-    for step in range(STEPS):
+    observe_course(bench, Course(OPTIMIZERS[bench.variant], STEPS))
+
+
+def observe_optimizers(bench: Bench) -> None:
+    observe_course(bench, COURSES[bench.variant])
+
+
+def observe_course(bench: Bench, course: Course) -> None:
+    engine = bench.engine(optimizer=course.optimizer, clip=course.clip)
+    for step in range(course.steps):
         bench.record_weights(engine, step)
         bench.record_state("state", engine, step)
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-    bench.record_weights(engine, STEPS)
-    bench.record_state("state", engine, STEPS)
+        norm = engine.grad_norm()
+        bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
+    bench.record_weights(engine, course.steps)
+    bench.record_state("state", engine, course.steps)
     engine.close()
 
 
 def judge_trajectory(trial: Trial) -> Iterator[Comparison]:
+    yield from judge_course(trial, Course(OPTIMIZERS[trial.variant], STEPS))
+
+
+def judge_optimizers(trial: Trial) -> Iterator[Comparison]:
+    yield from judge_course(trial, COURSES[trial.variant])
+
+
+def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
     yield from initial_weights(trial)
-    for step in range(STEPS):
+    for step in range(course.steps):
         params = trial.copies("params", step)[0]
         local = trial.locals(step, params)
         yield from forward(trial, step, local)
         yield from trial.reduced("grads", [local], step)
-        moment = Moment(step, "masters")
-        yield from judge_step(trial, OPTIMIZERS[trial.variant], trial.copies("grads", step)[0], moment)
+        grads, factor = trial.copies("grads", step)[0], 1.0
+        if course.clip is not None:
+            norm, error = norm_and_bound(grads)
+            reported = trial.copies("norm", step)[0].get("norm", norm)
+            yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
+            factor = course.clip / (float(reported) + 1e-6)
+        yield from judge_step(trial, course.optimizer, grads, Moment(step, "masters"), factor)
         yield from everyone_agrees(trial, Moment(step + 1))
         yield from published(trial, Moment(step + 1, "masters"), "params")
+
+
+def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
+    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    return norm, norm * gamma(sum(grad.numel() for grad in grads.values()), torch.float32)
 
 
 def initial_weights(trial: Trial) -> Iterator[Comparison]:

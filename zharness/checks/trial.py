@@ -19,12 +19,20 @@ from zharness.workload import Batch
 
 @dataclass(frozen=True)
 class Trial:
-    """What is judged: ``evidence[rank]``, and the baseline it has to match."""
+    """What is judged: ``evidence[rank]``, and the baseline it has to match.
+
+    ``wire`` is the dtype in which the engine declares that it reduces gradients; None: that of the cell.
+    """
 
     baseline: Baseline
     evidence: tuple[Evidence, ...]
     dtype: torch.dtype
     variant: str = ""
+    wire: torch.dtype | None = None
+
+    @property
+    def reduced_in(self) -> torch.dtype:
+        return self.wire or self.dtype
 
     @property
     def world_size(self) -> int:
@@ -95,9 +103,9 @@ class Trial:
         terms = [
             [scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)
         ]
-        mean, bound = mean_and_bound([term for row in terms for term in row], self.dtype)
-        tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
         everyone = [copy[name] for copy in copies]
+        mean, bound = mean_and_bound([term for row in terms for term in row], self.reduced_in, everyone[0].dtype)
+        tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         for rank, actual in enumerate(everyone):

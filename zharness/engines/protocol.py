@@ -57,13 +57,15 @@ class Capabilities:
 
     Every feature without an entry in ``refuses`` is claimed; the entry is the reason, in the engine's own words where
     it has any. ``own_kernels`` maps a stage to the reason why local gradients there do not come from torch's kernels
-    (then only exact arithmetic and tier C can judge them).
+    (then only exact arithmetic and tier C can judge them). ``wires`` maps a dtype to the one in which gradients of such
+    a training are reduced, where that is another: it sets the bound that the reduction is held to.
     """
 
     stages: frozenset[int]
     dtypes: frozenset[str] = frozenset({"fp32"})
     refuses: Mapping[Feature, str] = field(default_factory=dict)
     own_kernels: Mapping[int, str] = field(default_factory=dict)
+    wires: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""

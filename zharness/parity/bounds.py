@@ -34,14 +34,19 @@ def gamma(terms: int, dtype: torch.dtype) -> float:
     return nu / (1 - nu)
 
 
-def mean_and_bound(terms: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The float64 mean of ``terms`` (all of one shape), and the largest error of computing it in ``dtype``.
 
-    |E - mean| <= gamma(n) * mean|terms|, whatever the order of the sum, and an underflow step for each operation.
+    |E - mean| <= gamma(n) * mean|terms|, whatever the order of the sum, and an underflow step for each operation. The
+    n + 1 roundings are the terms' to the wire, n - 1 sums and the division; where the result is ``held`` in a dtype
+    narrower than the wire, there is one more.
     """
     stack = torch.stack([term.double() for term in terms])
     bound = gamma(len(terms), dtype) * stack.abs().mean(0) + (len(terms) + 1) * subnormal(dtype)
-    return stack.mean(0), bound
+    mean = stack.mean(0)
+    if held is not None and unit_roundoff(held) > unit_roundoff(dtype):
+        bound = bound + unit_roundoff(held) * (mean.abs() + bound) + subnormal(held)
+    return mean, bound
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,17 @@ class Bounded:
         """A Python float that the computation rounds to its dtype."""
         value = torch.tensor(number, dtype=torch.float64)
         return Bounded(value, value.abs() * unit_roundoff(self.dtype), self.dtype)
+
+    def zero(self) -> Bounded:
+        """Zeros of this shape and dtype."""
+        return Bounded(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
+
+    def maximum(self, other: Bounded) -> Bounded:
+        """The larger of the two, which is not rounded: no further off than the worse of them."""
+        return Bounded(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
+
+    def __neg__(self) -> Bounded:
+        return Bounded(-self.value, self.error, self.dtype)
 
     def __add__(self, other: Bounded) -> Bounded:
         return self._rounded(self.value + other.value, self.error + other.error)

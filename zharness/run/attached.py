@@ -95,7 +95,7 @@ class AttachedRunner(Runner):
             return broken(outcome, blank)
         for rank, evidence in enumerate(outcome.values()):
             path_of(room, rank).write_bytes(evidence)
-        judging = Work(cell.judge, (case, self.seed, str(room)), timeout=JUDGE_TIMEOUT, group=Group.NONE)
+        judging = Work(cell.judge, (case, self.seed, str(room), claims), timeout=JUDGE_TIMEOUT, group=Group.NONE)
         return judged_record(self._judges.submit(judging), blank)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
     write(Path(room), rank, bench.evidence())
 
 
-def judge(case: Case, salt: int, room: str) -> Judgement:
+def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:
     """In a process that never saw the engine: every rank's evidence against the baseline."""
     trial = Trial(
         baseline=Baseline(
@@ -79,6 +79,7 @@ def judge(case: Case, salt: int, room: str) -> Judgement:
         evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
         dtype=DTYPES[case.dtype],
         variant=case.variant,
+        wire=DTYPES[capabilities.wires[case.dtype]] if case.dtype in capabilities.wires else None,
     )
     return summarize(check_named(case.check).judge(trial))
 

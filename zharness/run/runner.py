@@ -109,7 +109,7 @@ class Runner:
             return broken(outcome, blank)
         judging = Work(
             cell.judge,
-            (case, self.seed, str(room)),
+            (case, self.seed, str(room), claims),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
             isolation=self.isolation,
