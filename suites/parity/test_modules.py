@@ -1,0 +1,77 @@
+"""The first module that computes something else is named in each direction, and none that merely inherits an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zharness.parity.modules import departures, record
+from zharness.workload import MODELS, model_spec
+
+NAMES = ("mlp", "transformer", "conv", "exact")
+
+
+def run_of(model: nn.Module, name: str):
+    spec = model_spec(name)
+    batch = spec.micro_batch(0, 0, 0)
+    return lambda: spec.loss(model(batch.inputs), batch.target).backward()
+
+
+def trace_of(name: str):
+    model = model_spec(name).model(0)
+    return record(model, run_of(model, name))
+
+
+def leaves(name: str) -> list[str]:
+    model = MODELS[name].model(0)
+    return [path for path, module in model.named_modules() if path and not list(module.children())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_does_not_depart_from_itself(name: str) -> None:
+    model = model_spec(name).model(0)
+    found = departures(model, trace_of(name), run_of(model, name))
+    assert found.words() == ""
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in NAMES for path in leaves(name)])
+def test_a_wrong_forward_is_named_alone_and_in_no_other_module(name: str, path: str) -> None:
+    model = model_spec(name).model(0)
+    model.get_submodule(path).register_forward_hook(lambda module, args, output: output + 1)
+    found = departures(model, trace_of(name), run_of(model, name))
+    assert found.forward is not None
+    assert found.forward.place == f"{path}, call 0, output 0"
+    assert found.backward is None, "the backward of a sum is right"
+
+
+class Twice(torch.autograd.Function):
+    """The identity, whose gradient is twice what it should be."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_wrong_backward_is_named_in_backward_order_alone() -> None:
+    model = model_spec("transformer").model(0)
+    model.get_submodule("blocks.0.up").register_forward_hook(lambda module, args, output: Twice.apply(output))
+    found = departures(model, trace_of("transformer"), run_of(model, "transformer"))
+    assert found.forward is None
+    assert found.backward is not None
+    assert found.backward.place == "blocks.0.up, call 0, input 0 gradient"
+    assert "first in backward order: blocks.0.up" in found.words()
+
+
+def test_what_a_module_computes_between_its_children_shows_at_the_next_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, model = trace_of("mlp"), model_spec("mlp").model(0)
+    right = nn.functional.gelu
+    monkeypatch.setattr(nn.functional, "gelu", lambda x: right(x, approximate="tanh"))
+    found = departures(model, trace, run_of(model, "mlp"))
+    assert found.forward is not None
+    assert found.forward.place == "second, call 0, input 0"
+
