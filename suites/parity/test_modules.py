@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zharness import engines
+from zharness.engines import EngineConfig
 from zharness.parity.modules import departures, record
 from zharness.workload import MODELS, model_spec
 
@@ -75,3 +77,14 @@ def test_what_a_module_computes_between_its_children_shows_at_the_next_child(mon
     assert found.forward is not None
     assert found.forward.place == "second, call 0, input 0"
 
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_no_module_of_a_right_engine_departs_at_any_stage(rank: int, stage: int, name: str) -> None:
+    trace, spec = trace_of(name), model_spec(name)
+    engine = engines.get("reference")(spec.model(0), EngineConfig(stage=stage))
+    batch = spec.micro_batch(0, 0, 0)
+    found = departures(engine.module, trace, lambda: engine.backward(spec.loss(engine(batch.inputs), batch.target)))
+    assert found.words() == ""
+    engine.close()

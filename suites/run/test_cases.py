@@ -140,6 +140,7 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
         undetermined=2,
         notes=("why",),
         divergence=MISMATCH,
+        modules="first in forward order: first",
         cause=MISMATCH.words(),
         seconds=1.5,
     )

@@ -52,8 +52,17 @@ class Judgement:
 
 def observe(case: Case, salt: int, room: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
     """In every rank: run the check's observer on the engine, and write what it saw into ``room``."""
+    bench = bench_of(case, salt, capabilities, options)
+    # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
+    torch.manual_seed(case.seed(salt))
+    check_named(case.check).observe(bench)
+    write(Path(room), bench.rank, bench.evidence())
+
+
+def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> Bench:
+    """This rank of the cell."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    bench = Bench(
+    return Bench(
         spec=model_spec(case.model),
         seed=case.seed(salt),
         rank=rank,
@@ -64,18 +73,19 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
         variant=case.variant,
         device=rank_device(rank, world_size),
     )
-    # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
-    torch.manual_seed(case.seed(salt))
-    check_named(case.check).observe(bench)
-    write(Path(room), rank, bench.evidence())
+
+
+def baseline_of(case: Case, salt: int) -> Baseline:
+    """What the cell is held against."""
+    return Baseline(
+        model_spec(case.model), case.seed(salt), case.world_size, DTYPES[case.dtype], LOSS_SCALES[case.dtype]
+    )
 
 
 def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:
     """In a process that never saw the engine: every rank's evidence against the baseline."""
     trial = Trial(
-        baseline=Baseline(
-            model_spec(case.model), case.seed(salt), case.world_size, DTYPES[case.dtype], LOSS_SCALES[case.dtype]
-        ),
+        baseline=baseline_of(case, salt),
         evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
         dtype=DTYPES[case.dtype],
         variant=case.variant,

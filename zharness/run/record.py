@@ -46,7 +46,8 @@ class Record:
     one to delete. ``tier``, ``ratio`` (error over bound), ``smallest`` (the smallest relative scale error that would
     have been caught), ``wrong_elements`` (so many lost elements of one tensor would have been caught) and
     ``undetermined`` of ``elements`` (smaller than their bound) are None where nothing was compared. ``notes`` say what
-    a reader has to know: why a tier is not the promised one. ``cause`` is one line, ``details`` every rank's report.
+    a reader has to know: why a tier is not the promised one. ``modules`` are the first that depart from the baseline's
+    where what a rank computes on its own is wrong. ``cause`` is one line, ``details`` every rank's report.
     """
 
     case: Case
@@ -63,6 +64,7 @@ class Record:
     undetermined: int | None = None
     notes: tuple[str, ...] = ()
     divergence: Mismatch | None = None
+    modules: str = ""
     cause: str = ""
     details: str = ""
     excuse: str = ""
@@ -112,6 +114,7 @@ class Record:
             "undetermined": self.undetermined,
             "notes": list(self.notes),
             "divergence": divergence_as_json(self.divergence),
+            "modules": self.modules,
             "cause": self.cause,
             "seconds": round(self.seconds, 4),
             "command": self.command,
@@ -153,6 +156,7 @@ def from_json(line: str) -> Record:
             undetermined=plain["undetermined"],
             notes=tuple(plain["notes"]),
             divergence=mismatch_from(plain["divergence"]),
+            modules=plain["modules"],
             cause=plain["cause"],
             excuse=plain["excuse"],
             stale=plain["stale"],

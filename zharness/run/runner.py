@@ -22,6 +22,7 @@ from zharness.engines.registry import is_path, split
 from zharness.errors import UsageError, WorldError
 from zharness.run import cell, excuses
 from zharness.run.excuses import Excuse
+from zharness.run.locate import locate, trace, worth_locating
 from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
 from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, Work
@@ -114,8 +115,25 @@ class Runner:
             group=Group.NONE,
             isolation=self.isolation,
         )
-        judged = self._judges.submit(judging)
-        return judged_record(judged, blank)
+        record = judged_record(self._judges.submit(judging), blank)
+        if not worth_locating(record.divergence, case, claims):
+            return record
+        return self._located(record, work, judging)
+
+    def _located(self, record: Record, observed: Work, judged: Work) -> Record:
+        """``record`` with the first module that departs, found on the ranks and by the judge of its own work."""
+        mismatch = record.divergence
+        assert mismatch is not None, "asked only about a wrong number"
+        case, salt, room, claims = judged.args
+        traced = self._judges.submit(replace(judged, function=trace, args=(case, salt, room, mismatch.step)))
+        if traced.cause is not None:
+            return record
+        arguments = (case, salt, room, claims, mismatch.step)
+        found = self._servers[case.engine].submit(replace(observed, function=locate, args=arguments))
+        if found.cause is not None:
+            return record
+        words = found.ranks[mismatch.seen_on].value
+        return replace(record, cause=f"{record.cause}; {words}", modules=words) if words else record
 
     def close(self) -> None:
         """End every server; what the cells wrote lies in a server's room, and goes with it."""
