@@ -18,8 +18,6 @@ KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.ta
 MISNAMED = {
     "counts_the_last_micro_batch_twice",
     "slips_by_one_element",
-    "reduces_in_fp16",
-    "reduces_shards_in_bf16",
 }
 
 
@@ -45,6 +43,13 @@ def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     record = runner.run(Planned(case))
     assert record.verdict.broken, record.cause or record.verdict
     assert target.named_by(record.divergence, record.cause) or mutant.name in MISNAMED, record.cause
+
+
+def test_the_first_module_that_departs_is_named(runner: MutantRunner) -> None:
+    mutant = MUTANTS["adds_to_one_module"]
+    record = runner.run(Planned(target_case(mutant, mutant.targets[0])))
+    assert record.modules.startswith("first in forward order: blocks.0.down, call 0, output 0"), record.cause
+    assert record.modules in record.cause
 
 
 def test_nine_tenths_of_the_mutants_are_named() -> None:

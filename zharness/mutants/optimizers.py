@@ -166,6 +166,25 @@ class StepsLateAtEveryStage(Around):
         self.right.step()
 
 
+class IgnoresDampening(OverDDP):
+    """SGD that takes every gradient whole into its momentum."""
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["dampening"] = 0.0
+        self.right.step()
+
+
+class ForgetsTheMaximum(OverDDP):
+    """AMSGrad that divides by the newest second moment, as Adam does."""
+
+    def step(self) -> None:
+        for state in self.optimizer.state.values():
+            if "max_exp_avg_sq" in state:
+                state["max_exp_avg_sq"].zero_()
+        self.right.step()
+
+
 class SlipsOnOneRank(OverDDP):
     """Rank 1 ends its step a bit away from the others."""
 
@@ -200,6 +219,11 @@ def trajectory(variant: str, parameter: str = "*", part: Part = Part.OPTIMIZER, 
     return Target("training.trajectory", part, model, variant, parameter=parameter)
 
 
+def course(variant: str, parameter: str) -> Target:
+    """The law that replays the other optimizers."""
+    return Target("training.optimizers", Part.OPTIMIZER, variant=variant, parameter=parameter)
+
+
 OPTIMIZER = Kind.OPTIMIZER
 
 MUTANTS = (
@@ -214,7 +238,13 @@ MUTANTS = (
     Mutant(SchedulesEveryBackward, OPTIMIZER, (Target("training.accumulation", Part.OPTIMIZER, variant="engine"),)),
     Mutant(CorrectsAsInTheFirstStep, OPTIMIZER, (trajectory("adamw"),)),
     Mutant(StartsWithMomentum, OPTIMIZER, (trajectory("sgd"),)),
-    Mutant(StepsLate, OPTIMIZER, (trajectory("adamw", model="transformer"),)),
+    Mutant(
+        StepsLate,
+        OPTIMIZER,
+        (trajectory("adamw", model="transformer"), Target("training.free_running", Part.OPTIMIZER)),
+    ),
+    Mutant(IgnoresDampening, OPTIMIZER, (course("nesterov", "*bias/momentum_buffer"),)),
+    Mutant(ForgetsTheMaximum, OPTIMIZER, (course("adam", "*/max_exp_avg_sq"),)),
     Mutant(StepsLateAtEveryStage, OPTIMIZER, (Target("training.sgd_step", Part.OPTIMIZER),)),
     Mutant(SlipsOnOneRank, Kind.RANKS, (trajectory("sgd", "first.weight", Part.GATHER),)),
     Mutant(

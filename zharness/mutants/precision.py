@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from zharness.engines import EngineConfig
+from zharness.engines import Capabilities, EngineConfig
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed
 from zharness.parity import Part
@@ -46,6 +46,14 @@ class EveryGradientTravelsLow(Around):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, options={**config.options, "communication_data_type": "bf16"}))
+
+
+class ReducesLowerThanDeclared(Around):
+    """Declares that the gradients of a bf16 training are reduced in fp32, and reduces them in bf16."""
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        return replace(super().claims(right), wires={"bf16": "fp32"})
 
 
 class OneWireForAll(Around):
@@ -143,6 +151,7 @@ MUTANTS = (
         (mixed("safe_modules", REDUCED), mixed("safe_modules", REDUCED, "custom")),
         imitates=deepspeed(6993),
     ),
+    Mutant(ReducesLowerThanDeclared, Kind.WIRE, (Target("training.grads", dtype="bf16"),)),
     Mutant(OneWireForAll, Kind.WIRE, (mixed("comm_dtype", REDUCED),), imitates=deepspeed(7946)),
     Mutant(ForgetsAutocast, Kind.AUTOCAST, (mixed("autocast_policy", Part.LOCAL_GRADIENT),), deepspeed(6993)),
     Mutant(BackwardLeavesAutocast, Kind.AUTOCAST, (mixed("autocast_states", REDUCED),), deepspeed(7916)),

@@ -147,6 +147,15 @@ class TheSmallestBuckets(Around):
         super().__init__(model, replace(config, options={**config.options, "zero_optimization": section}))
 
 
+class AddsToOneModule(Around):
+    """Adds a little to what the module in the middle returns."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        modules = list(self.module.modules())
+        modules[len(modules) // 2].register_forward_hook(lambda _module, _args, output: output + 1e-3)
+
+
 REDUCED, LOCAL = Part.REDUCTION, Part.LOCAL_GRADIENT
 
 MUTANTS = (
@@ -191,6 +200,7 @@ MUTANTS = (
         (Target("backward.autograd_grad", LOCAL, "blocks"),),
         imitates=deepspeed(8026),
     ),
+    Mutant(AddsToOneModule, Kind.SCALE, (Target("training.grads", LOCAL, "transformer"),)),
     Mutant(
         TheSmallestBuckets,
         Kind.SCALE,

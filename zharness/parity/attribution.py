@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zharness.parity.bounds import mean_and_bound
+from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.parity.facts import Comparison, Mismatch, Part
 
 # terms[rank][micro-step]: the local gradients of one parameter
@@ -51,6 +51,9 @@ def explain(
             return part, f"it is {what}, divided as if nothing were missing"
     if any(not torch.equal(copies[0], copy) for copy in copies[1:]):
         return Part.REDUCTION, "the ranks report different gradients"
+    for narrow in (torch.float16, torch.bfloat16):
+        if rounded_to(narrow, actual, [term for row in terms for term in row]):
+            return Part.REDUCTION, f"it is the mean, reduced in {str(narrow).removeprefix('torch.')}"
     factor = scale_of(actual, [term for row in terms for term in row])
     if factor is not None:
         return Part.REDUCTION, f"it is {factor:.7g} x the right gradient"
@@ -82,6 +85,21 @@ def close(actual: Tensor, terms: Sequence[Tensor], factor: float) -> bool:
     """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean."""
     mean, bound = mean_and_bound(list(terms), actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
+
+
+def rounded_to(narrow: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
+    """Whether these are the numbers of a reduction in ``narrow``: near enough, and all of them, or their sum, in it."""
+    if unit_roundoff(actual.dtype) >= unit_roundoff(narrow) or gamma_is_void(len(terms), narrow):
+        return False
+    mean, bound = mean_and_bound(list(terms), narrow)
+    near = bool(((actual.double() - mean).abs() <= bound).all())
+    total = (actual.double() * len(terms)).to(actual.dtype)
+    return near and any(torch.equal(numbers.to(narrow).to(actual.dtype), numbers) for numbers in (actual, total))
+
+
+def gamma_is_void(terms: int, dtype: torch.dtype) -> bool:
+    """Whether a sum of so many terms has no bound in ``dtype``."""
+    return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
 def scale_of(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
