@@ -139,6 +139,13 @@ def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
 @cli.command()
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--check", "checks", multiple=True, help="A check, a group or a glob; all checks. May be repeated.")
+@click.option(
+    "--scope",
+    type=click.Choice(["every", "targets"]),
+    default="every",
+    show_default=True,
+    help="Every check on every mutant, or on each the checks that it names as its killers: minutes, not hours.",
+)
 @click.option("--world-size", "world_sizes", callback=integers, default="2", metavar="2,4", show_default=True)
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models; the first that each check takes.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
@@ -147,6 +154,7 @@ def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
 def mutants(
     patterns: tuple[str, ...],
     checks: tuple[str, ...],
+    scope: str,
     world_sizes: tuple[int, ...],
     models: tuple[str, ...],
     timeout: float,
@@ -158,11 +166,11 @@ def mutants(
     A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A check stops at its first cell that
     kills. Exit code 1 when a mutant survives, or a check kills nobody. `zharness list mutants` describes them.
     """
-    from zharness.kills.command import Options
+    from zharness.kills.command import Options, Scope
     from zharness.kills.command import mutants as run
     from zharness.report.live import run_all
 
-    return run(patterns, Options(checks, world_sizes, models, timeout, jobs), jsonl, run_all)
+    return run(patterns, Options(checks, world_sizes, models, timeout, jobs, Scope(scope)), jsonl, run_all)
 
 
 def main() -> None:

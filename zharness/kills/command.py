@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import click
@@ -25,15 +26,26 @@ from zharness.world.limits import check_world_size
 RunAll = Callable[[Sequence[Planned], Sequence[Runner]], Iterator[Record]]
 
 
+class Scope(Enum):
+    """Which checks are tried on a mutant."""
+
+    EVERY_CHECK = "every"
+    ITS_TARGETS = "targets"
+
+
 @dataclass(frozen=True)
 class Options:
-    """What is tried on the mutants, and how: checks and models by name, seconds for a cell, cells at a time."""
+    """What is tried on the mutants, and how: checks and models by name, seconds for a cell, cells at a time.
+
+    ``scope`` says whether a mutant is tried on every one of the checks, or on those among them that it names itself.
+    """
 
     checks: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = (2,)
     models: tuple[str, ...] = ()
     timeout: float = 60.0
     lanes: int = 1
+    scope: Scope = Scope.EVERY_CHECK
 
 
 def mutants(patterns: tuple[str, ...], options: Options, jsonl: Path | None, run_all: RunAll) -> int:
@@ -46,7 +58,10 @@ def mutants(patterns: tuple[str, ...], options: Options, jsonl: Path | None, run
         model_spec(model)
     for world_size in options.world_sizes:
         check_world_size(world_size)
-    tries = [attempts(mutant, check, options.world_sizes, options.models) for mutant in chosen for check in checks]
+    own = [(mutant, check) for mutant in chosen for check in checks if check.name in mutant.named_checks]
+    every = own if options.scope is Scope.ITS_TARGETS else [(mutant, check) for mutant in chosen for check in checks]
+    # Those that a mutant names come first: a run that is stopped has the most to say then.
+    tries = [attempts(*pair, options.world_sizes, options.models) for pair in dict.fromkeys([*own, *every])]
     known = by_case(resumed(jsonl)) if jsonl is not None else {}
     with ExitStack() as stack:
         file = stack.enter_context(record_file(jsonl)) if jsonl is not None else None

@@ -99,6 +99,11 @@ class Mutant:
         """Where it is broken."""
         return self.build.stages
 
+    @property
+    def named_checks(self) -> frozenset[str]:
+        """The checks of its targets."""
+        return frozenset(target.check for target in self.targets)
+
     def claims(self, stage: int) -> Capabilities:
         """What it claims, without building it. Raises HarnessFault where the right engine cannot tell that."""
         right = engines.capabilities(self.over, stage)
