@@ -57,6 +57,19 @@ class ReturnsNothing(Around):
         return None  # type: ignore[return-value]
 
 
+class ReplacesLinear(Around):
+    """Exchanges a function of torch for its whole process, for one that computes the same."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        right = self.linear = nn.functional.linear
+        nn.functional.linear = lambda *args: right(*args)
+
+    def close(self) -> None:
+        nn.functional.linear = self.linear
+        self.right.close()
+
+
 class NotAnEngine:
     """Has none of the verbs."""
 
@@ -68,6 +81,7 @@ raises_in_backward: Factory = Crashing
 hangs_in_backward: Factory = Hanging
 dies_in_backward: Factory = Dying
 wrong_names: Factory = WrongNames
+replaces_linear: Factory = ReplacesLinear
 
 
 def returns_no_engine(model: nn.Module, config: EngineConfig) -> NotAnEngine:

@@ -21,7 +21,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    names = [*(BROKEN + fault for fault in FAULTS), MUTANTS + "steps_late"]
+    names = [*(BROKEN + fault for fault in FAULTS), BROKEN + "replaces_linear", MUTANTS + "steps_late"]
     with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
 
@@ -44,3 +44,12 @@ def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
 def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:
     record = run_one(runner, Case("training.grads", MUTANTS + "steps_late", 0, 2, "fp32", "mlp"))
     assert record.verdict is Verdict.PASS, record.cause
+
+
+def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_knows_nothing_of_it(
+    runner: Runner,
+) -> None:
+    record = run_one(runner, Case("training.grads", BROKEN + "replaces_linear", 0, 2, "fp32", "mlp"))
+    assert record.verdict is Verdict.PASS, record.cause
+    (note,) = record.notes
+    assert "torch.nn.functional.linear replaced by suites.meta.broken.ReplacesLinear" in note

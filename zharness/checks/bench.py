@@ -22,6 +22,7 @@ from zharness.engines.protocol import (
 )
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity import Evidence, Snapshot
+from zharness.parity.contamination import Conditions, conditions
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import SAMPLES
 
@@ -55,6 +56,7 @@ class Bench:
         self._factory = factory
         self._snapshots: list[Snapshot] = []
         self._layout: Mapping[str, tuple[Piece, ...]] = {}
+        self._conditions = Conditions({}, ())
 
     def engine(self, **overrides: Any) -> Engine:
         """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
@@ -77,6 +79,8 @@ class Bench:
                 "layout: the engine returned something else than tuples of zharness.engines.Piece"
             )
         self._layout = {name: tuple(pieces) for name, pieces in layout.items() if name in names}
+        # While it lives: an engine may put back at its end what it had exchanged.
+        self._conditions = conditions()
         return engine
 
     def batch(self, step: int) -> Batch:
@@ -128,7 +132,7 @@ class Bench:
 
     def evidence(self) -> Evidence:
         """Everything recorded so far."""
-        return Evidence(tuple(self._snapshots), self._layout)
+        return Evidence(tuple(self._snapshots), self._layout, self._conditions)
 
 
 def as_dict(what: str, value: Any) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError
+from zharness.parity.contamination import Conditions
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything one rank recorded: its snapshots in order, and who owns what."""
+    """Everything one rank recorded: its snapshots in order, who owns what, and what its numbers were computed under."""
 
     snapshots: tuple[Snapshot, ...]
     layout: Mapping[str, tuple[Piece, ...]]
+    conditions: Conditions = field(default_factory=lambda: Conditions({}, ()))
 
     def get(self, label: str, step: int = 0) -> Mapping[str, Tensor]:
         """The tensors recorded under ``label`` at ``step``. Raises EngineContractError when there are none."""
@@ -50,6 +52,8 @@ def write(room: Path, rank: int, evidence: Evidence) -> None:
             name: [(piece.rank, piece.start, piece.stop) for piece in pieces]
             for name, pieces in evidence.layout.items()
         },
+        "settings": dict(evidence.conditions.settings),
+        "replaced": list(evidence.conditions.replaced),
     }
     torch.save(plain, path_of(room, rank))
 
@@ -60,4 +64,5 @@ def read(room: Path, rank: int) -> Evidence:
     return Evidence(
         tuple(Snapshot(label, step, tensors) for label, step, tensors in plain["snapshots"]),
         {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in plain["layout"].items()},
+        Conditions(plain["settings"], tuple(plain["replaced"])),
     )

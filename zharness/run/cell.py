@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from zharness.engines import Capabilities, Engine, EngineConfig
 from zharness.errors import HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
+from zharness.parity.contamination import conditions, require_clean
 from zharness.parity.snapshot import read, write
 from zharness.workload import model_spec
 from zharness.world.rank import rank_device
@@ -83,7 +84,12 @@ def baseline_of(case: Case, salt: int) -> Baseline:
 
 
 def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:
-    """In a process that never saw the engine: every rank's evidence against the baseline."""
+    """In a process that never saw the engine: every rank's evidence against the baseline.
+
+    Raises HarnessFault where torch's functions were replaced in this process. What was otherwise in the ranks is noted.
+    """
+    here = conditions()
+    require_clean(here)
     trial = Trial(
         baseline=baseline_of(case, salt),
         evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
@@ -91,7 +97,9 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
         variant=case.variant,
         wire=DTYPES[capabilities.wires[case.dtype]] if case.dtype in capabilities.wires else None,
     )
-    return summarize(check_named(case.check).judge(trial))
+    found = summarize(check_named(case.check).judge(trial))
+    unlike = (words for evidence in trial.evidence for words in evidence.conditions.beside(here))
+    return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
 
 
 def summarize(comparisons: Iterable[Comparison]) -> Judgement:

@@ -1,0 +1,89 @@
+"""A process in which torch is not torch, or runs otherwise, is noticed; a baseline that is not apart is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from zharness.errors import HarnessFault, UsageError
+from zharness.parity.contamination import conditions, require_apart, require_clean
+
+
+def test_torch_as_released_is_clean() -> None:
+    here = conditions()
+    assert here.replaced == ()
+    assert here.beside(here) == []
+    require_clean(here)
+
+
+class Kernel:
+    """A callable that is no function."""
+
+    def __call__(self, *args):
+        return args[0]
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "where"),
+    [
+        (nn.functional, "linear", "torch.nn.functional.linear"),
+        (nn.functional, "gelu", "torch.nn.functional.gelu"),
+        (torch, "matmul", "torch.matmul"),
+        (torch.Tensor, "sum", "torch.Tensor.sum"),
+        (nn.Linear, "forward", "torch.nn.Linear.forward"),
+        (torch.optim.AdamW, "step", "torch.optim.AdamW.step"),
+    ],
+)
+@pytest.mark.parametrize("replacement", [lambda right: lambda *args: args, wrapped, lambda right: Kernel()])
+def test_a_replaced_function_is_noticed_and_the_baseline_refused(
+    monkeypatch: pytest.MonkeyPatch, owner, name: str, where: str, replacement
+) -> None:
+    monkeypatch.setattr(owner, name, replacement(getattr(owner, name)), raising=False)
+    here = conditions()
+    assert len(here.replaced) == 1
+    assert here.replaced[0].startswith(f"{where} replaced by ")
+    with pytest.raises(HarnessFault, match=f"the baseline cannot run here: {where} replaced by"):
+        require_clean(here)
+
+
+def test_settings_that_change_numbers_are_told_beside_the_baseline_s() -> None:
+    before, right = conditions(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        words = conditions().beside(before)
+    finally:
+        torch.set_float32_matmul_precision(right)
+    assert words == ["the precision of float32 products is medium, for the baseline highest"]
+
+
+def test_a_baseline_in_the_engine_s_memory_is_refused() -> None:
+    engine = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    require_apart(engine, copy.deepcopy(engine))
+    tied = copy.deepcopy(engine)
+    tied[0].weight = engine[0].weight
+    with pytest.raises(UsageError, match=r"the baseline's 0.weight shares its memory with the engine's 0.weight"):
+        require_apart(engine, tied)
+    viewed = copy.deepcopy(engine)
+    viewed[1].running_mean = engine[1].running_mean[:]
+    with pytest.raises(UsageError, match=r"1.running_mean shares its memory"):
+        require_apart(engine, viewed)
+
+
+def test_modules_without_memory_are_apart() -> None:
+    with torch.device("meta"):
+        require_apart(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = nn.Linear(2, 2)
+    engine.weight.untyped_storage().resize_(0)
+    require_apart(engine, copy.deepcopy(nn.Linear(2, 2)))
