@@ -192,6 +192,21 @@ class StepsOnTheFirstLoss(Around):
         self.right.step()
 
 
+class LosesTheSecondManualBackward(Around):
+    """Of several losses that ``scale`` gives out before a step, only the first one's backward counts."""
+
+    scaled = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        self.scaled += 1
+        ready: Tensor = self.right.scale(loss)
+        return ready * float(self.scaled == 1)
+
+    def step(self) -> None:
+        self.scaled = 0
+        self.right.step()
+
+
 class LeaksAFlagAfterAnException(Around):
     """A flag that is set while backward runs and is not cleared by an exception doubles the next one's gradients."""
 
@@ -302,6 +317,12 @@ MUTANTS = (
         StepsOnTheFirstLoss,
         Kind.CONTRIBUTION,
         (Target("double_backward.retained_then_zero_grad", Part.OPTIMIZER),),
+        imitates=deepspeed(8045),
+    ),
+    Mutant(
+        LosesTheSecondManualBackward,
+        Kind.CONTRIBUTION,
+        (Target("double_backward.retained_then_zero_grad", variant="scale"),),
         imitates=deepspeed(8045),
     ),
     Mutant(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from zharness.engines import Capabilities, EngineConfig
+from zharness.errors import ConfigError
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed
 from zharness.parity import Part
@@ -124,6 +125,16 @@ class ForgetsItsMasters(Around):
             master.copy_(master.bfloat16())
 
 
+class TakesAnyMixOfMasters(Around):
+    """Where masters, gradients and state are asked for in dtypes that exclude each other, it trains without them."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        try:
+            super().__init__(model, config)
+        except ConfigError:
+            super().__init__(model, replace(config, options={}))
+
+
 class LowersBuffers(Around):
     """Converts the model's buffers with its parameters."""
 
@@ -159,5 +170,10 @@ MUTANTS = (
     Mutant(ScalesLate, Kind.LOSS_SCALE, (mixed("grad_scaler", OPTIMIZER, "fp16"),)),
     Mutant(StepsOverInfinities, Kind.LOSS_SCALE, (mixed("grad_scaler", OPTIMIZER, "autocast"),)),
     Mutant(ForgetsItsMasters, Kind.AUTOCAST, (mixed("master_weights", OPTIMIZER, "fp32"),)),
+    Mutant(
+        TakesAnyMixOfMasters,
+        Kind.AUTOCAST,
+        (Target("precision.master_weights", Part.FORWARD, "mixed", "fp32", parameter="input"),),
+    ),
     Mutant(LowersBuffers, Kind.AUTOCAST, (mixed("buffers_keep_dtype", OPTIMIZER, "bf16"),)),
 )
