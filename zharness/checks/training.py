@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from zharness.checks.accumulation import FROZEN, judge_accumulation, observe_accumulation
 from zharness.checks.bench import Bench
 from zharness.checks.free_running import judge_free_running, observe_free_running
+from zharness.checks.kernels import judge_kernels, observe_kernels
 from zharness.checks.law import Check
 from zharness.checks.trajectory import judge_optimizers, judge_trajectory, observe_optimizers, observe_trajectory
 from zharness.checks.trial import Trial, times
@@ -101,6 +102,15 @@ CHECKS = (
         judge=judge_free_running,
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
+    ),
+    Check(
+        name="training.kernels",
+        law="local gradients are as near to float64 as torch's own kernels give them; the reduced ones are their mean",
+        tier=Tier.CALIBRATED,
+        models=("mlp", "transformer"),
+        observe=observe_kernels,
+        judge=judge_kernels,
+        dtypes=("fp32",),
     ),
     Check(
         name="training.accumulation",

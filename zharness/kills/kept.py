@@ -18,6 +18,7 @@ KEPT = {
     "training.several_backwards": "accumulation that no engine is told of: backwards without a step between them",
     "training.clip_and_norm": "the only one that clips below the norm and looks at it",
     "training.forward_alone": "forwards that train nothing, each in a mode of its own",
+    "training.kernels": "it alone judges random weights where an engine's kernels are not torch's",
     "training.free_running": "it needs gradients and weights alone, of an engine that shows no optimizer state",
     "training.optimizers": "the only one that steps with optimizers and options beyond the default ones",
     "backward.*": "one spelling of torch's each: what hangs on an output or a loss breaks in some and not in others",

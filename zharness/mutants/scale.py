@@ -166,7 +166,11 @@ MUTANTS = (
     ),
     Mutant(AlwaysTheSum, Kind.SCALE, (Target("training.grads", model="exact"),)),
     Mutant(AlwaysTheMean, Kind.SCALE, (Target("training.sum_or_mean"),)),
-    Mutant(ATenThousandthTooMuch, Kind.SCALE, (Target("training.one_hot_rank"), Target("training.grads"))),
+    Mutant(
+        ATenThousandthTooMuch,
+        Kind.SCALE,
+        (Target("training.one_hot_rank"), Target("training.grads"), Target("training.kernels", LOCAL)),
+    ),
     Mutant(ATenThousandthTooLittle, Kind.SCALE, (Target("training.grads", model="conv"),)),
     Mutant(
         DividesTwiceByTheAccumulation,

@@ -7,10 +7,11 @@ from enum import Enum
 
 
 class Tier(Enum):
-    """The tiers of tolerance, the tightest first. (A third, calibrated on vanilla runs, is designed and not built.)"""
+    """The tiers of tolerance, the tightest first."""
 
     EXACT = "X"
     STAGED = "S"
+    CALIBRATED = "C"
 
 
 class Part(Enum):

@@ -1,0 +1,89 @@
+"""Tier C passes torch's own kernels in any order of samples, and fails the smallest error that it says it catches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zharness.parity import Comparison, Part, Tier
+from zharness.parity.baseline import Baseline, run_local
+from zharness.parity.calibrated import RUNS, calibrated_comparison, calibration, vanilla_run
+from zharness.parity.compare import Place
+from zharness.workload import model_spec
+
+NAMES = ("mlp", "transformer", "conv")
+PLACE = Place("", Part.LOCAL_GRADIENT)
+
+
+def baseline_of(name: str, seed: int = 0) -> Baseline:
+    return Baseline(model_spec(name), seed=seed, world_size=1)
+
+
+def judged(baseline: Baseline, grads: dict[str, Tensor]) -> Comparison:
+    return calibrated_comparison(PLACE, calibration(baseline, 0), grads)
+
+
+def right(baseline: Baseline) -> dict[str, Tensor]:
+    return dict(baseline.local(0, 0).grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(8))
+def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: str, seed: int) -> None:
+    baseline = baseline_of(name, seed)
+    for number in range(RUNS, RUNS + 4):
+        found = judged(baseline, dict(vanilla_run(baseline, baseline.batch(0, 0), number)))
+        assert found.mismatch is None
+        assert found.tier is Tier.CALIBRATED
+        assert found.ratio < 1
+
+
+class Apart(nn.Linear):
+    """A linear layer whose product and bias are not fused, summed in two halves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return x[..., :half] @ self.weight[:, :half].t() + x[..., half:] @ self.weight[:, half:].t() + self.bias
+
+
+def test_another_right_kernel_passes() -> None:
+    baseline = baseline_of("mlp", 3)
+    model = baseline.module()
+    model.first.__class__ = Apart
+    grads = run_local(model, baseline.batch(0, 0), baseline.objective).grads
+    assert not all(torch.equal(grads[name], grad) for name, grad in right(baseline).items()), "it is another kernel"
+    assert judged(baseline, dict(grads)).mismatch is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scale_error_that_is_said_to_be_caught_is_caught_in_every_tensor(name: str) -> None:
+    baseline = baseline_of(name)
+    smallest = judged(baseline, right(baseline)).smallest
+    for tensor, grad in right(baseline).items():
+        wrong = {**right(baseline), tensor: grad.double() * (1 + smallest)}
+        found = judged(baseline, wrong).mismatch
+        assert found is not None, tensor
+        assert found.part is Part.LOCAL_GRADIENT
+        assert "what 8 runs of torch's own kernels allow" in found.hint
+
+
+WRONG = {
+    "computed in bf16": lambda grad: grad.bfloat16().float(),
+    "one element lost": lambda grad: torch.where(grad.abs() == grad.abs().max(), 0.0, grad),
+    "not a number": lambda grad: torch.full_like(grad, torch.nan),
+    "half of it": lambda grad: grad / 2,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_kernel_fails_and_its_tensor_is_named(wrong) -> None:
+    baseline = baseline_of("transformer", 1)
+    grads = right(baseline)
+    found = judged(baseline, {**grads, "blocks.0.up.weight": wrong(grads["blocks.0.up.weight"])}).mismatch
+    assert found is not None
+    assert found.parameter == "blocks.0.up.weight"
+
+
+def test_a_calibration_is_made_once_for_all_engines() -> None:
+    assert calibration(baseline_of("mlp"), 0) is calibration(baseline_of("mlp"), 0)
