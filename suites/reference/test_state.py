@@ -215,3 +215,33 @@ def test_weights_alone_are_taken_where_that_is_asked_for(shared_tmp_path: Path) 
     assert target.steps == 0
     assert target.full_optimizer_state() == {}
     assert_same(target.full_state_dict(), source.full_state_dict())
+
+
+class Single(nn.Module):
+    """One parameter, of one number: the shape of every optimizer's counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def single(stage: int, kind: type[torch.optim.Optimizer]) -> Engine:
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    return initialize(model=Single(), config=config, optimizer=lambda leaves: kind(leaves.values()))[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+@pytest.mark.world_size(2)
+def test_a_count_is_one_number_for_a_parameter_of_one_number_too(
+    kind: type[torch.optim.Optimizer], shared_tmp_path: Path
+) -> None:
+    never, resumed = single(0, kind), single(1, kind)
+    train(never, range(2))
+    never.save_checkpoint(shared_tmp_path)
+    resumed.load_checkpoint(shared_tmp_path)
+    train(never, range(2, 3))
+    train(resumed, range(2, 3))
+    assert_same(resumed.full_params(), never.full_params())

@@ -24,6 +24,9 @@ from zharness.errors import CheckpointError
 from zharness.reference.layout import Original, Owner, Owners
 from zharness.reference.parameters import Parameters
 
+# What torch.optim keeps as one number for a whole parameter (the last three are NAdam's and ASGD's).
+SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -231,8 +234,8 @@ class TrainingState:
 
 
 def _elementwise(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether each element belongs to one of the parameter. torch.optim's ``step`` never does, whatever its shape."""
-    return key != "step" and isinstance(value, Tensor) and value.shape == shape
+    """Whether each element belongs to one of the parameter, which the shape of a parameter of one number cannot say."""
+    return key not in SINGLE and isinstance(value, Tensor) and value.shape == shape
 
 
 def _like(leaf: Tensor, piece: Tensor | None) -> Tensor:
