@@ -179,6 +179,12 @@ def other_group(rank: int) -> dict[str, Any]:
     return {"optimizer": lambda leaves: torch.optim.SGD([leaves[("weight", "bias")[rank]]], lr=1.0)}
 
 
+def without_empty(rank: int) -> dict[str, Any]:
+    """What no checkpoint could be of: the second rank has no element of the bias, and leaves it out."""
+    build = lambda leaves: torch.optim.SGD([leaf for leaf in leaves.values() if leaf.numel()], lr=1.0)  # noqa: E731
+    return {"model": nn.Linear(3, 1), "optimizer": build}
+
+
 def bad_on_one(rank: int) -> dict[str, Any]:
     return {"config": config(7 if rank else 3)}
 
@@ -198,6 +204,7 @@ def raises_on_one(rank: int) -> dict[str, Any]:
         (other_stage, r"configuration: stage: 0 on rank 0; 1 on rank 1"),
         (other_rate, r"optimizer group 0: .*'lr': 1\.0.* on rank 0; .*'lr': 2\.0"),
         (other_group, r"optimizer group 0: \['weight'\].* on rank 0; \['bias'\].* on rank 1"),
+        (without_empty, r"optimizer group 0: \['weight', 'bias'\].* on rank 0; \['weight'\].* on rank 1"),
         (bad_on_one, r"outcome: accepted on rank 0; .*unknown zero_optimization\.stage '7'.* on rank 1"),
         (raises_on_one, r"outcome: accepted on rank 0; ValueError: Invalid learning rate.* on rank 1"),
     ],

@@ -87,7 +87,7 @@ def initialize(
             chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
             return chosen, build_schedule(lr_scheduler, settings.scheduler, chosen)
 
-        chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], found, parameters.leaves))
+        chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], parameters.leaves))
         undo.pop_all()
     scale = LossScale(settings.precision.scaling, [p for p in model.parameters() if p.requires_grad])
     gradients = Gradients(found, owners, wire, travelling)

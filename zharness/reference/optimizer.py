@@ -103,16 +103,16 @@ def build_schedule(given: Any, choice: Choice | None, optimizer: torch.optim.Opt
     return made
 
 
-def group_facts(optimizer: torch.optim.Optimizer, originals: Mapping[str, Original], leaves: Leaves) -> dict[str, str]:
+def group_facts(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
     """The optimizer in words, so that ranks can be compared: its class, and of each group the members and settings.
 
-    A rank may leave out what it has no elements of, so only parameters with elements on the last rank are told.
+    Leaves without elements on a rank are told too: a checkpoint is of the same groups on every rank.
     """
-    names = {id(leaves[n]): n for n, each in originals.items() if each.layout.owned(each.layout.ranks - 1)}
+    names = {id(leaf): name for name, leaf in leaves.items()}
     told = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        members = [names[id(leaf)] for leaf in group["params"] if id(leaf) in names]
+        members = [names[id(leaf)] for leaf in group["params"]]
         told[f"optimizer group {index}"] = f"{members}, {settings}"
     return told
 
