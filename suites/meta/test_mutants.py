@@ -9,7 +9,7 @@ import pytest
 from zharness.checks import CHECKS, check_named
 from zharness.kills import MutantRunner, target_case
 from zharness.mutants import MUTANTS, Mutant, Target
-from zharness.run import Planned
+from zharness.run import Planned, Verdict
 from zharness.run.plan import unsupported
 
 KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
@@ -50,6 +50,13 @@ def test_the_first_module_that_departs_is_named(runner: MutantRunner) -> None:
     record = runner.run(Planned(target_case(mutant, mutant.targets[0])))
     assert record.modules.startswith("first in forward order: blocks.0.down, call 0, output 0"), record.cause
     assert record.modules in record.cause
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS.values() if mutant.equivalent], ids=words)
+def test_an_equivalent_mutant_passes(runner: MutantRunner, mutant: Mutant) -> None:
+    for target in (Target("training.grads", model="exact"), Target("training.trajectory", variant="adamw")):
+        record = runner.run(Planned(target_case(mutant, target)))
+        assert record.verdict is Verdict.PASS, record.cause
 
 
 def test_nine_tenths_of_the_mutants_are_named() -> None:
