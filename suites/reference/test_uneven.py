@@ -103,3 +103,46 @@ def test_a_step_or_another_block_inside_is_refused() -> None:
         with pytest.raises(UsageError, match=r"another uneven\(\) was asked for"), engine.uneven():
             pass
     engine.step()
+
+
+class Heads(nn.Module):
+    """Two heads of equal shape, both read by every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x) for head in self.heads]
+
+
+class OneHead(Heads):
+    """Reads one of them."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        chosen: Tensor = self.heads[dist.get_rank()](x)
+        return [chosen, chosen]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("size", [0, 10**6])
+@pytest.mark.parametrize("kind", [Heads, OneHead])
+def test_ranks_that_use_different_parameters_of_one_shape_hear_of_it_on_every_rank(
+    kind: type[Heads], size: int
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": size, "reduce_bucket_size": size},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = initialize(model=kind(), config=config)
+    before = engine.full_params()
+    for boundary in (engine.step, engine.full_grads):
+        engine.backward(engine(torch.ones(2, 4))[dist.get_rank()].sum())
+        with pytest.raises(UsageError, match=r"rank 1 used different parameters than rank 0.*engine\.uneven\(\)"):
+            boundary()
+        engine.zero_grad()
+    assert all(torch.equal(p, before[name]) for name, p in engine.full_params().items())
+    with engine.uneven():
+        engine.backward(engine(torch.ones(2, 4))[dist.get_rank()].sum())
+    assert len(engine.full_grads()) == 4

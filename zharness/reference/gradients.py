@@ -73,7 +73,12 @@ class Gradients:
                 self._watch()
 
     def reduced(self) -> dict[str, Tensor]:
-        """All that backward left, reduced; parameters without gradient are left out. Collective."""
+        """All that backward left, reduced; parameters without gradient are left out. Collective.
+
+        Raises UsageError on every rank where sharded parameters were used unlike, outside ``uneven``.
+        """
+        if self._owners.parameters is Owner.SHARDED:
+            self._wire.channel.settle()
         used, _ = self._agree(list(self._originals.values()))
         for bucket in self._buckets:
             self._absorb(bucket.only(used))

@@ -73,9 +73,10 @@ def initialize(
     all_of_them = list(found.values())
     travelling, fetched = (buckets(all_of_them, size) for size in (settings.bucket_size, settings.prefetch_size))
     ledger = Ledger()
-    shelf = Shelf(fetched, comm, ledger.shelve)
+    channel = Channel(all_of_them, comm, divisor)
+    shelf = Shelf(fetched, channel, ledger.shelve)
     neighbours = {original.name: bucket for bucket in travelling for original in bucket.members}
-    wire = Wire(comm, ledger, divisor, Channel(all_of_them, comm, divisor), shelf, neighbours)
+    wire = Wire(comm, ledger, divisor, channel, shelf, neighbours)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
         undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
         parameters = Parameters(model, found, owners, wire, travelling)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
 from zharness.reference.buckets import Bucket, spread
 from zharness.reference.layout import Original
+from zharness.reference.uneven import Channel
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Lot:
 class Shelf:
     """Room for one Lot. ``count`` is told of the bytes on it whenever they change."""
 
-    def __init__(self, buckets: Iterable[Bucket], comm: Comm, count: Callable[[int], None]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], channel: Channel, count: Callable[[int], None]) -> None:
         self._bucket_of = {original.name: bucket for bucket in buckets for original in bucket.members}
-        self._comm = comm
+        self._channel = channel
         self._count = count
         self._lot: Lot | None = None
 
@@ -50,7 +50,7 @@ class Shelf:
 
     def _gather(self, bucket: Bucket, dtype: torch.dtype) -> Lot:
         shards = [member.parameter.detach() for member in bucket.members]
-        rows = bucket.gather(bucket.join(shard.to(dtype) for shard in shards), self._comm)
+        rows = self._channel.rows(bucket, bucket.join(shard.to(dtype) for shard in shards))
         names = [member.name for member in bucket.members]
         parts = torch.split(rows, bucket.lengths, dim=1)
         versions = (shard._version for shard in shards)

@@ -8,6 +8,7 @@ sum is added to its parameter's gradient. A rank that has left the block goes on
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,12 @@ class Channel:
         self._divisor = divisor
         self._index = {original.name: index for index, original in enumerate(originals)}
         self._mode = Mode.AT_ONCE
+        self._trail = 0
+
+    def rows(self, bucket: Bucket, row: Tensor) -> Tensor:
+        """Every rank's ``row`` of the bucket: shape (N, length of a row). Collective."""
+        self._note(Kind.SHARDS, bucket.members, row.dtype)
+        return bucket.gather(row, self._comm)
 
     def full(self, original: Original, dtype: torch.dtype) -> Tensor:
         """The full parameter, cast before it crosses the wire. Collective."""
@@ -78,6 +85,7 @@ class Channel:
         if not self.even or not originals:
             return [self.mean(original, full) for original, full in zip(originals, fulls, strict=True)]
         bucket, formats = Bucket(tuple(originals)), originals[0].formats
+        self._note(Kind.MEAN, originals, formats.wire)
         row = bucket.reduce_scatter([full.to(formats.wire) for full in fulls], self._comm)
         mean = row.to(formats.held) / self._divisor_of(originals[0])
         return list(torch.split(mean, bucket.lengths))
@@ -117,7 +125,31 @@ class Channel:
 
     def _collect(self, kind: Kind, original: Original, mine: Tensor) -> Tensor:
         want = Want(kind, self._index[original.name], DTYPES.index(mine.dtype))
-        return self._run(want, mine) if self._mode is Mode.AT_ONCE else self._round(want, mine)[want]
+        if not self.even:
+            return self._round(want, mine)[want]
+        self._note(kind, [original], mine.dtype)
+        return self._run(want, mine)
+
+    def _note(self, kind: Kind, originals: Sequence[Original], dtype: torch.dtype) -> None:
+        """Add a collective that all ranks are taken to run alike to the checksum of them, for ``settle``."""
+        told = (int(kind), [self._index[original.name] for original in originals], str(dtype))
+        self._trail = zlib.crc32(repr(told).encode(), self._trail)
+
+    def settle(self) -> None:
+        """Raises UsageError on every rank where ranks gathered or reduced different parameters at once. Collective.
+
+        Equal shapes go through such a collective in silence, and one rank's values are then taken for another's.
+        """
+        mine = torch.tensor([self._trail], device=self._originals[0].parameter.device)
+        self._trail = 0
+        trails = self._comm.all_gather(mine.new_empty(self._comm.world_size), mine).tolist()
+        others = [rank for rank, trail in enumerate(trails) if trail != trails[0]]
+        if others:
+            raise UsageError(
+                f"rank {', '.join(map(str, others))} used different parameters than rank 0, or in another order, since "
+                "the last step, and their values and gradients were mixed: call zero_grad(), and run forwards and "
+                "backwards that differ between ranks inside `with engine.uneven():`"
+            )
 
     def _round(self, want: Want, mine: Tensor | None) -> dict[Want, Tensor]:
         """Every rank's want, fulfilled; empty when no rank has any. Raises UsageError when another rank has failed.
