@@ -245,6 +245,29 @@ def test_no_sync_defers_reduction_where_gradients_are_whole_and_is_refused_elsew
     assert_together(all(torch.equal(g, twice[n]) for n, g in engine.full_grads().items()), "both backwards count")
 
 
+@pytest.mark.world_size(1)
+def test_an_engine_that_was_closed_inside_no_sync_stays_closed() -> None:
+    engine, _ = start(1)
+    with engine.no_sync():
+        engine.close()
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.step()
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_a_step_by_the_optimizer_itself_is_refused_and_names_the_engines(stage: int) -> None:
+    engine, _ = start(stage)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    with pytest.raises(UsageError, match=r"call engine\.step\(\), and engine\.zero_grad\(\)"):
+        engine.optimizer.step()
+    before = engine.full_params()
+    engine.step()
+    assert_together(any(not torch.equal(p, before[name]) for name, p in engine.full_params().items()), "the engine's")
+    engine.close()
+    engine.optimizer.step()
+
+
 @stages
 @pytest.mark.world_size(1)
 def test_a_closed_engine_says_so(stage: int) -> None:

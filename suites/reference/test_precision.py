@@ -160,6 +160,27 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule_and_forgets_its_gradi
         assert engine.optimizer.param_groups[0]["lr"] == 0.0125
 
 
+@pytest.mark.world_size(1)
+def test_the_step_that_gives_up_at_the_smallest_scale_is_counted_as_skipped() -> None:
+    engine = start(1, fp16={"enabled": True, "initial_scale_power": 0})
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).float().sum() * float("inf"))
+    with pytest.raises(NonFiniteError, match="smallest loss scale"):
+        engine.step()
+    assert engine.skipped_steps == 1
+
+
+@stages
+@pytest.mark.world_size(1)
+def test_a_parameter_that_is_trained_later_needs_the_loss_scale_too(stage: int) -> None:
+    model = net().requires_grad_(False)
+    model[0].requires_grad_(True)
+    engine = start(stage, model.half(), **FP16)
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    with pytest.raises(UsageError, match="without the loss scale"):
+        engine(torch.ones(2, 4)).float().sum().backward()
+
+
 class One(nn.Module):
     """The sum of its weights, all 1: every gradient is 1, whatever the input."""
 

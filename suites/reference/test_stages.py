@@ -241,6 +241,20 @@ def test_a_loss_or_norm_that_is_not_finite_on_one_rank_is_reported_and_raises_on
     run(infinite_norm, stage, value, world_size=2)
 
 
+def unseen_loss(stage: int) -> None:
+    engine, _ = pair(stage)
+    before = engine.full_params()
+    (engine(torch.randn(3, 5)) * (float("nan") if dist.get_rank() == 1 else 1.0)).sum().backward()
+    with pytest.raises(NonFiniteError, match=r"not finite on some rank.*no weight was changed"):
+        engine.step()
+    assert all(torch.equal(p, before[name]) for name, p in engine.full_params().items())
+
+
+@stages
+def test_a_gradient_of_a_loss_that_the_engine_never_saw_is_looked_at_too(stage: int) -> None:
+    run(unseen_loss, stage, world_size=2)
+
+
 def refuse_stale_graph(stage: int) -> None:
     engine, _ = pair(stage)
     out = engine(torch.randn(3, 5))

@@ -20,7 +20,7 @@ from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.loss_scale import LossScale
-from zharness.reference.optimizer import only_leaves
+from zharness.reference.optimizer import only_leaves, refuse_own_steps
 from zharness.reference.parameters import Parameters
 from zharness.reference.precision import OnOverflow
 from zharness.reference.rescaling import Rescaling
@@ -77,7 +77,8 @@ class Engine:
         self._phase = Phase.TRAINING
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._micro_batches = 0
-        self._rescaling = Rescaling(settings, loss_scale, gradients, comm, self._device)
+        self._rescaling = Rescaling(settings, loss_scale, gradients)
+        self._guard = refuse_own_steps(optimizer, parameters.leaves)
         kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
         stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
         self._state = TrainingState(module, originals, owners, parameters, optimizer, stateful, comm)
@@ -103,7 +104,6 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) scale (out * g).sum()")
-        self._rescaling.see(loss)
         return self._scale.scale(loss)
 
     def needs_scaler(self) -> bool:
@@ -136,14 +136,14 @@ class Engine:
         try:
             yield
         finally:
-            self._phase = Phase.TRAINING
+            if self._phase is Phase.NO_SYNC:  # and not closed meanwhile
+                self._phase = Phase.TRAINING
 
     def step(self) -> None:
         """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then.
 
         A step whose gradients are not finite on some rank changes no weight on any: it is skipped and counted under
-        fp16 and (unless bf16.check_grad_overflow is false) bf16, and raises NonFiniteError otherwise. There it also
-        does so for a loss that the engine saw; gradients are looked at where something needs their norm.
+        fp16 and (unless bf16.check_grad_overflow is false) bf16, and raises NonFiniteError otherwise.
         """
         self._need(Phase.TRAINING)
         self._micro_batches += 1
@@ -156,16 +156,21 @@ class Engine:
         if finite:
             self._update(reduced)
         self.zero_grad()
+        self.skipped_steps += not finite
         self._scale.update(not finite)
-        if not finite:
-            self._skip()
+        if not finite and self.settings.precision.on_overflow is OnOverflow.RAISE:
+            raise NonFiniteError(
+                f"after step {self.steps} a gradient is not finite on some rank (norm {self.grad_norm()}): no weight "
+                "was changed and the gradients are forgotten; look at the loss, the data and the learning rate"
+            )
 
     def _update(self, reduced: Mapping[str, Tensor]) -> None:
         leaves = self._parameters.leaves
         try:
             for name, grad in reduced.items():
                 leaves[name].grad = grad
-            self.optimizer.step()
+            if reduced:
+                self.optimizer.step()
         finally:
             for name in reduced:
                 leaves[name].grad = None
@@ -174,23 +179,17 @@ class Engine:
         if self.schedule is not None:
             self.schedule.step()
 
-    def _skip(self) -> None:
-        self.skipped_steps += 1
-        if self.settings.precision.on_overflow is OnOverflow.RAISE:
-            raise NonFiniteError(
-                f"after step {self.steps} a loss or a gradient is not finite on some rank (norm {self.grad_norm()}): "
-                "no weight was changed and the gradients are forgotten; look at the data and the learning rate"
-            )
-
     def _need(self, *phases: Phase) -> None:
         if self._phase not in phases:
             raise UsageError(f"the engine is {self._phase.value}; this call needs it {phases[0].value}")
 
     def zero_grad(self) -> None:
-        """Forget every gradient, reduced or not, and the micro-batches that they came from."""
+        """Forget every gradient, reduced or not, and the micro-batches that they came from.
+
+        The module's and the optimizer's own ``zero_grad`` cannot: they do not see the gradients that are reduced.
+        """
         self._gradients.forget()
         self._scale.forget()
-        self._rescaling.forget()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
@@ -358,6 +357,7 @@ class Engine:
         """Take the hooks and the exchanged classes away. No collective: at stage 3 the parameters stay shards."""
         if self._phase is not Phase.CLOSED:
             self._phase = Phase.CLOSED
+            self._guard.remove()
             self._scale.close()
             self._gradients.close()
             self._parameters.close()

@@ -41,6 +41,7 @@ class Gradients:
         self._wire = wire
         self._buckets = travelling
         self._reduced: dict[str, Tensor] = {}
+        self._device = next((o.parameter.device for o in originals.values()), torch.device("cpu"))
         self._rounds: Rounds | None = None
         self._hooks: list[RemovableHandle] = []
         self._watch()
@@ -158,6 +159,12 @@ class Gradients:
             return grad
         return gather(grad, self._originals[name].layout, self._wire.comm)
 
+    def finite(self) -> bool:
+        """Whether every element of what ``reduced`` gave last is finite, on every rank. Collective: one byte."""
+        ends = [end for grad in self._reduced.values() if grad.numel() for end in torch.aminmax(grad)]
+        seen = torch.stack([*(end.double() for end in ends), torch.zeros((), dtype=torch.float64, device=self._device)])
+        return not self._wire.comm.all_reduce((~seen.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
+
     def norm(self) -> float:
         """The 2-norm of what ``reduced`` gave last, all together, summed in float64. Collective where it is sharded."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced.values()]
@@ -165,14 +172,6 @@ class Gradients:
         if self._owners.optimizer_state is Owner.SHARDED:
             self._wire.comm.all_reduce(total)
         return math.sqrt(total.item())
-
-    def clip(self, limit: float) -> float:
-        """Scale to a norm of at most ``limit`` as torch.nn.utils.clip_grad_norm_ does; the norm before. Collective."""
-        norm = self.norm()
-        factor = min(1.0, limit / (norm + 1e-6)) if not math.isnan(norm) else norm
-        for grad in self._reduced.values():
-            grad.mul_(factor)
-        return norm
 
 
 def _hook(original: Original, function: Callable[[nn.Parameter], None]) -> RemovableHandle:

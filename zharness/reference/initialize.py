@@ -90,7 +90,7 @@ def initialize(
 
         chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], parameters.leaves))
         undo.pop_all()
-    scale = LossScale(settings.precision.scaling, [p for p in model.parameters() if p.requires_grad])
+    scale = LossScale(settings.precision.scaling, model.parameters())
     gradients = Gradients(found, owners, wire, travelling)
     engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, schedule, scale, wire.ledger)
     return engine, chosen, loader, schedule

@@ -39,7 +39,7 @@ class LossScale:
     An external scale (``override``) takes precedence over the engine's own, and is moved by its owner alone.
     """
 
-    def __init__(self, scaling: Scaling | None, trained: Iterable[nn.Parameter]) -> None:
+    def __init__(self, scaling: Scaling | None, parameters: Iterable[nn.Parameter]) -> None:
         self._scaling = scaling
         self._value = 1.0 if scaling is None else scaling.initial
         self._external: float | None = None
@@ -48,7 +48,7 @@ class LossScale:
         self._scaled_backward: int | None = None
         self._hooks: list[RemovableHandle] = []
         if scaling is not None:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._refuse_unscaled) for p in trained]  # type: ignore[no-untyped-call]
+            self._hooks = [self._watch(p) for p in parameters if p.is_floating_point()]
 
     @property
     def value(self) -> float:
@@ -86,6 +86,14 @@ class LossScale:
 
         if private.can_queue():
             private.at_end_of_backward(leave)
+
+    def _watch(self, parameter: nn.Parameter) -> RemovableHandle:
+        """A frozen one as well, since it may be trained later; torch takes hooks of those that want gradients alone."""
+        wanted = parameter.requires_grad
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._refuse_unscaled)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(wanted)
+        return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
         if self._external is None and self._scaled_backward is None:

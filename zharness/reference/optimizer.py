@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, UsageError
 from zharness.reference.config import Choice, refuse_unelementwise
 from zharness.reference.layout import Original
 
@@ -115,6 +116,19 @@ def group_facts(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, s
         members = [names[id(leaf)] for leaf in group["params"]]
         told[f"optimizer group {index}"] = f"{members}, {settings}"
     return told
+
+
+def refuse_own_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
+    """From now on ``optimizer.step()`` raises UsageError unless the engine asks, which gives the leaves gradients."""
+
+    def look(*_: Any) -> None:
+        if all(leaf.grad is None for leaf in leaves.values()):
+            raise UsageError(
+                "optimizer.step() was called, but the engine keeps the gradients and the optimizer has none: call "
+                "engine.step(), and engine.zero_grad() in place of optimizer.zero_grad()"
+            )
+
+    return optimizer.register_step_pre_hook(look)
 
 
 def only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:

@@ -16,7 +16,7 @@ from zharness.reference.loss_scale import Scaling
 
 
 class OnOverflow(Enum):
-    """What a step does when a gradient, or a loss that the engine saw, is not finite on some rank."""
+    """What a step does when a gradient is not finite on some rank."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"
