@@ -76,9 +76,10 @@ def test_every_expert_learns_from_the_ranks_that_chose_it_and_the_unused_one_sta
     assert "experts.3.bias" in engine.full_grads()
 
 
+@stages
 @pytest.mark.world_size(3)
-def test_when_one_rank_raises_every_rank_does_and_training_goes_on() -> None:
-    engine, _, x = pair(3)
+def test_when_one_rank_raises_every_rank_does_and_training_goes_on(stage: int) -> None:
+    engine, _, x = pair(stage)
     with pytest.raises((ZeroDivisionError, UsageError), match=r"by zero|rank 1 raised inside uneven"), engine.uneven():
         choose_or_raise(engine, x)
     engine.zero_grad()
@@ -93,9 +94,10 @@ def choose_or_raise(engine: Engine, x: Tensor) -> None:
     out.sum().backward()
 
 
+@stages
 @pytest.mark.world_size(2)
-def test_a_step_or_another_block_inside_is_refused() -> None:
-    engine, _, x = pair(3)
+def test_a_step_or_another_block_inside_is_refused(stage: int) -> None:
+    engine, _, x = pair(stage)
     with engine.uneven():
         engine(x, [dist.get_rank()]).sum().backward()
         with pytest.raises(UsageError, match=r"a step was asked for inside uneven\(\)"):
@@ -146,3 +148,23 @@ def test_ranks_that_use_different_parameters_of_one_shape_hear_of_it_on_every_ra
     with engine.uneven():
         engine.backward(engine(torch.ones(2, 4))[dist.get_rank()].sum())
     assert len(engine.full_grads()) == 4
+
+
+@pytest.mark.world_size(2)
+def test_bf16_gradients_of_what_another_rank_used_add_up_in_the_dtype_of_the_master() -> None:
+    terms = [256.0, *[1.0] * 8]  # in bf16 256 + 1 is 256
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "gradient_allreduce_op": "sum",
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = initialize(model=OneHead(), config=config)
+    for term in terms:
+        with engine.uneven():
+            engine.backward(engine(torch.full((1, 4), term, dtype=torch.bfloat16))[0].float().sum())
+    grads = engine.full_grads()
+    for rank in range(2):
+        assert torch.equal(grads[f"heads.{rank}.weight"], torch.full((4, 4), sum(terms)))
+        assert torch.equal(grads[f"heads.{rank}.bias"], torch.full((4,), float(len(terms))))

@@ -222,9 +222,9 @@ class Engine:
         What a rank does not use counts as zero in the mean. Without it, stage 3 asks the same reads of every rank, each
         a collective (two, inside the block: the first says which), and stage 2 as many backwards, those of reentrant
         checkpoints among them. Collective at its end. Raises UsageError where another rank raised inside it, and for
-        another such block, or a step at stage 3, inside it.
+        another such block, or a step, inside it; at every stage.
         """
-        with self._gradients.uneven(), self._parameters.uneven():
+        with self._parameters.uneven(), self._gradients.uneven():
             yield
 
     def full_masters(self) -> dict[str, Tensor]:

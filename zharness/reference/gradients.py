@@ -44,6 +44,7 @@ class Gradients:
         self._device = next((o.parameter.device for o in originals.values()), torch.device("cpu"))
         self._rounds: Rounds | None = None
         self._hooks: list[RemovableHandle] = []
+        wire.channel.credits.append(self._credit)
         self._watch()
 
     def _watch(self) -> None:
@@ -85,7 +86,8 @@ class Gradients:
             self._absorb(bucket.only(used))
         if self._rounds is not None:
             self._rounds.forget()
-        return dict(self._reduced)
+        # In one order on all ranks: which came first differs, where ranks used different parameters.
+        return {name: self._reduced[name] for name in self._originals if name in self._reduced}
 
     def held(self) -> list[Tensor]:
         """What is reduced already; the rest is in the parameters."""
@@ -132,8 +134,16 @@ class Gradients:
         if not bucket.members:
             return
         for original, share in zip(bucket.members, self._reduce(bucket), strict=True):
-            before = self._reduced.get(original.name)
-            self._reduced[original.name] = share if before is None else before.add_(share)
+            self._add(original, share)
+
+    def _credit(self, original: Original, mean: Tensor) -> None:
+        """Add what came of a gradient that only other ranks made, in the dtype in which gradients add up."""
+        self._add(original, self._moved(mean, original))
+
+    @torch.no_grad()
+    def _add(self, original: Original, share: Tensor) -> None:
+        before = self._reduced.get(original.name)
+        self._reduced[original.name] = share if before is None else before.add_(share)
 
     def _reduce(self, bucket: Bucket) -> list[Tensor]:
         """The bucket's gradients, taken from the parameters: a rank that did not use one takes part with zeros."""

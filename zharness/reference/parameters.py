@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class Parameters:
 
     def uneven(self) -> AbstractContextManager[None]:
         """The engine's ``uneven``."""
-        return nullcontext() if self._reader is None else self._channel.uneven()
+        return self._channel.uneven()
 
     def ready_to_step(self) -> None:
         """Raise UsageError inside ``gathered`` or ``uneven``, and for an edit that the step would lose."""

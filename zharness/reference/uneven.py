@@ -9,7 +9,7 @@ sum is added to its parameter's gradient. A rank that has left the block goes on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -53,9 +53,13 @@ class Want:
 
 
 class Channel:
-    """The collectives on sharded parameters. ``originals`` are the model's, in the one order of all ranks."""
+    """The collectives on sharded parameters. ``originals`` are the model's, in the one order of all ranks.
+
+    ``credits`` get this rank's share of the mean gradient of a parameter that only other ranks used.
+    """
 
     def __init__(self, originals: Sequence[Original], comm: Comm, divisor: int) -> None:
+        self.credits: list[Callable[[Original, Tensor], None]] = []
         self._originals = originals
         self._comm = comm
         self._divisor = divisor
@@ -179,13 +183,7 @@ class Channel:
         full = parameter.new_zeros(layout.shape, dtype=dtype) if mine is None else mine
         shard = reduce_scatter(full, layout, self._comm).to(original.formats.held)
         mean = shard / self._divisor_of(original)
-        if mine is None:
-            _credit(original, mean)
+        if mine is None and parameter.requires_grad:
+            for credit in self.credits:
+                credit(original, mean)
         return mean
-
-
-def _credit(original: Original, mean: Tensor) -> None:
-    """Add to the gradient what autograd would, had this rank used the parameter."""
-    parameter = original.parameter
-    if parameter.requires_grad:
-        parameter.grad = mean if parameter.grad is None else parameter.grad + mean
