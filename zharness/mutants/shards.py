@@ -217,7 +217,12 @@ MUTANTS = (
         Kind.STALE,
         (Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, "blocks"),),
     ),
-    Mutant(ReadsFreshMemory, Kind.STALE, (Target("resources.poisoned_memory"),), imitates=deepspeed(8539)),
+    Mutant(
+        ReadsFreshMemory,
+        Kind.STALE,
+        (Target("resources.poisoned_memory", None, words="a gradient is not finite"),),
+        imitates=deepspeed(8539),
+    ),
     Mutant(NormOfItsOwnShard, Kind.CLIPPING, (Target("training.clip_and_norm", parameter="norm"),)),
     Mutant(NormCountsEveryRank, Kind.CLIPPING, (Target("training.clip_and_norm", parameter="norm"),)),
     Mutant(ClipsToHalf, Kind.CLIPPING, (Target("training.clip_and_norm", OPTIMIZER),)),
