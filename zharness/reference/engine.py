@@ -37,10 +37,7 @@ class Phase(Enum):
 
 
 class Engine:
-    """ZeRO over one module: every verb is the plain one, on parts of the whole.
-
-    A training step is: forward (stage 3 gathers what is read), backward (stages 2 and 3 reduce on the way), then
-    ``step``, which at the boundary reduces what is left, clips, updates this rank's elements and shares them.
+    """ZeRO over one module: every verb is the plain one, on parts of the whole. See [Note: phases].
 
     No hook watches the loss or the outputs: gradients are divided where they are reduced. So every spelling of
     backward, losses that never passed through the engine, and several backwards before one step mean what they mean in
