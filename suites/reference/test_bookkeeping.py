@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zharness.reference import initialize
 
@@ -27,11 +29,18 @@ class Scales(nn.Module):
         return self.layers(x)
 
 
-def calls_of_backward(stage: int, count: int) -> int:
+class Checkpointed(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def calls_of_backward(stage: int, net: Callable[[int], nn.Module], count: int) -> int:
     """Calls of this package's functions during one backward over ``count`` parameters, once everything is warm."""
     optimizer = {"type": "SGD", "params": {"lr": 0.5}}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-    engine, *_ = initialize(model=Scales(count), config={**config, "optimizer": optimizer})
+    engine, *_ = initialize(model=net(count), config={**config, "optimizer": optimizer})
     calls = 0
 
     def counting(frame: FrameType, event: str, _argument: object) -> None:
@@ -49,8 +58,10 @@ def calls_of_backward(stage: int, count: int) -> int:
     return calls
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "net"), [(0, Scales), (1, Scales), (2, Scales), (3, Scales), (3, Checkpointed)])
 @pytest.mark.world_size(2)
-def test_the_bookkeeping_of_a_backward_grows_with_the_parameters_and_not_faster(stage: int) -> None:
-    few, some, many = (calls_of_backward(stage, count) for count in (10, 30, 50))
+def test_the_bookkeeping_of_a_backward_grows_with_the_parameters_and_not_faster(
+    stage: int, net: Callable[[int], nn.Module]
+) -> None:
+    few, some, many = (calls_of_backward(stage, net, count) for count in (10, 30, 50))
     assert many - some == some - few

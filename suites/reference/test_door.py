@@ -143,6 +143,8 @@ def test_training_data_is_dealt_out_once_per_epoch_in_micro_batches(rank: int) -
     epochs = [[x.flatten().tolist() for (x,) in loader] for _ in range(2)]
     assert [len(batch) for batch in epochs[0]] == [2, 2, 2] == [len(batch) for batch in epochs[1]]
     assert epochs[0] != epochs[1], "a new epoch has a new order"
+    loader.set_epoch(1)
+    assert [x.flatten().tolist() for (x,) in loader] == epochs[1], "an epoch is found again by its number"
     every = [torch.zeros(6) for _ in range(2)]
     torch.distributed.all_gather(every, torch.tensor(epochs[0]).flatten())
     assert sorted(torch.cat(every).tolist()) == list(range(12))

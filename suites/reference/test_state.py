@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zharness.errors import CheckpointError
@@ -245,3 +246,70 @@ def test_a_count_is_one_number_for_a_parameter_of_one_number_too(
     train(never, range(2, 3))
     train(resumed, range(2, 3))
     assert_same(resumed.full_params(), never.full_params())
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of each rank's own, and counts its forwards in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.forwards = {"count": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards["count"] += 1
+        return F.dropout(self.inner(x), 0.5)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.forwards
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.forwards = state
+
+
+def keep(stage: int, folder: Path) -> list[float]:
+    """Train with ranks that differ in their generators and their extra state, save, and give the loss that follows."""
+    engine = built(stage, net=Noisy)
+    torch.manual_seed(dist.get_rank())
+    x = torch.ones(3, 5)
+    for _ in range(1 + dist.get_rank()) if stage == 0 else (1,):
+        engine(x)
+    engine.save_checkpoint(folder, client_state={"generator": torch.get_rng_state()})
+    return [engine(x).sum().item(), engine.module.forwards["count"]]
+
+
+def go_on(stage: int, folder: Path) -> list[float]:
+    engine = built(stage, net=Noisy)
+    engine.module.forwards["count"] = 77
+    _, client_state = engine.load_checkpoint(folder)
+    torch.set_rng_state(client_state["generator"])
+    return [engine(torch.ones(3, 5)).sum().item(), engine.module.forwards["count"]]
+
+
+def keep_and_go_on(stage: int, folder: Path) -> tuple[list[float], list[float]]:
+    return keep(stage, folder), go_on(stage, folder)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_generators_and_extra_state_are_each_rank_s_own_and_rank_0_s_for_a_new_one(stage: int, tmp_path: Path) -> None:
+    kept, found = zip(*run(keep_and_go_on, stage, tmp_path, world_size=2), strict=True)
+    assert kept == found
+    assert kept[0] != kept[1]
+    assert run(go_on, stage, tmp_path, world_size=1) == [kept[0]]
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_the_consolidated_state_has_extra_state_and_a_model_without_is_another(
+    stage: int, shared_tmp_path: Path
+) -> None:
+    engine = built(stage, net=Noisy)
+    full = engine.full_state_dict()
+    engine(torch.ones(3, 5))
+    plain = Noisy()
+    plain.load_state_dict(full)
+    assert plain.forwards == {"count": 0}
+    engine.save_checkpoint(shared_tmp_path)
+    bare = type("Bare", (Noisy,), {"get_extra_state": nn.Module.get_extra_state})
+    with pytest.raises(CheckpointError, match=r"it has the extra state \['_extra_state'\], here is \[\]"):
+        built(stage, net=bare).load_checkpoint(shared_tmp_path)

@@ -98,7 +98,7 @@ def test_a_missing_or_damaged_piece_is_named_before_anything_is_loaded(shared_tm
 
 
 @two_ranks
-@pytest.mark.parametrize("name", [".metadata", "facts.pt", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("name", [".metadata", "facts.pt", "rank_0.pt", "__0_0.distcp", "__1_0.distcp"])
 def test_a_file_that_carries_a_command_is_refused_and_the_command_never_runs(name: str, shared_tmp_path: Path) -> None:
     path = built(steps=1).save_checkpoint(shared_tmp_path, "t")
     marker = shared_tmp_path / "ran"
@@ -112,7 +112,7 @@ def test_a_file_that_carries_a_command_is_refused_and_the_command_never_runs(nam
 
     on_rank_0(plant)
     engine = built(steps=2)
-    refused(engine, shared_tmp_path, "mkdir" if name in (".metadata", "facts.pt") else "could not be read")
+    refused(engine, shared_tmp_path, "mkdir" if not name.endswith(".distcp") else "could not be read")
     assert not marker.exists()
 
 
@@ -163,6 +163,24 @@ def test_what_is_not_there_is_said_with_what_to_do(shared_tmp_path: Path, tmp_pa
     with pytest.raises(CheckpointError, match="gradients wait"):
         engine.save_checkpoint(shared_tmp_path)
     assert not any(shared_tmp_path.iterdir())
+
+
+class Forgetful:
+    """A schedule that only steps."""
+
+    def step(self) -> None:
+        pass
+
+
+@two_ranks
+def test_a_schedule_that_does_not_tell_its_state_is_refused_by_name(shared_tmp_path: Path) -> None:
+    engine, *_ = initialize(
+        model=nn.Linear(5, 3),
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        lr_scheduler=Forgetful(),
+    )
+    with pytest.raises(CheckpointError, match="the schedule, a Forgetful, has no state_dict and load_state_dict"):
+        engine.save_checkpoint(shared_tmp_path)
 
 
 class Full(OSError):

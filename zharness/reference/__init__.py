@@ -25,6 +25,36 @@ numbers that come out are those of plain PyTorch. Read in this order:
 ``linear`` is the layer that other engines put in the place of torch's at stage 3, and ``deferred`` builds models that
 are too large to build first and shard afterwards.
 
+[Note: the tensors of a parameter]
+Of a parameter of n elements a rank "has its part" where ``Layout.bounds`` gives it a range; "whole" is all n.
+
+- The Parameter, the model's own object (``parameters``): whole; at stage 3 its data is this rank's part, padded to the
+  common length.
+- The leaf, which the optimizer updates in place: whole at stage 0, else the part. A view of the Parameter's memory, or,
+  where the optimizer works in another dtype, a master of its own, from which ``publish`` casts back.
+- The optimizer's state is of the leaf: whole at stage 0, else of the part. The optimizer owns it.
+- ``parameter.grad``: autograd's, not reduced yet; whole, but at stage 3 the part, reduced already. Nobody but
+  ``gradients`` takes it, and leaves None.
+- The reduced gradient, in the leaf's shape and the optimizer's dtype, owned by ``gradients``: from stage 2 on it grows
+  during backward, below only at the boundary. ``step`` lends it to the leaf as ``leaf.grad``.
+- The gathered copy (stage 3, ``gathered``): whole; its readers and autograd own it, the engine only counts it.
+- The stand-in (stage 3): the whole shape without storage, where the gradients of all reads of one forward meet.
+
+[Note: phases]
+An engine (``engine.Phase``) is training, inside ``no_sync`` or closed; a call that the phase does not allow raises
+UsageError. Around a step it goes through:
+
+1. Forward. Stages 0 to 2 add nothing. At stage 3 a module's ``__call__`` opens a visit, reading an attribute gathers,
+   and the end of the visit replaces what autograd saved of the copies by promises.
+2. Backward, as often as one likes. Stages 0 and 1: gradients wait in ``parameter.grad``. Stage 2: rounds reduce full
+   buckets and what is left at the end of autograd's run. Stage 3: promises gather again, and each stand-in reduces.
+3. ``step`` counts a micro-batch. Before the boundary that is all. At the boundary: reduce what waits, unscale and clip;
+   where all is finite let the optimizer update the leaves, publish them, and step the schedule; then, updated or
+   skipped, forget all gradients and move the loss scale.
+
+Between a boundary and the next backward nothing waits and nothing is gathered: then alone a checkpoint can be saved.
+
+[Note: the epilogue]
 Where is the epilogue, the thing that must happen once at the end of a backward? Stages 0, 1 and 3 have none: gradients
 are divided where they are reduced, reduced at most once each, and counted at ``step``; so a backward may end, be left
 and be entered again (reentrant checkpoints, a backward inside a forward) without anybody noticing. What stage 2 does

@@ -27,6 +27,10 @@ class Bucket:
     def lengths(self) -> list[int]:
         return [original.layout.length for original in self.members]
 
+    @property
+    def elements(self) -> int:
+        return sum(original.layout.numel for original in self.members)
+
     def only(self, chosen: Container[str]) -> Bucket:
         """The members among ``chosen`` names."""
         return Bucket(tuple(original for original in self.members if original.name in chosen))

@@ -14,6 +14,8 @@ from zharness.errors import ConfigError
 class MicroBatches(DataLoader[Any]):
     """A torch DataLoader over this rank's share of ``dataset``; each iteration is a new epoch in a new order.
 
+    The epochs count from 0, or from what ``set_epoch`` says.
+
     The shares are those of torch's DistributedSampler with seed 0, one micro-batch per item. Where the ranks do not
     divide the data set, the sampler repeats its first samples, or drops its last ones with ``drop_last``.
     """
@@ -31,6 +33,10 @@ class MicroBatches(DataLoader[Any]):
         )
         self._epoch = 0
         super().__init__(dataset, size, sampler=self._shares, collate_fn=collate, drop_last=drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration is, as of torch's sampler: to go on after ``load_checkpoint``."""
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._shares.set_epoch(self._epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError, NonFiniteError, UsageError
@@ -37,10 +37,7 @@ class Phase(Enum):
 
 
 class Engine:
-    """ZeRO over one module: every verb is the plain one, on parts of the whole.
-
-    A training step is: forward (stage 3 gathers what is read), backward (stages 2 and 3 reduce on the way), then
-    ``step``, which at the boundary reduces what is left, clips, updates this rank's elements and shares them.
+    """ZeRO over one module: every verb is the plain one, on parts of the whole. See [Note: phases].
 
     No hook watches the loss or the outputs: gradients are divided where they are reduced. So every spelling of
     backward, losses that never passed through the engine, and several backwards before one step mean what they mean in
@@ -80,7 +77,7 @@ class Engine:
         self._rescaling = Rescaling(settings, loss_scale, gradients)
         self._guard = refuse_own_steps(optimizer, parameters.leaves)
         kept = {"loss_scale": loss_scale if loss_scale.needed() else None, "schedule": schedule}
-        stateful = {name: each for name, each in kept.items() if isinstance(each, Stateful)}
+        stateful = {name: each for name, each in kept.items() if each is not None}
         self._state = TrainingState(module, originals, owners, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,12 +245,13 @@ class Engine:
     def full_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict`` with whole parameters on CPU, for ``load_state_dict`` of a plain one. Collective.
 
-        A tied weight is one tensor under all its names, as in the plain one. Buffers are this rank's.
+        A tied weight is one tensor under all its names, as in the plain one. Buffers are this rank's, as is a copy of
+        what modules' ``get_extra_state`` give.
         """
         whole = self.full_params()
-        named = {original.parameter: whole[name] for name, original in self._originals.items()}
+        named = {id(original.parameter): whole[name] for name, original in self._originals.items()}
         return {
-            name: named[value] if value in named else value.detach().to("cpu", copy=True)
+            name: named[id(value)] if id(value) in named else _copied(value)
             for name, value in self.module.state_dict(keep_vars=True).items()
         }
 
@@ -262,37 +260,41 @@ class Engine:
     ) -> Path:
         """Save all that training goes on from to ``save_dir/tag`` (``global_step{steps}`` without one); its path.
 
-        Parameters, buffers, the optimizer with its groups, the schedule, the loss scale, the counts of steps, and the
-        caller's ``client_state``; not the state of random generators. Collective, on a file system that all ranks see.
-        Raises CheckpointError on every rank; whatever interrupts, the checkpoint before stays whole and the latest.
+        Parameters, the optimizer with its groups, the schedule, the loss scale, the counts of steps; and each rank's
+        own buffers, extra state of modules, and ``client_state``, in which a caller may keep the state of random
+        generators. Collective, on a file system that all ranks see. Raises CheckpointError on every rank, also where a
+        schedule has no state_dict; whatever interrupts, the checkpoint before stays whole and the latest.
         """
         self._need(Phase.TRAINING)
         with together(self.comm):
             if self._micro_batches or self._waiting_gradients():
                 raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
             contents = self._state.contents(self.steps, self.skipped_steps)
-            facts = {"contents": vars(contents), "client_state": dict(client_state or {})}
+            facts = {"contents": vars(contents)}
+            own = {"extra_state": self._state.extra(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
-        return saving.save(Path(save_dir), tag, self._state.pieces(contents), facts, self.comm)
+        return saving.save(Path(save_dir), tag, self._state.pieces(contents), facts, own, self.comm)
 
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
     ) -> tuple[Path, dict[str, Any]]:
-        """Go on from ``load_dir/tag``, or from the latest; its path and the ``client_state`` saved with it.
+        """Go on from ``load_dir/tag``, or from the latest; its path and this rank's ``client_state``.
 
-        Any stage at any world size reads what any other wrote. ``load_module_only`` takes the parameters and buffers
-        alone. Gradients that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded,
-        for a checkpoint that is missing, damaged, carries code, or is of another model or optimizer.
+        Any stage at any world size reads what any other wrote; what is each rank's own comes from rank 0 where this
+        rank did not write. ``load_module_only`` takes parameters, buffers and extra state of modules alone. Gradients
+        that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint
+        that is missing, damaged, carries code, or is of another model or optimizer.
         """
         self._need(Phase.TRAINING)
         found = saving.find(Path(load_dir), tag, self.comm)
         with together(self.comm):
             contents = Contents(**found.facts["contents"])
-            self._state.check(contents, load_module_only)
+            self._state.check(contents, found.own["extra_state"], load_module_only)
             pieces = self._state.blank(contents, load_module_only)
         found.fill(pieces)
         self._go_on(contents, pieces, load_module_only)
-        return found.path, found.facts["client_state"]
+        self._state.adopt_extra(found.own["extra_state"])
+        return found.path, found.own["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
         """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
@@ -361,3 +363,7 @@ class Engine:
             self._scale.close()
             self._gradients.close()
             self._parameters.close()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -74,7 +74,7 @@ def initialize(
     travelling, fetched = (buckets(all_of_them, size) for size in (settings.bucket_size, settings.prefetch_size))
     ledger = Ledger()
     channel = Channel(all_of_them, comm, divisor)
-    shelf = Shelf(fetched, channel, ledger.shelve)
+    shelf = Shelf(fetched, settings.prefetch_size, channel, ledger.shelve)
     neighbours = {original.name: bucket for bucket in travelling for original in bucket.members}
     wire = Wire(comm, ledger, divisor, channel, shelf, neighbours)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was

@@ -28,6 +28,7 @@ class Visit:
     """One running forward of one module: where its graph begins, and the copies that were read during it."""
 
     begin: int
+    module: nn.Module | None = None
     copies: list[Copy] = field(default_factory=list)
     seen: dict[tuple[nn.Parameter, torch.dtype, bool], Tensor] = field(default_factory=dict)
 
@@ -40,6 +41,7 @@ class Reader:
         self._wire = wire
         self._running: list[Visit] = []
         self._stands: dict[tuple[nn.Parameter, bool], Tensor] = {}
+        self._families: dict[int, list[Original]] = {}
         self._lent: dict[nn.Parameter, Tensor] = {}
         self._versions = {parameter: parameter._version for parameter in self._sharded}
 
@@ -126,16 +128,25 @@ class Reader:
         return self._stands[key]
 
     def _neighbours(self, copy: Copy) -> list[Copy]:
-        """The copies whose gradients are reduced with that of ``copy``: its bucket's, without frozen and met ones."""
+        """The copies whose gradients are reduced with that of ``copy``, without those that have stand-ins already.
+
+        Those of its bucket that belong to the outermost running module: in a recomputation, a small part of it.
+        """
         if not copy.original.parameter.requires_grad:
             return [copy]
-        bucket = self._wire.neighbours[copy.original.name]
-        found = [o for o in bucket.members if o.parameter.requires_grad and (o.parameter, True) not in self._stands]
-        return [Copy(original, copy.dtype, self._wire) for original in found]
+        root = self._running[0].module
+        if not self._families and root is not None:
+            for parameter in root.parameters():
+                if parameter in self._sharded and parameter.requires_grad:
+                    original = self._sharded[parameter]
+                    self._families.setdefault(id(self._wire.neighbours[original.name]), []).append(original)
+        family = self._families.get(id(self._wire.neighbours[copy.original.name]), [])
+        found = {original.name: original for original in (*family, copy.original)}
+        return [Copy(o, copy.dtype, self._wire) for o in found.values() if (o.parameter, True) not in self._stands]
 
-    def visit(self, forward: Callable[[], Any]) -> Any:
-        """Run ``forward``; what its graph saved of the copies read meanwhile becomes promises to gather them again."""
-        visit = Visit(private.sequence_number())
+    def visit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run the ``forward`` of ``module``; what its graph saved of the copies read meanwhile becomes promises."""
+        visit = Visit(private.sequence_number(), module)
         self._running.append(visit)
         try:
             output = forward()
@@ -144,7 +155,8 @@ class Reader:
             visit.seen.clear()
             if not self._running:
                 self._stands.clear()
-                self._wire.shelf.clear()
+                self._families.clear()
+                self._wire.shelf.clear_after_forward()
         if visit.copies:
             promise(output, visit.copies, visit.begin)
         if self._running:
@@ -198,7 +210,7 @@ def _reading_class(base: type[nn.Module], reader: Reader, adopt: Callable[[nn.Mo
         return reader.read(base.__getattr__(self, name))
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return reader.visit(lambda: base.__call__(self, *args, **kwargs))
+        return reader.visit(self, lambda: base.__call__(self, *args, **kwargs))
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):

@@ -1,8 +1,8 @@
 """A checkpoint on disk, in torch.distributed.checkpoint's format: written whole or not at all, and read so.
 
 ``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with everything that is
-no tensor of the model, and ``manifest.json``, the length and checksum of every file. ``folder/latest`` names the newest
-tag. All ranks have to see one file system.
+no tensor of the model and alike on all ranks, ``rank_<r>.pt`` with what is each rank's own, and ``manifest.json``, the
+length and checksum of every file. ``folder/latest`` names the newest tag. All ranks have to see one file system.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ from zharness.errors import CheckpointError
 from zharness.reference import unpickling
 from zharness.reference.together import exchange, together
 
-FORMAT = 1
+FORMAT = 2
 FACTS, MANIFEST, LATEST = "facts.pt", "manifest.json", "latest"
 DRAFT, PREVIOUS = ".draft", ".previous-"  # before a tag; no tag starts with a dot
 
 
-def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Mapping[str, Any], comm: Comm) -> Path:
-    """Write ``pieces`` and rank 0's ``facts`` to ``folder/tag`` and call it the latest; its path. Collective.
+Values = Mapping[str, Any]
+
+
+def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Values, own: Values, comm: Comm) -> Path:
+    """Write ``pieces``, rank 0's ``facts`` and each rank's ``own`` to ``folder/tag``, the latest then; its path.
+
+    Collective.
 
     Everything is written and synced under another name first, and ``latest`` is replaced last: whatever interrupts,
     the checkpoint before is whole, and is the one that is found. Raises CheckpointError on every rank.
@@ -45,15 +50,17 @@ def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Mapping[st
         _check_tag(tag)
         if set(tags) != {tag}:
             raise CheckpointError(f"the tags of the ranks differ: {tags}; save under one name")
-        encoded = _encoded({"format": FORMAT, **facts})
+        encoded = {_own(comm.rank): _encoded(own)}
+        if comm.rank == 0:
+            encoded[FACTS] = _encoded({"format": FORMAT, **facts})
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
     try:
         _write(dict(pieces), draft)
         with together(comm):
-            if comm.rank == 0:
-                _write_file(draft / FACTS, encoded)
+            for name, content in encoded.items():
+                _write_file(draft / name, content)
         _write_manifest(draft, comm)
         with together(comm):
             if comm.rank == 0:
@@ -66,11 +73,12 @@ def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Mapping[st
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are all there and undamaged, with its facts."""
+    """A checkpoint whose files are all there and undamaged, with its facts, and this rank's own or else rank 0's."""
 
     path: Path
     files: frozenset[str]
-    facts: Mapping[str, Any]
+    facts: Values
+    own: Values
 
     def fill(self, pieces: Mapping[str, Tensor]) -> None:
         """Read the tensors of those names, in place. Collective; raises CheckpointError on every rank."""
@@ -92,7 +100,12 @@ def find(folder: Path, tag: str | None, comm: Comm) -> Checkpoint:
         facts = unpickling.load(path / FACTS, str(path / FACTS))
         if facts.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}, the only one that this engine reads")
-    return Checkpoint(path, frozenset(files), facts)
+        own = path / (_own(comm.rank) if _own(comm.rank) in files else _own(0))
+        return Checkpoint(path, frozenset(files), facts, unpickling.load(own, str(own)))
+
+
+def _own(rank: int) -> str:
+    return f"rank_{rank}.pt"
 
 
 def _check_tag(tag: str) -> None:
@@ -102,12 +115,12 @@ def _check_tag(tag: str) -> None:
         )
 
 
-def _encoded(facts: Mapping[str, Any]) -> bytes:
+def _encoded(facts: Values) -> bytes:
     """``facts`` as bytes that can be read back. Raises CheckpointError where they could not be."""
     buffer = io.BytesIO()
     torch.save(dict(facts), buffer)
     buffer.seek(0)
-    unpickling.load(buffer, "client_state, or the state of a schedule,")
+    unpickling.load(buffer, "client_state, a module's extra state, or the state of a schedule,")
     return buffer.getvalue()
 
 

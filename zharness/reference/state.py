@@ -26,6 +26,7 @@ from zharness.reference.parameters import Parameters
 
 # What torch.optim keeps as one number for a whole parameter (the last three are NAdam's and ASGD's).
 SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
+EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state gives
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class TrainingState:
         owners: Owners,
         parameters: Parameters,
         optimizer: torch.optim.Optimizer,
-        stateful: Mapping[str, Stateful],
+        stateful: Mapping[str, Any],
         comm: Comm,
     ) -> None:
         self._module = module
@@ -86,8 +87,28 @@ class TrainingState:
         self._comm = comm
         self._meshes: dict[str, DeviceMesh] = {}
 
+    def extra(self) -> dict[str, Any]:
+        """What modules' ``get_extra_state`` give, by its name in ``state_dict``. This rank's."""
+        kept = self._module.state_dict(keep_vars=True).items()
+        return {name: value for name, value in kept if name.rpartition(".")[2] == EXTRA}
+
+    def adopt_extra(self, extra: Mapping[str, Any]) -> None:
+        """Give each module the extra state that was saved of it."""
+        for name, module in self._module.named_modules():
+            if (key := f"{name}.{EXTRA}".lstrip(".")) in extra:
+                module.set_extra_state(extra[key])
+
     def contents(self, steps: int, skipped_steps: int) -> Contents:
-        """What this engine would save now, after so many steps. Raises CheckpointError for state that cannot be cut."""
+        """What this engine would save now, after so many steps.
+
+        Raises CheckpointError for state that cannot be cut, and for a schedule that does not tell its state.
+        """
+        for key, each in self._stateful.items():
+            if not isinstance(each, Stateful):
+                raise CheckpointError(
+                    f"the {key}, a {type(each).__name__}, has no state_dict and load_state_dict, so no checkpoint "
+                    "could tell where it was; give it both"
+                )
         moments: dict[str, dict[str, torch.dtype]] = {}
         counts: dict[str, dict[str, Any]] = {}
         for name, state in self._states().items():
@@ -113,11 +134,16 @@ class TrainingState:
             {key: (type(each).__name__, each.state_dict()) for key, each in self._stateful.items()},
         )
 
-    def check(self, contents: Contents, module_only: bool = False) -> None:
-        """Raise CheckpointError, with the first difference, unless ``contents`` are those of this very model."""
+    def check(self, contents: Contents, extra: Mapping[str, Any], module_only: bool = False) -> None:
+        """Raise CheckpointError, with the first difference, unless all that was saved is of this very model."""
         own = {name: tuple(original.layout.shape) for name, original in self._originals.items()}
         _same_shapes("parameter", contents.parameters, own)
         _same_shapes("buffer", contents.buffers, {name: tuple(b.shape) for name, b in self._buffers().items()})
+        if extra.keys() != self.extra().keys():
+            here = sorted(self.extra())
+            raise CheckpointError(
+                f"checkpoint of another model: it has the extra state {sorted(extra)}, here is {here}"
+            )
         if module_only:
             return
         if contents.optimizer != type(self._optimizer).__name__:
