@@ -198,3 +198,27 @@ def test_a_command_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) 
         edit(lambda f=file, w=whole: f.write_bytes(w))
     assert not marker.exists()
     engine.load_universal_checkpoint(path, Mpu())
+
+
+class Tuned(nn.Linear):
+    """Keeps a number that is neither parameter nor buffer."""
+
+    tuning = 0
+
+    def get_extra_state(self) -> int:
+        return self.tuning
+
+    def set_extra_state(self, state: int) -> None:
+        self.tuning = state
+
+
+@two_ranks
+def test_extra_state_is_taken_from_the_model_file_or_missed(shared_tmp_path: Path) -> None:
+    path = written(shared_tmp_path)
+    engine = built(net=lambda: Tuned(3, 5))
+    refused(engine, path, r"the extra state \['_extra_state'\] is not in it")
+    file = next(path.glob("*_model_states.pt"))
+    model = torch.load(file)
+    edit(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))
+    engine.load_universal_checkpoint(path, Mpu())
+    assert engine.module.tuning == 7

@@ -299,15 +299,16 @@ class Engine:
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
         """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
 
-        ``mpu`` tells which tensor-parallel slice the model on this rank is. Takes weights, buffers, Adam's moments,
-        counts and settings, the loss scale, and the schedule where both sides have one. Collective. Raises
-        CheckpointError on every rank, with nothing loaded, for one that is missing, incomplete, damaged, unsafe, or of
-        another model.
+        ``mpu`` tells which tensor-parallel slice the model on this rank is. Takes weights, buffers, extra state of
+        modules, Adam's moments, counts and settings, the loss scale, and the schedule where both sides have one.
+        Collective. Raises CheckpointError on every rank, with nothing loaded, for one that is missing, incomplete,
+        damaged, unsafe, or of another model.
         """
         self._need(Phase.TRAINING)
         with together(self.comm):
             found = universal.read(Path(path), self._state, mpu)
         self._go_on(found.contents, found.pieces)
+        self._state.adopt_extra(found.extra)
         return Path(path), found.client_state
 
     def _go_on(self, contents: Contents, pieces: Mapping[str, Tensor], module_only: bool = False) -> None:

@@ -37,6 +37,7 @@ class Universal:
 
     contents: Contents
     pieces: Mapping[str, Tensor]
+    extra: Mapping[str, Any]
     client_state: dict[str, Any]
 
 
@@ -111,6 +112,7 @@ def read(path: Path, state: TrainingState, mpu: Any) -> Universal:
     return Universal(
         contents,
         {key: piece for key, piece in pieces.items() if piece.numel()},
+        _extra(state, models[0]),
         {key: value for key, value in models[0].items() if key not in OWN_KEYS.split()},
     )
 
@@ -196,6 +198,13 @@ def _buffers(own: Contents, model: Mapping[str, Any]) -> dict[str, Tensor]:
             raise CheckpointError(f"checkpoint of another model: buffer {name!r} of shape {shape} is not in it")
         pieces[buffer_key(name, 0)] = saved
     return pieces
+
+
+def _extra(state: TrainingState, model: Mapping[str, Any]) -> dict[str, Any]:
+    missing = state.extra().keys() - model["module"].keys()
+    if missing:
+        raise CheckpointError(f"checkpoint of another model: the extra state {sorted(missing)} is not in it")
+    return {name: model["module"][name] for name in state.extra()}
 
 
 def _parameter(
