@@ -36,4 +36,15 @@ the code departs from the first design, the reason is here:
 - A cell's seed leaves engine, stage and check out, so that cells that differ in those alone train the same numbers.
 """
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``zharness.initialize`` is the reference engine's, imported when it is asked for: it brings torch."""
+    if name == "initialize":
+        from zharness.reference import initialize
+
+        return initialize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+import zharness
 from zharness.errors import ConfigError, UsageError
 from zharness.reference import Engine, initialize
 from zharness.reference.config import OPTIMIZERS, SCHEDULERS
@@ -133,6 +134,73 @@ def test_what_does_not_fit_the_optimizer_is_refused_and_the_model_left_as_it_was
     with pytest.raises(ConfigError, match=words):
         initialize(model=model, **({"config": config()} | keys))
     assert model.weight.shape == (2, 3)
+
+
+class Normed(torch.optim.SGD):
+    """As an optimizer of the client's own may be, with norms of whole parameters."""
+
+
+def muon(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
+    kind = type("Mine", (torch.optim.Muon,), {})
+    return kind([leaf for leaf in leaves.values() if leaf.dim() == 2] or [torch.zeros(2, 2)])
+
+
+@pytest.mark.world_size(1)
+def test_an_optimizer_that_is_none_of_torchs_needs_its_key_and_a_descendant_of_muon_never_passes() -> None:
+    def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
+        return Normed(leaves.values(), lr=1.0)
+
+    with pytest.raises(ConfigError, match=r"test_door\.Normed.*zero_allow_untested_optimizer: true"):
+        initialize(model=nn.Linear(3, 2), config=config(1), optimizer=build)
+    initialize(model=nn.Linear(3, 2), config=config(1, zero_allow_untested_optimizer=True), optimizer=build)
+    initialize(model=nn.Linear(3, 2), config=config(0), optimizer=build)
+    with pytest.raises(ConfigError, match="Muon cannot work on shards"):
+        initialize(model=nn.Linear(3, 2), config=config(1, zero_allow_untested_optimizer=True), optimizer=muon)
+
+
+@stages
+@pytest.mark.world_size(2)
+def test_a_clients_adagrad_that_has_not_stepped_is_taken_with_a_fresh_state(stage: int) -> None:
+    model = nn.Linear(3, 2)
+    ours = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    engine, optimizer, *_ = initialize(model=model, config=config(stage), optimizer=ours)
+    assert optimizer is ours
+    plain = copy.deepcopy(engine.module)
+    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    train(engine, torch.ones(2, 3))
+    plain(torch.ones(2, 3)).pow(2).mean().backward()
+    theirs.step()
+    assert_together(all(torch.equal(engine.full_params()[k], p) for k, p in plain.named_parameters()), "Adagrad")
+
+
+@stages
+@pytest.mark.world_size(1)
+def test_a_model_that_another_engine_has_is_refused_until_that_one_is_closed(stage: int) -> None:
+    engine, _ = start(stage)
+    for model in (engine.module, nn.Sequential(engine.module[0])):
+        with pytest.raises(ConfigError, match=r"belongs to an engine already.*close\(\)"):
+            initialize(model=model, config=config(stage))
+    whole = copy.deepcopy(engine.module)
+    engine.close()
+    if stage == 3:
+        with pytest.raises(ConfigError, match="stay shards"):
+            initialize(model=engine.module, config=config(stage))
+    initialize(model=whole if stage == 3 else engine.module, config=config(stage))
+
+
+@pytest.mark.world_size(2)
+def test_a_refused_model_has_the_values_it_came_with_on_every_rank(rank: int) -> None:
+    model = nn.BatchNorm1d(2)
+    with torch.no_grad():
+        for tensor in (model.weight, model.running_mean):
+            tensor.fill_(rank + 1.0)
+    with pytest.raises(ConfigError, match="SGD"):
+        initialize(model=model, config=config(optimizer={"type": "SGD", "params": {"lrr": 1}}))
+    assert [model.weight.tolist(), model.running_mean.tolist()] == [[rank + 1.0] * 2] * 2
+
+
+def test_the_front_door_hands_out_the_engines_initialize() -> None:
+    assert zharness.initialize is initialize
 
 
 @pytest.mark.world_size(2)

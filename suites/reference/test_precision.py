@@ -207,6 +207,23 @@ def test_micro_batches_add_up_in_the_masters_dtype_where_gradients_are_sharded(s
         start(stage, One(), bf16={"enabled": True}, **asked)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.world_size(2)
+def test_an_edit_that_a_step_on_the_masters_would_undo_is_refused(stage: int) -> None:
+    engine = start(stage, bf16={"enabled": True})
+    inputs = torch.ones(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(ZeroDivisionError), engine.gathered() as weights:
+        weights["0.weight"].zero_().div_(1 // 0)
+    with engine.gathered() as weights:
+        weights["0.weight"].fill_(0.5)
+    engine.backward(engine(inputs).float().sum())
+    engine.step()
+    engine.module.load_state_dict(engine.full_state_dict())
+    engine.backward(engine(inputs).float().sum())
+    with pytest.raises(UsageError, match=r"'0\.weight' was edited in place.*engine\.gathered\(\)"):
+        engine.step()
+
+
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 

@@ -68,6 +68,7 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     average: bool = True
     drop_last: bool = False
+    untested_optimizer: bool = False
     bucket_size: int = SIZE
     prefetch_size: int = SIZE
 
@@ -111,6 +112,7 @@ def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Set
         precision=precision,
         average=got["gradient_allreduce_op"] == "mean",
         drop_last=got["dataloader_drop_last"],
+        untested_optimizer=got["zero_allow_untested_optimizer"],
         bucket_size=zero["reduce_bucket_size"],
         prefetch_size=zero["stage3_prefetch_bucket_size"],
     )

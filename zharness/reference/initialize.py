@@ -25,7 +25,7 @@ from zharness.reference.gradients import Gradients
 from zharness.reference.layout import STAGES, originals
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
-from zharness.reference.parameters import Parameters, share
+from zharness.reference.parameters import Parameters, refuse_taken, share
 from zharness.reference.shelf import Shelf
 from zharness.reference.together import alike
 from zharness.reference.uneven import Channel
@@ -47,26 +47,25 @@ def initialize(
     device gets memory and values from its module's ``reset_parameters``, sharded as it comes. ``config`` is
     DeepSpeed's JSON, as a dict or a file's path (``reference.sections`` lists its keys). ``optimizer`` is a torch
     optimizer over the model's parameters that has not stepped, or a builder that is called with a mapping from name to
-    leaf; without it, ``config["optimizer"]`` decides, over ``model_parameters`` or all of them. ``lr_scheduler`` is a
-    scheduler over that optimizer, or a callable that makes one of it; without it, ``config["scheduler"]`` decides. It
+    leaf (a class of another's than torch.optim's needs ``zero_allow_untested_optimizer``); without it,
+    ``config["optimizer"]`` decides, over ``model_parameters`` or all of them. ``lr_scheduler`` is a scheduler over that
+    optimizer, or a callable that makes one of it; without it, ``config["scheduler"]`` decides. It
     is stepped after each optimizer step that was made. ``training_data`` comes back as a loader of micro-batches.
 
     Raises ConfigError for a key, a dtype or an optimizer that the engine does not honour, and for anything in which the
-    ranks differ: on every rank, with the model as it was.
+    ranks differ, and for a model that another engine has: on every rank, with the model as it was.
     """
     comm = Comm()
     device = device_of(model, comm)
 
     def read() -> Settings:
+        refuse_taken(model)
         return configuration.read(configuration.load(config), comm.world_size, device.type)
 
     settings = alike(comm, read, lambda found: _facts(found, model, training_data))
     loader = None
     if training_data is not None:
         loader = MicroBatches(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            share(tensor, comm)
     owners = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average else 1)
     found = originals(model, comm.world_size, settings.precision.formats(model))
@@ -78,18 +77,24 @@ def initialize(
     neighbours = {original.name: bucket for bucket in travelling for original in bucket.members}
     wire = Wire(comm, ledger, divisor, channel, shelf, neighbours)
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
-        undo.callback(_give_back, [(p, p.data) for p in model.parameters() if not p.is_meta])
+        given = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+        undo.callback(_give_back, [(each, each.data, each.detach().clone()) for each in given])
+        for tensor in given:
+            share(tensor, comm)
         parameters = Parameters(model, found, owners, wire, travelling)
         undo.callback(parameters.close)
         if isinstance(optimizer, torch.optim.Optimizer):
-            undo.callback(_regroup, optimizer, [group["params"] for group in optimizer.param_groups])
+            undo.callback(
+                _regroup, optimizer, [group["params"] for group in optimizer.param_groups], dict(optimizer.state)
+            )
 
         def choose() -> tuple[torch.optim.Optimizer, Any]:
-            chosen = build(optimizer, settings.optimizer, model_parameters, found, parameters.leaves)
+            chosen = build(optimizer, settings, model_parameters, found, parameters.leaves)
             return chosen, build_schedule(lr_scheduler, settings.scheduler, chosen)
 
         chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], parameters.leaves))
         undo.pop_all()
+    parameters.take()
     scale = LossScale(settings.precision.scaling, model.parameters())
     gradients = Gradients(found, owners, wire, travelling)
     engine = Engine(model, settings, owners, comm, found, parameters, gradients, chosen, schedule, scale, wire.ledger)
@@ -109,11 +114,15 @@ def _facts(settings: Settings, model: nn.Module, data: Dataset[Any] | None) -> d
     }
 
 
-def _give_back(before: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    for parameter, data in before:
-        parameter.data = data
+@torch.no_grad()
+def _give_back(before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, data, values in before:
+        tensor.data = data
+        tensor.copy_(values)
 
 
-def _regroup(optimizer: torch.optim.Optimizer, before: list[Any]) -> None:
+def _regroup(optimizer: torch.optim.Optimizer, before: list[Any], state: dict[Any, Any]) -> None:
     for group, params in zip(optimizer.param_groups, before, strict=True):
         group["params"] = params
+    optimizer.state.clear()
+    optimizer.state.update(state)

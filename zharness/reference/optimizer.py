@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zharness.errors import ConfigError, UsageError
-from zharness.reference.config import Choice, refuse_unelementwise
+from zharness.reference.config import Choice, Settings, refuse_unelementwise
 from zharness.reference.layout import Original
 
 Leaves = Mapping[str, Tensor]
@@ -49,7 +49,7 @@ def _as_list(params: Any) -> list[Any]:
 
 def build(
     given: torch.optim.Optimizer | Builder | None,
-    choice: Choice | None,
+    settings: Settings,
     parameters: ParameterGroups | None,
     originals: Mapping[str, Original],
     leaves: Leaves,
@@ -61,18 +61,22 @@ def build(
     """
     substitution = Substitution(originals, leaves)
     if isinstance(given, torch.optim.Optimizer):
-        refuse_unelementwise(type(given).__name__)
-        if given.state:
+        _refuse_untested(type(given), settings)
+        if any(not _fresh(state) for state in given.state.values()):
             raise ConfigError("the optimizer has stepped already; pass it before its first step")
         groups = substitution.groups(given.param_groups)
         for group, replaced in zip(given.param_groups, groups, strict=True):
             group["params"] = replaced["params"]
+        if isinstance(given, torch.optim.Adagrad):  # alone in making its state before the first step
+            given.state.clear()
+            given.state.update(torch.optim.Adagrad([dict(g) for g in given.param_groups], **given.defaults).state)
         return given
     if given is not None:
         built = given(leaves)
-        refuse_unelementwise(type(built).__name__)
+        _refuse_untested(type(built), settings)
         only_leaves(built, leaves)
         return built
+    choice = settings.optimizer
     if choice is None:
         raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
     groups = substitution.groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
@@ -81,6 +85,21 @@ def build(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params {dict(choice.args)} do not suit {choice.kind.__name__}: {error}") from None
     return built  # type: ignore[no-any-return]
+
+
+def _fresh(state: Mapping[str, Any]) -> bool:
+    return "step" in state and not state["step"]
+
+
+def _refuse_untested(kind: type, settings: Settings) -> None:
+    """Raises ConfigError for an optimizer that cannot work on shards, or of which nobody has said that it can."""
+    for each in kind.__mro__:
+        refuse_unelementwise(each.__name__)
+    if settings.stage and not settings.untested_optimizer and not kind.__module__.startswith("torch.optim."):
+        raise ConfigError(
+            f"optimizer {kind.__module__}.{kind.__name__} is none of torch.optim's; if it works on every element "
+            "by itself, without norms of whole parameters, set zero_allow_untested_optimizer: true; else stage 0"
+        )
 
 
 def build_schedule(given: Any, choice: Choice | None, optimizer: torch.optim.Optimizer) -> Any:

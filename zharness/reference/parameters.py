@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.errors import UsageError
+from zharness.errors import ConfigError, UsageError
 from zharness.reference.buckets import Bucket
 from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
 from zharness.reference.layout import Original, Owner, Owners, gather
 from zharness.reference.reading import Exchange, Reader
+
+# The modules whose own parameters an engine has.
+TAKEN: WeakSet[nn.Module] = WeakSet()
+
+
+def refuse_taken(module: nn.Module) -> None:
+    """Raises ConfigError for a model of which another engine has a part."""
+    for name, each in module.named_modules():
+        if each in TAKEN:
+            raise ConfigError(
+                f"module {name!r} of the model belongs to an engine already, which it would corrupt: close() that one "
+                "first; from stage 3, whose parameters stay shards, pass copy.deepcopy(engine.module) made before that"
+            )
 
 
 class Parameters:
@@ -49,6 +63,8 @@ class Parameters:
             self._reader = Reader(originals, wire)
             self._exchange = Exchange(module, self._reader)
         self.leaves = {name: self.masters.get(name, self._leaf(o)) for name, o in originals.items()}
+        self._versions = {name: originals[name].parameter._version for name in self.masters}
+        self._holders = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
 
     def _unsettled(self, module: nn.Module) -> Iterator[Original]:
         """Each parameter, whole. What was built on the meta device gets rank 0's values, module by module, before."""
@@ -97,8 +113,14 @@ class Parameters:
             parameter = self._originals[name].parameter
             # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
             torch.autograd.graph.increment_version(parameter)
-            if self._reader is not None:
-                self._reader.know(parameter)
+            self._know(self._originals[name])
+
+    def _know(self, original: Original) -> None:
+        """The engine itself has changed the parameter."""
+        if self._reader is not None:
+            self._reader.know(original.parameter)
+        elif original.name in self._versions:
+            self._versions[original.name] = original.parameter._version
 
     def _share_shards(self, names: Container[str]) -> None:
         for bucket in self._buckets:
@@ -117,6 +139,13 @@ class Parameters:
         self._channel.require_even("a step")
         if self._reader is not None:
             self._reader.refuse_lost_edits()
+            return
+        for name, version in self._versions.items():
+            if self._originals[name].parameter._version != version:
+                raise UsageError(
+                    f"parameter {name!r} was edited in place, but the optimizer steps on its master and would undo the "
+                    "edit; edit it inside `with engine.gathered():`, or load_checkpoint"
+                )
 
     @contextmanager
     def gathered(self, chosen: Iterable[str | nn.Parameter] | None, source: int) -> Iterator[dict[str, Tensor]]:
@@ -136,8 +165,9 @@ class Parameters:
                 self._reader.take_back()
             self._comm.all_reduce(outcome, op=dist.ReduceOp.MAX)
             if outcome.any():
-                for value, old in zip(values, before, strict=False):
+                for value, old, original in zip(values, before, found, strict=False):
                     value.copy_(old)
+                    self._know(original)
         if outcome.any():
             raise UsageError("another rank raised inside gathered(), so the edits of every rank are dropped")
         for original, value in zip(found, values, strict=True):
@@ -189,6 +219,12 @@ class Parameters:
         """Give the modules their classes back. Sharded parameters stay shards: no collective runs here."""
         if self._exchange is not None:
             self._exchange.undo()
+        else:
+            TAKEN.difference_update(self._holders)
+
+    def take(self) -> None:
+        """From now on no other engine gets these parameters: until ``close``, and for good where they are shards."""
+        TAKEN.update(self._holders)
 
 
 @torch.no_grad()

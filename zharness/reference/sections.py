@@ -114,6 +114,7 @@ TOP = Section(
         "communication_data_type": Key(dtype),
         "data_types": Key(Section({"grad_accum_dtype": Key(dtype)}), {}),
         "dataloader_drop_last": Key(flag, False),
+        "zero_allow_untested_optimizer": Key(flag, False),
         "optimizer": Key(CHOICE),
         "scheduler": Key(CHOICE),
         "zero_optimization": Key(ZERO, {}),
@@ -121,7 +122,7 @@ TOP = Section(
         "bf16": Key(BF16, {}),
         "torch_autocast": Key(AUTOCAST, {}),
     },
-    # How often and how much is printed or measured, and which optimizers DeepSpeed has tried itself.
+    # How often and how much is printed or measured.
     harmless=frozenset(
         {
             "disable_python_gc",
@@ -130,7 +131,6 @@ TOP = Section(
             "memory_breakdown",
             "steps_per_print",
             "wall_clock_breakdown",
-            "zero_allow_untested_optimizer",
             "zero_force_ds_cpu_optimizer",
         }
     ),
