@@ -207,6 +207,22 @@ def test_micro_batches_add_up_in_the_masters_dtype_where_gradients_are_sharded(s
         start(stage, One(), bf16={"enabled": True}, **asked)
 
 
+@stages
+@pytest.mark.world_size(3)
+def test_gradients_that_are_finite_on_every_rank_add_up_to_finite_ones_over_an_fp16_wire(stage: int) -> None:
+    """0.6 x 2**16 is a float16 number and three of them are not; plain PyTorch, with its mean in fp32, steps."""
+    for keys in ({"fp16": {"enabled": True}}, {"communication_data_type": "fp16"}):
+        engine = start(stage, One(), **keys)
+        scale = 2.0**16 / engine.loss_scale
+        engine.backward((engine(torch.zeros(1)) * 0.6).float() * scale)
+        local = torch.tensor(0.6 * 2.0**16).half().float() / 2.0**16 * scale
+        mean = {name: grad.tolist() for name, grad in engine.full_grads().items()}
+        engine.step()
+        assert (engine.steps, engine.skipped_steps) == (1, 0), keys
+        near = gamma(3, torch.float16) * local.item()
+        assert_together(all(abs(each - local.item()) <= near for each in mean["weight"]), f"{mean} {local}")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.world_size(2)
 def test_an_edit_that_a_step_on_the_masters_would_undo_is_refused(stage: int) -> None:

@@ -151,10 +151,11 @@ class Gradients:
         taken = [_take(original) for original in bucket.members]
         if self._owners.parameters is Owner.SHARDED:
             return [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
-        row = bucket.reduce_scatter([grad.to(formats.wire) for grad in taken], comm)
+        row = bucket.reduce_scatter([o.outgoing(g) for o, g in zip(bucket.members, taken, strict=True)], comm)
+        divisor = self._divisor_of(bucket.members[0])
         if self._owners.optimizer_state is Owner.SHARDED:
-            return bucket.shards(row.to(formats.master).div_(self._wire.divisor), rank)
-        rows = bucket.gather(row, comm).to(formats.master).div_(self._wire.divisor)
+            return bucket.shards(row.to(formats.master).div_(divisor), rank)
+        rows = bucket.gather(row, comm).to(formats.master).div_(divisor)
         whole = [grad.to(formats.master) for grad in taken]
         bucket.spread(rows, whole)
         return whole
@@ -162,7 +163,11 @@ class Gradients:
     def _moved(self, shard: Tensor, original: Original) -> Tensor:
         """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
         mine = shard[: original.layout.owned(self._wire.comm.rank)].to(original.formats.master)
-        return mine.div_(self._wire.divisor) if original.has_master else mine
+        return mine.div_(self._divisor_of(original)) if original.has_master else mine
+
+    def _divisor_of(self, original: Original) -> float:
+        """What is left to divide a sum by, after its way over the wire."""
+        return self._wire.divisor / original.headroom
 
     def _whole(self, name: str, grad: Tensor) -> Tensor:
         if self._owners.optimizer_state is Owner.WHOLE:

@@ -101,6 +101,18 @@ class Original:
         """Whether the optimizer works on a copy of the parameter, in a dtype of its own."""
         return self.formats.master != self.formats.held
 
+    @property
+    def headroom(self) -> int:
+        """A power of two, at least the number of ranks where the wire is fp16: divided by it, finite gradients add up.
+
+        So a step overflows where a rank's own gradient does, as in plain PyTorch, and not in the sum alone.
+        """
+        return 2 ** (self.layout.ranks - 1).bit_length() if self.formats.wire == torch.float16 else 1
+
+    def outgoing(self, grad: Tensor) -> Tensor:
+        """A gradient as it crosses the wire."""
+        return (grad / self.headroom if self.headroom > 1 else grad).to(self.formats.wire)
+
 
 def originals(module: nn.Module, ranks: int, formats: Mapping[nn.Parameter, Formats]) -> dict[str, Original]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""

@@ -78,11 +78,11 @@ class Channel:
 
     def spread(self, original: Original, shard: Tensor) -> Tensor:
         """The full tensor of every rank's ``shard``, divided: the adjoint of ``mean``. Collective."""
-        return self._collect(Kind.SPREAD, original, shard) / self._divisor_of(original)
+        return self._collect(Kind.SPREAD, original, shard) / (self._divisor_of(original) * original.headroom)
 
     def mean(self, original: Original, full: Tensor) -> Tensor:
         """This rank's shard of the mean of ``full``, summed in the wire's dtype. Collective."""
-        return self._collect(Kind.MEAN, original, full.to(original.formats.wire))
+        return self._collect(Kind.MEAN, original, original.outgoing(full))
 
     def means(self, originals: Sequence[Original], fulls: Sequence[Tensor]) -> list[Tensor]:
         """``mean`` of several parameters of one set of dtypes; in one collective, unless ranks differ."""
@@ -90,7 +90,7 @@ class Channel:
             return [self.mean(original, full) for original, full in zip(originals, fulls, strict=True)]
         bucket, formats = Bucket(tuple(originals)), originals[0].formats
         self._note(Kind.MEAN, originals, formats.wire)
-        row = bucket.reduce_scatter([full.to(formats.wire) for full in fulls], self._comm)
+        row = bucket.reduce_scatter([o.outgoing(full) for o, full in zip(originals, fulls, strict=True)], self._comm)
         mean = row.to(formats.held) / self._divisor_of(originals[0])
         return list(torch.split(mean, bucket.lengths))
 
@@ -123,9 +123,9 @@ class Channel:
         if self._mode is Mode.IN_ROUNDS:
             raise UsageError(f"{what} was asked for inside uneven(); leave that block before it")
 
-    def _divisor_of(self, original: Original) -> int:
+    def _divisor_of(self, original: Original) -> float:
         """Autograd rounds a gradient to its parameter's dtype: where the master's is wider, it divides, not before."""
-        return 1 if original.has_master else self._divisor
+        return 1 if original.has_master else self._divisor / original.headroom
 
     def _collect(self, kind: Kind, original: Original, mine: Tensor) -> Tensor:
         want = Want(kind, self._index[original.name], DTYPES.index(mine.dtype))
