@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.reference import initialize
+from zharness.reference.gathered import Ledger
 
 PACKAGE = "zharness/reference"
 
@@ -65,3 +67,36 @@ def test_the_bookkeeping_of_a_backward_grows_with_the_parameters_and_not_faster(
 ) -> None:
     few, some, many = (calls_of_backward(stage, net, count) for count in (10, 30, 50))
     assert many - some == some - few
+
+
+@contextmanager
+def counted(calls: list[str]) -> Iterator[None]:
+    """Inside, the names of all functions that Python code calls go to ``calls``."""
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        if event in ("call", "c_call"):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_gathered_copy_costs_no_look_at_the_others_unless_there_may_be_more_than_ever() -> None:
+    ledger, costs = Ledger(), []
+    for _ in range(2):
+        alive = []
+        for _ in range(50):
+            alive.append(torch.ones(3))
+            calls: list[str] = []
+            with counted(calls):
+                ledger.add(alive[-1])
+            costs.append(len(calls))
+        view = alive.pop().view(3, 1)
+        alive.clear()
+        assert ledger.bytes() == view.nbytes
+        del view
+        assert (ledger.bytes(), ledger.peak) == (0, 50 * 12)
+    assert set(costs[51:]) == {costs[51]}

@@ -40,6 +40,11 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
         ({"zero_optimization": True}, ["zero_optimization", "True", "object"]),
         ({"prescale_gradients": True}, ["prescale_gradients", "divided once"]),
         ({"tensorboard": {"enabled": True}}, ["tensorboard", "disable"]),
+        ({"tensorbord": {}}, ["did you mean 'tensorboard'"]),
+        ({"activation_checkpointing": {"partition_activations": True}}, ["partition_activations", "torch.utils"]),
+        ({"zero_optimization": {"cpu_offload": True}}, ["cpu_offload", "offload_optimizer"]),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zenflow", "every update"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "yes"}}}, ["adam_w_mode", "true or false"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "AdamW"]),
         ({"optimizer": {"type": "LBFGS"}}, ["LBFGS", "closure"]),
         ({"optimizer": {"type": "muon"}}, ["Muon", "whole matrices"]),
@@ -132,6 +137,19 @@ def test_disabled_sections_fixed_values_and_harmless_keys_are_accepted() -> None
     assert read({"train_batch_size": 1, **config, **sections}, world_size=1).stage == 3
 
 
+def test_deepspeeds_keys_at_its_own_defaults_are_accepted() -> None:
+    own = ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "profile")
+    zero = {"load_from_fp32_weights": True, "pipeline_loading_checkpoint": False, "zenflow": None, "cpu_offload": False}
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2, **zero},
+        "seq_parallel_communication_data_type": "fp32",
+        "activation_checkpointing": dict.fromkeys(own, False) | {"number_checkpoints": None},
+        "checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}},
+    }
+    assert read(config, world_size=1).stage == 2
+
+
 def test_offload_to_the_cpu_is_a_no_op_on_the_cpu_and_refused_elsewhere() -> None:
     config = {"train_batch_size": 1, "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     assert read(config, world_size=1).stage == 0
@@ -203,6 +221,7 @@ def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: Scalin
         ({"type": "Adam"}, torch.optim.AdamW),
         ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, torch.optim.Adam),
         ({"type": "AdamW", "params": {"lr": 1e-3}}, torch.optim.AdamW),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, torch.optim.AdamW),
         ({"type": "SGD"}, torch.optim.SGD),
     ],
 )

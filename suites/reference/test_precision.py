@@ -240,6 +240,17 @@ def test_an_edit_that_a_step_on_the_masters_would_undo_is_refused(stage: int) ->
         engine.step()
 
 
+@stages
+@pytest.mark.world_size(1)
+def test_accumulation_in_fp32_is_refused_for_a_model_that_is_bf16_itself(stage: int) -> None:
+    asked = {"data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(
+        ConfigError, match=r"grad_accum_dtype is torch\.float32 and parameter '0\.weight' torch\.bfloat16"
+    ):
+        start(stage, net().bfloat16(), **asked)
+    start(stage, net(), **asked)
+
+
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 

@@ -69,8 +69,20 @@ def observe_scaler(bench: Bench) -> None:
     engine.close()
 
 
+def holds(trial: Trial, step: int, rank: int, scale: float) -> bool:
+    """Whether plain PyTorch's gradient of one rank's scaled loss is finite, on the weights that the engine had."""
+    low = replace(trial.baseline, dtype=trial.dtype if trial.variant == "autocast" else torch.float16)
+    model, batch = low.module(trial.copies("params", step)[0]), trial.baseline.batch(rank, step)
+    with torch.autocast("cpu", torch.float16, enabled=trial.variant == "autocast"):
+        output = model(batch.inputs.to(low.dtype))
+    bad = overflows(step, rank, trial.world_size)
+    loss = low.objective(output, batch) * (float("inf") if bad else 1.0)
+    (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 def judge_scaler(trial: Trial) -> Iterator[Comparison]:
-    """torch.amp.GradScaler itself, fed with one number that is finite whenever all of the engine's gradients are."""
+    """torch.amp.GradScaler itself, fed with one number that is finite whenever every rank's own plain gradients are."""
     _, initial, window = SCALERS[trial.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
     weight = nn.Parameter(torch.zeros(()))
@@ -79,9 +91,9 @@ def judge_scaler(trial: Trial) -> Iterator[Comparison]:
     skipped = 0
     for step in range(STEPS):
         grads = trial.copies("grads", step)[0]
-        finite = all(bool(grad.isfinite().all()) for grad in grads.values())
-        injected = any(overflows(step, rank, trial.world_size) for rank in range(trial.world_size))
-        yield identical(trial.place("loss", Part.REDUCTION, step), number(False), number(finite and injected))
+        finite = all(holds(trial, step, rank, scaler.get_scale()) for rank in range(trial.world_size))
+        summed = all(bool(grad.isfinite().all()) for grad in grads.values())
+        yield identical(trial.place("loss", Part.REDUCTION, step), number(finite), number(summed))
         weight.grad = torch.tensor(1.0 if finite else torch.inf)
         scaler.step(optimizer)
         scaler.update()

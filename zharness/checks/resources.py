@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
@@ -229,6 +230,7 @@ def judge_poisoned_memory(trial: Trial) -> Iterator[Comparison]:
 
 
 COUNTS = (10, 100, 1000)
+REGIONS = (10, 30, 50)
 
 
 class Pointwise(nn.Module):
@@ -242,12 +244,29 @@ class Pointwise(nn.Module):
         return x.sum() * torch.cat(list(self.weights)).sum()
 
 
+class Recomputed(nn.Module):
+    """``count`` layers of one parameter, each in a checkpoint of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(2, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.sum()
+
+
 def observe_hook_count(bench: Bench) -> None:
-    for count in COUNTS:
-        engine = bench.around(Pointwise(count), optimizer=FROZEN)
-        loss = engine(torch.ones(2, 2))
-        bench.record("calls", {"calls": number(calls(engine.backward, loss))}, count)
-        engine.close()
+    for name, model, counts in (("calls", Pointwise, COUNTS), ("recomputed", Recomputed, REGIONS)):
+        for count in counts:
+            engine = bench.around(model(count), optimizer=FROZEN)
+            for _ in range(2):  # in the first backward everything is found and learnt
+                loss = engine(torch.ones(2, 2))
+                found = calls(engine.backward, loss)
+                engine.zero_grad()
+            bench.record(name, {"calls": number(found)}, count)
+            engine.close()
 
 
 def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
@@ -268,11 +287,15 @@ def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
 
 
 def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
-    """O(parameters): from 100 to 1000 tensors, no more calls for each further tensor than from 10 to 100."""
-    for rank in range(trial.world_size):
-        few, some, many = (trial.copies("calls", count)[rank]["calls"] for count in COUNTS)
-        allowed = some + (some - few) * (COUNTS[2] - COUNTS[1]) / (COUNTS[1] - COUNTS[0])
-        yield between(trial.place("calls", Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed)
+    """O(parameters): from 100 to 1000 tensors, no more calls for each further tensor than from 10 to 100.
+
+    So too with as many checkpoints, at 10, 30 and 50 of them.
+    """
+    for name, counts in (("calls", COUNTS), ("recomputed", REGIONS)):
+        for rank in range(trial.world_size):
+            few, some, many = (trial.copies(name, count)[rank]["calls"] for count in counts)
+            allowed = some + (some - few) * (counts[2] - counts[1]) / (counts[1] - counts[0])
+            yield between(trial.place(name, Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed)
 
 
 Judge = Callable[[Trial], Iterator[Comparison]]
@@ -320,7 +343,7 @@ CHECKS = (
     ),
     law(
         "hook_count",
-        "a backward makes O(parameters) Python calls: counted at 10, 100 and 1000 tensors",
+        "a backward makes O(parameters) Python calls, with and without checkpoints: counted at up to 1000 tensors",
         observe_hook_count,
         judge_hook_count,
     ),

@@ -16,6 +16,7 @@ from zharness.errors import ConfigError
 from zharness.reference.buckets import SIZE
 from zharness.reference.loss_scale import Scaling
 from zharness.reference.precision import Autocast, OnOverflow, Precision
+from zharness.reference.schema import flag
 from zharness.reference.sections import TOP
 
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -69,6 +70,7 @@ class Settings:
     average: bool = True
     drop_last: bool = False
     untested_optimizer: bool = False
+    accumulated_in: torch.dtype | None = None
     bucket_size: int = SIZE
     prefetch_size: int = SIZE
 
@@ -110,6 +112,7 @@ def read(config: Mapping[str, Any], world_size: int, device: str = "cpu") -> Set
         optimizer=_optimizer(got["optimizer"]),
         scheduler=_scheduler(got["scheduler"]),
         precision=precision,
+        accumulated_in=got["data_types"]["grad_accum_dtype"],
         average=got["gradient_allreduce_op"] == "mean",
         drop_last=got["dataloader_drop_last"],
         untested_optimizer=got["zero_allow_untested_optimizer"],
@@ -243,8 +246,8 @@ def _optimizer(section: Mapping[str, Any] | None) -> Choice | None:
     kind = OPTIMIZERS[name.lower()]
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         args.pop("torch_adam", None)
-    if kind is torch.optim.Adam and args.pop("adam_w_mode", True):
-        kind = torch.optim.AdamW
+        decoupled = flag("optimizer.params.adam_w_mode", args.pop("adam_w_mode", True))
+        kind = torch.optim.AdamW if decoupled else kind
     return Choice(kind, args)
 
 

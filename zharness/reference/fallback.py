@@ -4,6 +4,7 @@
 |---|---|
 | ``Function.setup_context`` (torch 2.0) | ``legacy``: the same function as ``forward(ctx, ...)``, without torch.func |
 | ``queue_callback`` | ``EndOfBackward`` counts the gradients that the backward is going to make |
+| ``SavedTensor.data`` (before torch 2.13) | nothing: at stage 3 gathered copies live as long as their graph |
 | ``_current_graph_task_id`` (torch 2.1) | ``EndOfBackward`` knows one backward at a time; ``reset`` ends a failed one |
 """
 

@@ -32,23 +32,31 @@ class Ledger:
 
     def __init__(self) -> None:
         self._live: list[private.WeakStorage] = []
+        self._at_most = 0  # of these; some may be dead
         self._shelved = 0
         self.peak = 0
 
     def add(self, tensor: Tensor) -> private.WeakStorage:
         storage = private.WeakStorage(tensor)
         self._live.append(storage)
-        self.peak = max(self.peak, self.bytes())
+        self._at_most += storage.nbytes
+        self._look()
         return storage
 
     def shelve(self, nbytes: int) -> None:
         """So many bytes are on the shelf now."""
         self._shelved = nbytes
-        self.peak = max(self.peak, self.bytes())
+        self._look()
+
+    def _look(self) -> None:
+        """Who is alive matters only where there may be more than ever: not at every read of every step."""
+        if self._shelved + self._at_most > self.peak:
+            self.peak = max(self.peak, self.bytes())
 
     def bytes(self) -> int:
         self._live = [storage for storage in self._live if storage.alive()]
-        return self._shelved + sum(storage.nbytes for storage in self._live)
+        self._at_most = sum(storage.nbytes for storage in self._live)
+        return self._shelved + self._at_most
 
 
 @dataclass(frozen=True)

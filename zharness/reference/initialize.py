@@ -104,9 +104,16 @@ def initialize(
 def _facts(settings: Settings, model: nn.Module, data: Dataset[Any] | None) -> dict[str, str]:
     """What has to be alike on all ranks, before anything is done to the model."""
     told = {f"configuration: {each.name}": repr(getattr(settings, each.name)) for each in fields(settings)}
+    formats = settings.precision.formats(model)
     for name, p in model.named_parameters():
         if not p.is_floating_point() and p.requires_grad:
             raise ConfigError(f"parameter {name!r} is {p.dtype}; only real floating-point parameters are trained")
+        done = formats[p].held if settings.stage < 2 else formats[p].master
+        if p.requires_grad and settings.accumulated_in not in (None, done):
+            raise ConfigError(
+                f"data_types.grad_accum_dtype is {settings.accumulated_in} and parameter {name!r} {p.dtype}: its "
+                f"micro-batches add up in {done}; leave the key out, or enable bf16 or fp16 at stage 2 or 3"
+            )
         told[f"parameter {name!r}"] = f"{p.dtype} {tuple(p.shape)}, {'trained' if p.requires_grad else 'frozen'}"
     told |= {f"buffer {name!r}": f"{each.dtype} {tuple(each.shape)}" for name, each in model.named_buffers()}
     return told | {

@@ -72,7 +72,7 @@ class Section:
             if value and not (isinstance(value, Mapping) and value.get("enabled") is False):
                 raise ConfigError(f"the reference engine does not honour {path!r}; remove or disable the section")
             return
-        known = (*self.honoured, *self.fixed, *sorted(self.harmless))
+        known = (*self.honoured, *self.fixed, *sorted(self.harmless | self.disabled))
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"honoured: {', '.join(sorted(self.honoured))}"
         raise ConfigError(f"the reference engine does not honour {path!r}; {hint}")

@@ -60,9 +60,14 @@ ZERO = Section(
         }
     ),
     fixed={
+        "cpu_offload": Fixed(False, "it is spelled offload_optimizer: {'device': 'cpu'} now"),
         "elastic_checkpoint": Fixed(False, "a checkpoint loads at any world size as it is"),
         "ignore_unused_parameters": Fixed(True, "an unused parameter is no error and stays put"),
+        "load_from_fp32_weights": Fixed(True, "masters go on from what the checkpoint has of them"),
         "legacy_stage1": Fixed(False, "there is one implementation"),
+        "pipeline_loading_checkpoint": Fixed(False, "a checkpoint is read before it is adopted"),
+        "save_muon_momentum_buffer_in_memory": Fixed(False, "Muon cannot work on shards"),
+        "zenflow": Fixed(None, "every update is made at its step"),
         "zero_hpz_partition_size": Fixed(1, "parameters are sharded over all ranks"),
         "zero_quantized_gradients": NO_QUANTIZATION,
         "zero_quantized_nontrainable_weights": NO_QUANTIZATION,
@@ -103,6 +108,29 @@ CHOICE = Section(
     honoured={"type": Key(lambda _, value: str(value)), "params": Key(schema.arguments, {})},
     fixed={"legacy_fusion": Fixed(False, "nothing is fused by hand")},
 )
+# Its own functions ask for it, where a model calls them; a model's use of torch.utils.checkpoint is no matter of keys.
+OWN = "a model checkpoints by torch.utils.checkpoint itself"
+CHECKPOINTING = Section(
+    honoured={},
+    harmless=frozenset({"profile"}),
+    fixed={
+        "partition_activations": Fixed(False, OWN),
+        "contiguous_memory_optimization": Fixed(False, OWN),
+        "cpu_checkpointing": Fixed(False, OWN),
+        "number_checkpoints": Fixed(None, OWN),
+        "synchronize_checkpoint_boundary": Fixed(False, OWN),
+    },
+)
+CHECKPOINT = Section(
+    honoured={},
+    harmless=frozenset({"tag_validation"}),  # how loudly it is told that ranks bring other tags
+    fixed={
+        "load_universal": Fixed(False, "call load_universal_checkpoint"),
+        "use_node_local_storage": Fixed(False, "all ranks see one file system"),
+        "parallel_write": Fixed({"pipeline_stage": False}, "every rank writes its own part"),
+        "writer": Fixed(None, "torch.distributed.checkpoint writes"),
+    },
+)
 TOP = Section(
     honoured={
         "train_batch_size": Key(integer(1)),
@@ -118,6 +146,8 @@ TOP = Section(
         "optimizer": Key(CHOICE),
         "scheduler": Key(CHOICE),
         "zero_optimization": Key(ZERO, {}),
+        "activation_checkpointing": Key(CHECKPOINTING, {}),
+        "checkpoint": Key(CHECKPOINT, {}),
         "fp16": Key(FP16, {}),
         "bf16": Key(BF16, {}),
         "torch_autocast": Key(AUTOCAST, {}),
@@ -139,11 +169,12 @@ TOP = Section(
         "gradient_predivide_factor": Fixed(1.0, "a sum is divided once, after it is complete"),
         "managed_gradient_accumulation": Fixed(True, "step() counts micro-batches; leave accumulation at 1 to own it"),
         "prescale_gradients": Fixed(False, "a sum is divided once, after it is complete"),
+        "seq_parallel_communication_data_type": Fixed("fp32", "there is no sequence parallelism"),
         "sparse_gradients": Fixed(False, "gradients are dense"),
     },
     disabled=frozenset(
         {
-            *("activation_checkpointing", "amp", "autotuning", "comms_logger", "compression_training", "csv_monitor"),
+            *("amp", "autotuning", "comms_logger", "compression_training", "csv_monitor"),
             *("curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine"),
             *("pipeline", "progressive_layer_drop", "sparse_attention", "tensorboard", "tensor_parallel", "wandb"),
         }
