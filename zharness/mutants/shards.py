@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +25,15 @@ class PublishesInTheWrongOrder(Around):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         parameters = self.right.engine._parameters
-        publish = parameters.publish
+        share = parameters._share_shards
 
-        def slipped(names: Collection[str]) -> None:
-            publish(names)
+        def slipped(names: Container[str]) -> None:
+            share(names)
             with torch.no_grad():
                 for parameter in self.module.parameters():
                     parameter.copy_(parameter.reshape(-1).roll(-(-parameter.numel() // 2)).view_as(parameter))
 
-        parameters.publish = slipped
+        parameters._share_shards = slipped
 
 
 class ReducedShards(Around):
