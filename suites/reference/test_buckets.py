@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from suites.reference.same import Breaking, assert_same
 from zharness.comm import Comm
 from zharness.reference import Engine, initialize
 from zharness.reference.buckets import buckets
@@ -68,12 +69,6 @@ def summed(plain: nn.Module) -> dict[str, Tensor]:
         if used:
             found[name] = total
     return found
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor), name
 
 
 @pytest.mark.world_size(1, 2, 3)
@@ -187,15 +182,6 @@ def test_stage_3_sends_the_model_three_times_in_whatever_order_it_is_read(net: t
 
 @pytest.mark.world_size(2)
 def test_a_backward_that_raised_leaves_nothing_on_the_shelf_once_it_is_forgotten() -> None:
-    class Breaking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("broken on purpose")
-
     engine, plain = pair(3)
     hidden = Breaking.apply(batch().requires_grad_())
     with pytest.raises(ValueError, match="broken on purpose"):

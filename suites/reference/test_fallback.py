@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from suites.reference.same import Breaking
 from zharness.reference import fallback, initialize, torch_private
 from zharness.reference.fallback import EndOfBackward
 
@@ -115,15 +116,6 @@ def test_a_backward_within_a_forward_has_an_end_of_its_own(hide: Hide, monkeypat
 
 @hidden
 def test_a_backward_that_raised_leaves_nothing_for_the_next(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Breaking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("broken on purpose")
-
     hide(monkeypatch)
     net, x = Watched(), torch.ones(1, 2)
     with pytest.raises(ValueError, match="broken on purpose"):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from suites.reference.same import Breaking
 from suites.reference.stage3 import CONFIG, Layers, Mlp, Recurrent, assert_mean, pair
 from zharness.errors import ConfigError, StaleGraphError
 from zharness.reference import initialize
@@ -104,16 +105,6 @@ def step_between_retained_backwards(held: bool) -> None:
 @pytest.mark.parametrize("held", [False, True], ids=["promised", "held"])
 def test_a_step_between_two_backwards_on_one_graph_is_refused_as_torch_refuses_it(held: bool) -> None:
     run(step_between_retained_backwards, held, world_size=2)
-
-
-class Breaking(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("broken on purpose")
 
 
 def failure_and_retry() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from suites.reference.same import assert_same
 from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize
 from zharness.world import run
@@ -79,12 +80,6 @@ def everything(engine: Engine) -> dict[str, Tensor]:
     state = {f"{n}/{k}": v for n, entry in engine.full_optimizer_state().items() for k, v in entry.items()}
     rates = torch.tensor([group["lr"] for group in engine.optimizer.param_groups])
     return {**engine.full_state_dict(), **state, "rates": rates, "steps": torch.tensor(engine.steps)}
-
-
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(got[name], value), name
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "SGD"), (2, "AdamW"), (3, "AdamW"), (3, "SGD")])

@@ -14,7 +14,7 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.checks.foreign_state import Command, write_universal
+from zharness.checks.foreign_state import Command, on_rank_0, write_universal
 from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize
 from zharness.reference.universal import TensorParallel
@@ -47,13 +47,6 @@ def written(folder: Path, flat: bool = False, out: int = 5) -> Path:
         write_universal(folder / "u", numbers(out), [GROUP], 3, flat)
     dist.barrier()
     return folder / "u"
-
-
-def edit(action: Callable[[], Any]) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
@@ -128,7 +121,7 @@ def test_a_slice_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int, shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path, out=10)
-    edit(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
+    on_rank_0(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
     engine = built(stage)
     engine.load_universal_checkpoint(path, OldMpu())
     for name, entry in numbers(10).items():
@@ -146,11 +139,11 @@ def test_steps_have_to_be_equal_and_none_is_left_alone(shared_tmp_path: Path) ->
     path = written(shared_tmp_path)
     engine = built()
     step = path / "zero" / "bias" / "step.pt"
-    edit(lambda: torch.save(torch.tensor(4.0), step))
+    on_rank_0(lambda: torch.save(torch.tensor(4.0), step))
     refused(engine, path, r"steps \[3.0, 4.0\] .* are not equal")
-    edit(lambda: torch.save(None, step))
+    on_rank_0(lambda: torch.save(None, step))
     refused(engine, path, r"steps \[3.0, None\] .* are not equal")
-    edit(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
+    on_rank_0(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
     refused(engine, path, "no step is saved for 'weight', and this engine, which made none")
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).sum())
@@ -171,15 +164,15 @@ def test_what_is_missing_or_another_model_s_is_named(flat: bool, shared_tmp_path
         ("zero/weight/fp32.pt", "weight/fp32.pt is missing"),
         (model, r"model_states.pt in .* are not complete"),
     ):
-        edit(lambda p=piece: (path / p).rename(path / "aside"))
+        on_rank_0(lambda p=piece: (path / p).rename(path / "aside"))
         refused(engine, path, words)
-        edit(lambda p=piece: (path / "aside").rename(path / p))
+        on_rank_0(lambda p=piece: (path / "aside").rename(path / p))
     refused(built(net=lambda: nn.Linear(3, 6)), path, "'weight' has shape|elements")
     refused(built(net=lambda: nn.Linear(3, 5, bias=False)), path, "it holds 'bias', which is none of")
     refused(built(net=lambda: nn.BatchNorm1d(5)), path, "buffer 'running_mean' .* is not in it")
     refused(built(kind="SGD"), path, "use Adam")
     refused(engine, shared_tmp_path, "no universal checkpoint in .* run ds_to_universal")
-    edit(lambda: shutil.rmtree(path / "zero" / "weight"))
+    on_rank_0(lambda: shutil.rmtree(path / "zero" / "weight"))
     refused(engine, path, "weight/.*pt is missing")
 
 
@@ -190,12 +183,12 @@ def test_a_command_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) 
     files = sorted(path.rglob("*.pt"))
     for file in files:
         whole = file.read_bytes()
-        edit(lambda f=file: torch.save({"param": Command(marker)}, f))
+        on_rank_0(lambda f=file: torch.save({"param": Command(marker)}, f))
         refused(engine, path, rf"{file.name} is refused: it asks for {os.mkdir.__module__}.mkdir")
-        edit(lambda f=file, w=whole: f.write_bytes(w))
-        edit(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
+        on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
+        on_rank_0(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
         refused(engine, path, f"{file.name} is damaged")
-        edit(lambda f=file, w=whole: f.write_bytes(w))
+        on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
     assert not marker.exists()
     engine.load_universal_checkpoint(path, Mpu())
 
@@ -219,6 +212,6 @@ def test_extra_state_is_taken_from_the_model_file_or_missed(shared_tmp_path: Pat
     refused(engine, path, r"the extra state \['_extra_state'\] is not in it")
     file = next(path.glob("*_model_states.pt"))
     model = torch.load(file)
-    edit(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))
+    on_rank_0(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))
     engine.load_universal_checkpoint(path, Mpu())
     assert engine.module.tuning == 7

@@ -14,6 +14,7 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from suites.reference.same import assert_same
 from zharness.checks.foreign_state import write_universal
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
@@ -116,18 +117,18 @@ def test_what_deepspeed_wrote_is_read_at_every_stage_and_goes_on_as_vanilla(
         assert engine.steps == 3
         assert tuple(group["lr"] for group in engine.optimizer.param_groups) == saved["rates"]
         assert engine.schedule.last_epoch == 3
-        equal(engine.full_params(), saved["params"])
+        assert_same(engine.full_params(), saved["params"])
         for name, state in engine.full_optimizer_state().items():
-            equal(state, saved["state"][name])
+            assert_same(state, saved["state"][name])
         assert engine.full_optimizer_state().keys() == saved["state"].keys()
-        equal(dict(engine.module.named_buffers()), saved["buffers"])
+        assert_same(dict(engine.module.named_buffers()), saved["buffers"])
         params, vanilla = vanilla_from(saved, groups)
         engine.backward(loss_of(engine, 3))
         for name, grad in engine.full_grads().items():
             params[name].grad = grad
         engine.step()
         vanilla.step()
-        equal(engine.full_params(), params)
+        assert_same(engine.full_params(), params)
         engine.close()
 
 
@@ -150,7 +151,7 @@ def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shar
     with pytest.warns(UserWarning, match="no mpu"):
         engine.load_universal_checkpoint(shared_tmp_path)
     assert (engine.loss_scale, engine.steps, engine.optimizer.param_groups[0]["lr"]) == (8.0, 3, 0.5)
-    equal(engine.full_masters(), {name: entry["fp32"] for name, entry in values.items()})
+    assert_same(engine.full_masters(), {name: entry["fp32"] for name, entry in values.items()})
     file = shared_tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save({**unpickling.load_deepspeed(file), "dp_world_size": 2}, file)
     with pytest.raises(CheckpointError, match="are not complete"), pytest.warns(UserWarning, match="no mpu"):
@@ -172,9 +173,3 @@ def test_of_deepspeed_s_classes_two_become_stand_ins_and_no_other_is_read(tmp_pa
         unpickling.load_deepspeed(tmp_path / "unknown.pt")
     with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*LossScaler"):
         unpickling.load(tmp_path / "known.pt", "known.pt")
-
-
-def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(got[name], value), name

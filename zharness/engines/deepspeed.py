@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, warm
-from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED
+from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED, snapshot
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -176,13 +176,13 @@ class DeepSpeedEngine:
         for name, param in self._params.items():
             grad = self._full_grad(param) if param.requires_grad else None
             if grad is not None:
-                found[name] = _copy(grad)
+                found[name] = snapshot(grad)
         return found
 
     def full_params(self) -> dict[str, Tensor]:
         """The weights that the next forward uses (not the fp32 masters, which a broken copy-back would leave apart)."""
         with self._gathered():
-            return {name: _copy(param) for name, param in self._params.items()}
+            return {name: snapshot(param) for name, param in self._params.items()}
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         if self._engine.global_steps == 0:
@@ -251,7 +251,7 @@ class DeepSpeedEngine:
 
     def _whole_state(self, param: nn.Parameter) -> dict[str, Tensor]:
         state = self._engine.optimizer.state.get(param, {})
-        return {key: _copy(value) for key, value in state.items() if isinstance(value, Tensor)}
+        return {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def _partitioned_state(self, param: nn.Parameter) -> dict[str, Tensor]:
         # Not safe_get_full_optimizer_state: stages 1 and 2 link the states to the parameters when the first group has
@@ -271,7 +271,7 @@ class DeepSpeedEngine:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             whole[here.start : here.start + here.numel] = flat_state.narrow(0, there.start, there.numel)
         dist.all_reduce(whole)
-        return _copy(whole.reshape(param.shape))
+        return snapshot(whole.reshape(param.shape))
 
     def _stage3_state(self, param: nn.Parameter) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -281,7 +281,7 @@ class DeepSpeedEngine:
         flat = zero.fp32_partitioned_groups_flat[group]
         state = zero.optimizer.state[flat]
         keys = [key for key, value in state.items() if _shaped_like(value, flat)]
-        return {**{key: _copy(safe_get_full_optimizer_state(param, key)) for key in keys}, **_step_of(state)}
+        return {**{key: snapshot(safe_get_full_optimizer_state(param, key)) for key in keys}, **_step_of(state)}
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -321,11 +321,7 @@ def _shaped_like(value: object, flat: Tensor) -> bool:
 
 
 def _step_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {"step": _copy(torch.as_tensor(state["step"]))} if "step" in state else {}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return {"step": snapshot(torch.as_tensor(state["step"]))} if "step" in state else {}
 
 
 class _LinearPatch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from zharness.items.inside import ROOM
-from zharness.world.here import here, is_rank
+from zharness.world.here import here, is_rank, site_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,8 @@ def announce(kind: Collective, full: Tensor) -> None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(os.sep.join(("zharness", "comm.py"))):
         frame = frame.f_back
-    site = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-    here().channel.announce(f"{kind.value} {str(full.dtype).removeprefix('torch.')}{list(full.shape)}", site)
+    words = f"{kind.value} {str(full.dtype).removeprefix('torch.')}{list(full.shape)}"
+    here().channel.announce(words, site_of(frame))
 
 
 def make_comm() -> Comm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ class PublishesInTheWrongOrder(Around):
         parameters._share_shards = slipped
 
 
-class ReducedShards(Around):
+class ReducedShards(Around, ABC):
     """Changes each gradient shard on its way out of the reduction."""
 
     stages = (2,)
@@ -47,9 +48,9 @@ class ReducedShards(Around):
         reduce = gradients._reduce
         gradients._reduce = lambda bucket: [self.changed(shard) for shard in reduce(bucket)]
 
+    @abstractmethod
     def changed(self, shard: Tensor) -> Tensor:
         """What becomes of this rank's elements."""
-        raise NotImplementedError
 
 
 class LosesTheShardsEdge(ReducedShards):

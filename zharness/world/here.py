@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from zharness.errors import WorldError
@@ -74,10 +75,13 @@ def exchange(value: Any) -> list[Any]:
 
 def exchange_as(what: str, value: Any) -> list[Any]:
     """``exchange`` with those ranks that exchange under the same name."""
-    caller = sys._getframe(2)
-    site = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
-    answers = here().channel.exchange(pickle.dumps(value), what, site)
+    answers = here().channel.exchange(pickle.dumps(value), what, site_of(sys._getframe(2)))
     return [pickle.loads(answer) for answer in answers]  # noqa: S301 - written by ranks of this very group
+
+
+def site_of(frame: FrameType) -> str:
+    """Where a frame stands: ``test_x.py, line 7``."""
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
 
 
 def assert_together(condition: object, message: str = "") -> None:
