@@ -11,7 +11,7 @@ from torch.autograd import backward
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
-from zharness.checks.play import Play, Scene, Side, check
+from zharness.checks.play import Play, Scene, Side, Unused, check
 from zharness.checks.trajectory import ADAMW, initial_weights
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Feature
@@ -119,16 +119,18 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
     yield from trial.reduced("grads", [local])
 
 
-def parameter_law(play: Play, words: str) -> Check:
+def parameter_law(play: Play, words: str, unused: Unused = Unused.ZERO) -> Check:
     name = play.__name__
-    return check(f"parameters.{name}", words, Scene(play), NEEDS, model="odd")
+    return check(f"parameters.{name}", words, Scene(play, unused=unused), NEEDS, model="odd")
 
 
 CHECKS = (
     parameter_law(
         every_kind, "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's"
     ),
-    parameter_law(branch, "a parameter that a step does not use has no gradient in it, whatever step before did"),
+    parameter_law(
+        branch, "a parameter that a step does not use has no gradient in it, whatever step before did", Unused.NONE
+    ),
     parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction"),
     parameter_law(outside_its_module, "a weight that is read outside its module's forward gets that gradient too"),
     parameter_law(used_on_some_ranks, "a parameter that only some ranks use counts as zero on the others"),

@@ -1,7 +1,8 @@
 """Plays: what a caller does with a model, told once, played on the engine and on the plain model, and compared.
 
-Every play is exact: weights, inputs and losses are integers over powers of two, gradients are summed over ranks, and
-the judge plays it in float64 too. Where both precisions agree bitwise no bit was rounded away, so the engine has to
+Every play is exact: weights, inputs and losses are integers over powers of two, gradients are summed over ranks (where
+an engine only averages them, a number of ranks that is a power of two keeps them exact), and the judge plays it in
+float64 too. Where both precisions agree bitwise no bit was rounded away, so the engine has to
 agree bitwise as well, in whatever order it sums. After the play the engine takes a step that moves nothing and trains
 one ordinary micro-batch: that has to come out right too, and nothing may stay gathered.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduct
 from zharness.errors import HarnessFault
 from zharness.parity import Comparison, Part, Tier, identical
 from zharness.parity.baseline import Local
+from zharness.parity.certificate import division_by
 from zharness.workload import Batch, ModelSpec
 
 AFTER = 1  # the micro-batch of the ordinary training after a play; plays use others
@@ -84,6 +87,13 @@ def ordinary(side: Side) -> None:
     side.backward(side.trained(AFTER))
 
 
+class Unused(Enum):
+    """What an engine may report as the gradient of a parameter that no rank used, of which vanilla has none."""
+
+    NONE = "none, as vanilla"
+    ZERO = "none, or zeros: which of them is asked by the laws of parameters"
+
+
 @dataclass(frozen=True)
 class Scene:
     """A play and its setting: how many engines it needs, and over how many micro-batches those divide gradients."""
@@ -91,6 +101,7 @@ class Scene:
     play: Play
     engines: int = 1
     accumulation: int = 1
+    unused: Unused = Unused.ZERO
 
 
 def observing(scene: Scene) -> Callable[[Bench], None]:
@@ -98,10 +109,12 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
 
     def observe(bench: Bench) -> None:
         owner = AccumulationOwner.ENGINE if scene.accumulation > 1 else AccumulationOwner.CALLER
+        reduction = Reduction.SUM if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
+        bench.record(reduction.value, {})
         engines = [
             bench.engine(
                 optimizer=FROZEN,
-                reduction=Reduction.SUM,
+                reduction=reduction,
                 accumulation_steps=scene.accumulation,
                 accumulation_owner=owner,
             )
@@ -236,17 +249,28 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
     def judge(trial: Trial) -> Iterator[Comparison]:
         everyone = [played_exactly(trial, scene, rank) for rank in range(trial.world_size)]
         yield from trial.same_value("values", [played.values for played in everyone])
-        scale = trial.world_size / scene.accumulation
+        summed = trial.recorded(Reduction.SUM.value)
+        scale = (trial.world_size if summed else 1) / scene.accumulation
+        exact = summed or division_by(trial.world_size)
         for number in range(scene.engines):
             for label in ("grads", "after"):
                 found = [getattr(played, label)[number] for played in everyone]
+                if scene.unused is Unused.ZERO:
+                    found = [{**zeros(trial, label, number), **grads} for grads in found]
                 local = [Local(torch.zeros(()), grads) for grads in found]
-                yield from trial.reduced(label, [local], number, exact=True, scale=scale)
+                yield from trial.reduced(label, [local], number, exact, scale)
             for rank, held in enumerate(trial.copies("held", number)):
                 for name, count in held.items():
                     yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
 
     return judge
+
+
+def zeros(trial: Trial, label: str, number: int) -> Values:
+    """Zeros for every trained parameter that rank 0 reports a gradient of: what it has to be where no rank used it."""
+    reported = trial.copies(label, number)[0]
+    parameters = trial.baseline.module().named_parameters()
+    return {name: torch.zeros_like(p) for name, p in parameters if p.requires_grad and name in reported}
 
 
 def check(

@@ -330,6 +330,7 @@ CHECKS = (
         observe_sum_or_mean,
         judge_sum_or_mean,
         models=("mlp", "exact"),
+        needs=(Feature.SUM,),
     ),
     law(
         "no_sync",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zharness.engines.deepspeed import imported
+from zharness.engines.deepspeed_process import imported
 from zharness.world import assert_together, exchange
 
 _compare = torch.testing.assert_close  # its tolerances come from the caller: here nobody knows what is computed

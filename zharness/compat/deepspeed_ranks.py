@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zharness.engines.deepspeed import imported
+from zharness.engines.deepspeed_process import imported
 from zharness.errors import UsageError
 from zharness.items.fixtures import make_shared
 from zharness.items.inside import BASE

@@ -37,6 +37,7 @@ class Feature(Enum):
     ENGINE_ACCUMULATION = "accumulation divided and bounded by the engine"
     CALLER_ACCUMULATION = "accumulation divided and bounded by the caller"
     NO_SYNC = "local accumulation without reduction"
+    SUM = "gradients summed over ranks"
     CLIP = "clipping by the global norm"
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"

@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         ZerosForTheUnused,
         Kind.PARAMETERS,
-        (Target("parameters.every_kind", None, "odd", words="'unused.bias', 'unused.weight']"),),
+        (Target("parameters.branch", None, "odd", words="'unused.bias', 'unused.weight']"),),
     ),
     Mutant(DecaysTheUnused, Kind.PARAMETERS, (Target("parameters.stay_put", Part.OPTIMIZER, "odd"),)),
     Mutant(

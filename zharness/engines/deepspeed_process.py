@@ -1,0 +1,68 @@
+"""What DeepSpeed needs of a process, and leaves in it. Nothing of it is imported before ``imported`` is called."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zharness.errors import EngineContractError, MissingEngine
+
+# torch 2.13 renames the collectives that DeepSpeed calls, and says so once per call site and rank.
+_RENAMED = r"`torch\.distributed\.\w+` is deprecated"
+
+
+class LinearPatch:
+    """DeepSpeed's replacement of torch.nn.functional.linear, which outlives engine.destroy().
+
+    Undone by the last engine that found torch's own function in place: an engine that was built under another one's
+    patch leaves it to that one.
+    """
+
+    def __init__(self) -> None:
+        self._before = torch.nn.functional.linear
+
+    def undo(self) -> None:
+        if self._before.__module__.partition(".")[0] != "deepspeed":
+            torch.nn.functional.linear = self._before
+
+
+def prepare(device_type: str) -> Any:
+    """The deepspeed module, with the process made ready for deepspeed.initialize on ``device_type``."""
+    deepspeed = imported(device_type)
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+    # Read by DeepSpeed instead of the process group: the local rank by its argument check, the number of ranks on this
+    # machine by its CPU accelerator. A rank is a process of its own, so nobody else sees them.
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() % int(local)))
+    os.environ["LOCAL_SIZE"] = local
+    name = deepspeed.accelerator.get_accelerator().device_name()
+    if name != device_type:
+        raise EngineContractError(
+            f"DeepSpeed was imported for {name}, the model lives on {device_type}; set DS_ACCELERATOR={device_type}"
+        )
+    return deepspeed
+
+
+def imported(device_type: str) -> Any:
+    """The deepspeed module, without the build that ranks would race for. Raises MissingEngine."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare names a decision for another device
+    try:
+        import deepspeed
+
+        # By name: the attribute deepspeed.comm.torch is torch itself.
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+    except ImportError as missing:
+        raise MissingEngine(
+            f"deepspeed does not import ({missing}); install it with: pip install 'zharness[deepspeed]'"
+        ) from missing
+    # init_distributed compiles a shared-memory all-reduce on first use: half a minute in which ranks race for one build
+    # folder and a deadline takes it for a hang. Without it DeepSpeed uses torch.distributed, as on every other device.
+    backend.build_shm_op = lambda: None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=_RENAMED)
+    return deepspeed
