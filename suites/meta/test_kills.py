@@ -105,6 +105,12 @@ def test_one_event_in_twenty_has_the_bound_of_the_tables() -> None:
     assert round(upper_bound(1, 20), 3) == 0.216
 
 
+def test_the_cells_judged_by_arithmetic_alone_are_counted() -> None:
+    passed = record_of(LATE, Verdict.PASS)
+    tiers = [replace(passed, tier=tier) for tier in ("X", "S", "C", None)]
+    assert clean_record([*tiers, replace(passed, tier="X", excuse="#1")]).bounded == 2
+
+
 def test_an_excused_cell_is_neither_clean_nor_an_alarm() -> None:
     broken = record_of(NEVER, Verdict.FAIL)
     records = [record_of(LATE, Verdict.PASS), broken, replace(broken, excuse="#1"), record_of(LATE, Verdict.ERROR)]

@@ -145,6 +145,7 @@ CHECKS = (
         judge=judge_stay_put,
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         integral=False,
+        dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
     ),
     Check(
         name="parameters.deferred",

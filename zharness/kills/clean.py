@@ -6,17 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zharness.parity import Tier
 from zharness.run import Record, Verdict
 
 CONFIDENCE = 0.95
+BOUNDED = (Tier.EXACT.value, Tier.STAGED.value)
 HALVINGS = 60  # of an interval of length 1: below any float that matters here
 
 
 @dataclass(frozen=True)
 class CleanRecord:
-    """Counts over records: cells that were judged, those that gave a false alarm, and those that say nothing."""
+    """Counts over records: cells that were judged, those that gave a false alarm, and those that say nothing.
+
+    ``bounded`` of the judged ones were compared at tier X or S throughout, by a bound that follows from arithmetic.
+    """
 
     judged: int
+    bounded: int
     alarms: tuple[Record, ...]
     excused: int
     unsupported: int
@@ -31,7 +37,8 @@ class CleanRecord:
         """One line, and one for each alarm and error."""
         head = (
             f"{len(self.alarms)} false alarms in {self.judged} clean cells: below {100 * self.bound:.3g} % "
-            f"with 95 % confidence ({self.excused} excused, {self.unsupported} unsupported, {len(self.errors)} errors)"
+            f"with 95 % confidence; {self.bounded} of them at tier X or S "
+            f"({self.excused} excused, {self.unsupported} unsupported, {len(self.errors)} errors)"
         )
         rest = [f"{record.verdict.value} {record.command}\n  {record.cause}" for record in self.alarms + self.errors]
         return "\n".join([head, *rest])
@@ -43,6 +50,7 @@ def clean_record(records: Sequence[Record]) -> CleanRecord:
     judged = [r for r in unknown if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.broken]
     return CleanRecord(
         judged=len(judged),
+        bounded=sum(record.tier in BOUNDED for record in judged),
         alarms=tuple(record for record in judged if record.verdict.broken),
         excused=sum(bool(record.excuse) for record in records),
         unsupported=sum(record.verdict is Verdict.UNSUPPORTED for record in records),

@@ -1,6 +1,6 @@
 """Thousands of cells with fresh seeds on engines that are right: how often does a check raise a false alarm?
 
-    python scripts/clean_cells.py --cells 10000 --jsonl clean.jsonl
+    python scripts/soak.py cells --cells 10000 --jsonl clean.jsonl
 
 Each seed contributes a sample of the whole matrix. Cells that the file holds are not run again.
 """
@@ -26,11 +26,11 @@ from zharness.run.record import RecordFile, record_file
 from zharness.run.runner import surroundings
 from zharness.world import Isolation
 
-ENGINES = ("reference", "fsdp2", "ddp")
+ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``."""
     parser.add_argument("--cells", type=int, default=1000, help="how many in all, earlier runs included (%(default)s)")
     parser.add_argument("--per-seed", type=int, default=50, help="cells with one seed (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=1, help="0 is the seed of the tests (%(default)s)")
@@ -41,7 +41,10 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (%(default)s)")
     parser.add_argument("--jsonl", type=Path, required=True, help="records, read before they are written")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 1 for a false alarm or a failure of the harness."""
     known = resumed(options.jsonl)
     with ExitStack() as stack:
         places = {name: surroundings(name) for name in options.engines or ENGINES}
@@ -96,7 +99,3 @@ def soak(
                 yield record
             left -= len(cells)
             seed += 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
