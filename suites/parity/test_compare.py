@@ -11,9 +11,9 @@ from zharness.engines import Piece
 from zharness.errors import EngineContractError
 from zharness.parity import Evidence, Part, Snapshot, Tier, identical, ranks_agree, within
 from zharness.parity.attribution import attribute
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound
-from zharness.parity.certificate import certified
+from zharness.parity.certificate import certified, mean_of_one
 from zharness.parity.compare import Place, check_names, ulps
 from zharness.parity.snapshot import read, write
 from zharness.workload import MODELS, model_spec
@@ -165,3 +165,12 @@ def test_where_exactness_does_not_apply_it_says_why(world_size: int, dtype: torc
     found = certified(Baseline(model_spec("exact"), seed=5, world_size=world_size), range(1), dtype)
     assert bool(found) is not bool(why)
     assert why in found.reason
+
+
+def test_halving_a_subnormal_of_fp16_is_not_certified() -> None:
+    step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    odd, even = (Local(torch.zeros(()), {"w": torch.tensor([1.0, count * step])}) for count in (717, 718))
+    assert mean_of_one(even, 2, torch.float16)
+    assert "is no number of float16" in mean_of_one(odd, 2, torch.float16).reason
+    assert mean_of_one(odd, 2, torch.float16, loss_scale=16.0)
+    assert "no power of two" in mean_of_one(even, 3, torch.float32).reason

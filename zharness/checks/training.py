@@ -13,7 +13,7 @@ from zharness.checks.trajectory import judge_optimizers, judge_trajectory, obser
 from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import Feature
 from zharness.parity import Comparison, Tier
-from zharness.parity.certificate import division_by
+from zharness.parity.certificate import mean_of_one
 
 ALL_MODELS = ("mlp", "transformer", "conv", "exact", "fused")
 
@@ -44,13 +44,13 @@ def observe_one_hot_rank(bench: Bench) -> None:
 
 def judge_one_hot_rank(trial: Trial) -> Iterator[Comparison]:
     """Exact whatever the model: all but one of the summed numbers are zero, and N is a power of two."""
-    exact = division_by(trial.world_size)
     for chosen in range(trial.world_size):
         yield from trial.same_loss(chosen, trial.locals(chosen))
         local = [
             trial.baseline.local(rank, chosen, objective=times(trial, int(rank == chosen), 1))
             for rank in range(trial.world_size)
         ]
+        exact = mean_of_one(local[chosen], trial.world_size, trial.dtype, trial.baseline.loss_scale)
         yield from trial.reduced("grads", [local], step=chosen, exact=exact)
 
 

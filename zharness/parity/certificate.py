@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zharness.parity.baseline import Baseline, Objective, in_float64, run_local
+from zharness.parity.baseline import Baseline, Local, Objective, in_float64, run_local
 from zharness.workload import Batch
 
 SIGNIFICAND = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -41,6 +41,20 @@ def division_by(terms: int) -> Exactness:
     if is_power_of_two(terms):
         return Exactness(True)
     return Exactness(False, f"a mean of {terms} terms is not exact, for {terms} is no power of two")
+
+
+def mean_of_one(local: Local, terms: int, dtype: torch.dtype, loss_scale: float = 1.0) -> Exactness:
+    """Exact where the mean of these gradients and of ``terms`` - 1 zeros is, held in ``dtype`` times ``loss_scale``.
+
+    A power of two changes no significand, but the last bit of a subnormal is lost when it is halved.
+    """
+    if not is_power_of_two(terms):
+        return division_by(terms)
+    divided = [grad.double() * (loss_scale / terms) for grad in local.grads.values()]
+    if all(torch.equal(each.to(dtype).double(), each) for each in divided):
+        return Exactness(True)
+    name = str(dtype).removeprefix("torch.")
+    return Exactness(False, f"a mean of {terms} terms is not exact, for a gradient over {terms} is no number of {name}")
 
 
 def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> Exactness:
