@@ -80,7 +80,18 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Tensor:
         """Fill ``full`` (1-D, N x len(shard)) with every rank's ``shard`` (1-D, contiguous), in rank order."""
         self._count(Collective.ALL_GATHER, full)
-        dist.all_gather_into_tensor(full, shard, group=self.group)
+        if self._gloo and full.device.type == "cpu":
+            # gloo's own goes through two more buffers, and takes three times as long as each rank's part sent to where
+            # it belongs: 15 ms against 5 for 20 MB on 2 ranks.
+            parts = full.view(self.world_size, shard.numel()).unbind()
+            parts[self.rank].copy_(shard)
+            sent = [
+                dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
+            ]
+            for work in sent:
+                work.wait()
+        else:
+            dist.all_gather_into_tensor(full, shard, group=self.group)
         return full
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:

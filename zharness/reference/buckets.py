@@ -43,6 +43,23 @@ class Bucket:
             comm.reduce_scatter(mine, rows.view(-1))
         return mine
 
+    def all_reduce(self, fulls: Sequence[Tensor], comm: Comm) -> Tensor:
+        """The sum over ranks of ``fulls``, one full tensor for each member, flat and end to end. Collective.
+
+        Nobody keeps a shard of it, so rank r sums the r-th part of the whole: no element is moved to its owner first.
+        """
+        fill = fulls[0].new_zeros(-self.elements % comm.world_size)
+        flat = torch.cat([*(full.reshape(-1) for full in fulls), fill])
+        if self.elements:
+            mine = flat.view(comm.world_size, -1)[comm.rank]
+            comm.all_gather(flat, comm.reduce_scatter(mine, flat))
+        return flat[: self.elements]
+
+    def wholes(self, flat: Tensor) -> list[Tensor]:
+        """Each member whole, as a view of what ``all_reduce`` gave."""
+        parts = torch.split(flat, [original.layout.numel for original in self.members])
+        return [part.view(o.layout.shape) for part, o in zip(parts, self.members, strict=True)]
+
     def shards(self, row: Tensor, rank: int) -> list[Tensor]:
         """What ``rank`` owns of each member, as views of its row."""
         parts = torch.split(row, self.lengths)

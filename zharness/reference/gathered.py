@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -111,12 +112,13 @@ class Copy:
         layout, shard = self.original.layout, self.original.parameter
         with torch.no_grad(), private.outside_transforms():
             # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
-            full = shard.detach()
-            full.data = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
+            values = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
             if self.wire.channel.even:
-                self.wire.shelf.fetch(self.original, full.data)
+                self.wire.shelf.fetch(self.original, values)
             else:
-                full.data.copy_(self.wire.channel.full(self.original, self.dtype))
+                values.copy_(self.wire.channel.full(self.original, self.dtype))
+            full = shard.detach()
+            full.data = values
         self._storage = self.wire.ledger.add(full)
         return full
 
@@ -211,7 +213,7 @@ class Meet(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _apply(Reduce, grad, ctx.copy), None
+        return _move(grad, ctx.copy), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: Tensor, copy: Copy) -> Any:
@@ -240,7 +242,7 @@ class MeetTogether(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         made = [(copy, grad) for copy, grad in zip(ctx.copies, grads, strict=True) if grad is not None]
         if torch.is_grad_enabled() or private.transforming() or any(private.batched(grad) for _, grad in made):
-            return None, *(None if g is None else _apply(Reduce, g, c) for c, g in zip(ctx.copies, grads, strict=True))
+            return None, *(None if g is None else _move(g, c) for c, g in zip(ctx.copies, grads, strict=True))
         means = iter(ctx.copies[0].wire.channel.means([copy.original for copy, _ in made], [grad for _, grad in made]))
         return None, *(None if grad is None else next(means) for grad in grads)
 
@@ -270,45 +272,42 @@ class Gather(torch.autograd.Function):
         raise RuntimeError(f"parameter {copy.original.name!r} is sharded and cannot be batched by vmap")
 
 
-class Reduce(torch.autograd.Function):
-    """Full gradient to the shard of its mean: the backward of Meet, differentiable again for create_graph."""
+class Way(Enum):
+    """Between the whole of a parameter's gradient, on every rank, and the shard of their mean."""
+
+    REDUCE = "every rank's whole to the shard of the mean"
+    SPREAD = "every rank's shard to the whole, divided"
+
+    @property
+    def back(self) -> Way:
+        """The way of the gradient: each is the other's adjoint."""
+        return Way.SPREAD if self is Way.REDUCE else Way.REDUCE
+
+
+class Move(torch.autograd.Function):
+    """One of the two ways: the backward of Meet, and then each the backward of the other, for create_graph."""
 
     @staticmethod
-    def forward(full: Tensor, copy: Copy) -> Tensor:
+    def forward(given: Tensor, copy: Copy, way: Way) -> Tensor:
+        channel = copy.wire.channel
+        run = channel.mean if way is Way.REDUCE else channel.spread
         with private.outside_transforms():
-            return private.by_row(lambda row: copy.wire.channel.mean(copy.original, row), full)
+            return private.by_row(lambda row: run(copy.original, row), given)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
-        ctx.copy = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy, Way], output: Tensor) -> None:
+        _, ctx.copy, ctx.way = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _apply(Spread, grad, ctx.copy), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _move(grad, ctx.copy, ctx.way.back), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], full: Tensor, copy: Copy) -> tuple[Tensor, int]:
-        rows = full.movedim(in_dims[0] or 0, 0)
-        return torch.stack([_apply(Reduce, row, copy) for row in rows]), 0
+    def vmap(info: Any, in_dims: tuple[int | None, None, None], given: Tensor, copy: Copy, way: Way) -> Any:
+        rows = given.movedim(in_dims[0] or 0, 0)
+        return torch.stack([_move(row, copy, way) for row in rows]), 0
 
 
-class Spread(torch.autograd.Function):
-    """The adjoint of Reduce: every rank's shard, gathered and divided."""
-
-    @staticmethod
-    def forward(shard: Tensor, copy: Copy) -> Tensor:
-        with private.outside_transforms():
-            return private.by_row(lambda row: copy.wire.channel.spread(copy.original, row), shard)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Copy], output: Tensor) -> None:
-        ctx.copy = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _apply(Reduce, grad, ctx.copy), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], shard: Tensor, copy: Copy) -> tuple[Tensor, int]:
-        rows = shard.movedim(in_dims[0] or 0, 0)
-        return torch.stack([_apply(Spread, row, copy) for row in rows]), 0
+def _move(tensor: Tensor, copy: Copy, way: Way = Way.REDUCE) -> Tensor:
+    result: Tensor = fallback.apply(Move, tensor, copy, way)
+    return result

@@ -151,14 +151,11 @@ class Gradients:
         taken = [_take(original) for original in bucket.members]
         if self._owners.parameters is Owner.SHARDED:
             return [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
-        row = bucket.reduce_scatter([o.outgoing(g) for o, g in zip(bucket.members, taken, strict=True)], comm)
+        outgoing = [original.outgoing(grad) for original, grad in zip(bucket.members, taken, strict=True)]
         divisor = self._divisor_of(bucket.members[0])
-        if self._owners.optimizer_state is Owner.SHARDED:
-            return bucket.shards(row.to(formats.master).div_(divisor), rank)
-        rows = bucket.gather(row, comm).to(formats.master).div_(divisor)
-        whole = [grad.to(formats.master) for grad in taken]
-        bucket.spread(rows, whole)
-        return whole
+        if self._owners.optimizer_state is Owner.WHOLE:
+            return bucket.wholes(bucket.all_reduce(outgoing, comm).to(formats.master).div_(divisor))
+        return bucket.shards(bucket.reduce_scatter(outgoing, comm).to(formats.master).div_(divisor), rank)
 
     def _moved(self, shard: Tensor, original: Original) -> Tensor:
         """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
@@ -177,7 +174,7 @@ class Gradients:
     def finite(self) -> bool:
         """Whether every element of what ``reduced`` gave last is finite, on every rank. Collective: one byte."""
         ends = [end for grad in self._reduced.values() if grad.numel() for end in torch.aminmax(grad)]
-        seen = torch.stack([*(end.double() for end in ends), torch.zeros((), dtype=torch.float64, device=self._device)])
+        seen = torch.stack([*ends, torch.zeros((), dtype=torch.float64, device=self._device)])
         return not self._wire.comm.all_reduce((~seen.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -53,11 +54,11 @@ class Layout:
     stride: tuple[int, ...]
     ranks: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements of one padded shard: k."""
         return -(-self.numel // self.ranks)
@@ -136,11 +137,3 @@ def gather(shard: Tensor, layout: Layout, comm: Comm) -> Tensor:
     if layout.numel:
         comm.all_gather(full, padded(shard, layout.length).contiguous())
     return full[: layout.numel].view(layout.shape)
-
-
-def reduce_scatter(full: Tensor, layout: Layout, comm: Comm) -> Tensor:
-    """This rank's padded shard of the sum over ranks of ``full``. Collective."""
-    shard = full.new_empty(layout.length)
-    if layout.numel:
-        comm.reduce_scatter(shard, padded(full, layout.length * layout.ranks).contiguous())
-    return shard

@@ -30,7 +30,7 @@ class Visit:
     begin: int
     module: nn.Module | None = None
     copies: list[Copy] = field(default_factory=list)
-    seen: dict[tuple[nn.Parameter, torch.dtype, bool], Tensor] = field(default_factory=dict)
+    seen: dict[tuple[str, torch.dtype, bool], Tensor] = field(default_factory=dict)
 
 
 class Reader:
@@ -40,7 +40,7 @@ class Reader:
         self._sharded = {original.parameter: original for original in originals.values()}
         self._wire = wire
         self._running: list[Visit] = []
-        self._stands: dict[tuple[nn.Parameter, bool], Tensor] = {}
+        self._stands: dict[tuple[str, bool], Tensor] = {}
         self._families: dict[int, list[Original]] = {}
         self._lent: dict[nn.Parameter, Tensor] = {}
         self._versions = {parameter: parameter._version for parameter in self._sharded}
@@ -50,18 +50,19 @@ class Reader:
 
         Raises UsageError where an edit of a gathered copy would be lost, or where a gradient would bypass one.
         """
-        if not isinstance(value, nn.Parameter) or value not in self._sharded:
+        original = self._sharded.get(value) if isinstance(value, nn.Parameter) else None
+        if original is None:
             return value
         if value in self._lent:
             if self._running and torch.is_grad_enabled():
                 raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
             return self._lent[value]
         self.refuse_lost_edits([value])
-        dtype = _dtype_of_read(self._sharded[value])
+        dtype = _dtype_of_read(original)
         visit = self._running[-1] if self._running else Visit(0)
-        key = (value, dtype, torch.is_grad_enabled())
+        key = (original.name, dtype, torch.is_grad_enabled())
         if key not in visit.seen:
-            copy = Copy(self._sharded[value], dtype, self._wire)
+            copy = Copy(original, dtype, self._wire)
             full = read(copy, self._stand_in(copy))
             if not self._running:
                 self._wire.shelf.clear()
@@ -117,14 +118,14 @@ class Reader:
         Made at the first of them and not once and for all: autograd runs the youngest node first, and would leave an
         old one, with its full gradient, to the end of the backward.
         """
-        key = (copy.original.parameter, torch.is_grad_enabled())
+        key = (copy.original.name, torch.is_grad_enabled())
         if key in self._stands:
             return self._stands[key]
         if not self._running or private.transforming():
             return stand_in(copy)
         copies = self._neighbours(copy) if torch.is_grad_enabled() and self._wire.channel.even else [copy]
         for each, stand in zip(copies, stand_ins(copies), strict=True):
-            self._stands[each.original.parameter, torch.is_grad_enabled()] = stand
+            self._stands[each.original.name, torch.is_grad_enabled()] = stand
         return self._stands[key]
 
     def _neighbours(self, copy: Copy) -> list[Copy]:
@@ -142,7 +143,7 @@ class Reader:
                     self._families.setdefault(id(self._wire.neighbours[original.name]), []).append(original)
         family = self._families.get(id(self._wire.neighbours[copy.original.name]), [])
         found = {original.name: original for original in (*family, copy.original)}
-        return [Copy(o, copy.dtype, self._wire) for o in found.values() if (o.parameter, True) not in self._stands]
+        return [Copy(o, copy.dtype, self._wire) for o in found.values() if (o.name, True) not in self._stands]
 
     def visit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """Run the ``forward`` of ``module``; what its graph saved of the copies read meanwhile becomes promises."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -40,7 +40,7 @@ def transforming() -> bool:
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Collectives know nothing of vmap or grad: they run below all transforms (pyfunctorch, torch 2.1)."""
-    return temporarily_clear_interpreter_stack()
+    return temporarily_clear_interpreter_stack() if transforming() else nullcontext()
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from zharness.comm import Comm
 from zharness.errors import UsageError
 from zharness.reference.buckets import Bucket
-from zharness.reference.layout import Original, gather, reduce_scatter
+from zharness.reference.layout import Original, gather
 
 
 class Mode(Enum):
@@ -181,7 +181,7 @@ class Channel:
         if want.kind is Kind.SPREAD:
             return gather(parameter.new_zeros(layout.length, dtype=dtype) if mine is None else mine, layout, self._comm)
         full = parameter.new_zeros(layout.shape, dtype=dtype) if mine is None else mine
-        shard = reduce_scatter(full, layout, self._comm).to(original.formats.held)
+        shard = Bucket((original,)).reduce_scatter([full], self._comm).to(original.formats.held)
         mean = shard / self._divisor_of(original)
         if mine is None and parameter.requires_grad:
             for credit in self.credits:
