@@ -71,8 +71,8 @@ def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() ->
 
 
 def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
-    cells = plan(Request(patterns=("double_backward.retained_then_zero_grad",), engines=("ddp",)), claims)
-    reason = claims("ddp", 0).refusal(Feature.RETAIN_GRAPH)
+    cells = plan(Request(patterns=("state.universal",), engines=("ddp",)), claims)
+    reason = claims("ddp", 0).refusal(Feature.UNIVERSAL_CHECKPOINT)
     assert reason
     assert all(reason in cell.unsupported for cell in cells)
 

@@ -275,6 +275,7 @@ def check(
     observe: Callable[[Bench], None],
     judge: Callable[[Trial], Iterator[Comparison]],
     *variants: str,
+    needs: Feature = Feature.AUTOCAST,
 ) -> Check:
     """A law of precision, on the model made for them."""
     return Check(
@@ -284,7 +285,7 @@ def check(
         models=("mixed",),
         observe=observe,
         judge=judge,
-        needs=(Feature.PRECISION,),
+        needs=(needs,),
         integral=False,
         dtypes=("fp32",),  # the checks choose the sections of precision themselves
         variants=tuple((variant, ()) for variant in variants) or (("", ()),),
@@ -316,6 +317,7 @@ CHECKS = (
         observe_safe_modules,
         judge_safe_modules,
         *SAFE_LISTS,
+        needs=Feature.WIRES,
     ),
     check(
         "autocast_norm",

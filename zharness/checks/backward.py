@@ -201,10 +201,10 @@ def abort_and_retry(side: Side) -> Values:
     return values
 
 
-def backward_law(play: Play, words: str, engines: int = 1, accumulation: int = 1) -> Check:
-    """The check of one play, under the play's name."""
+def backward_law(play: Play, words: str, *needs: Feature, engines: int = 1, accumulation: int = 1) -> Check:
+    """The check of one play, under the play's name; ``needs`` are features on top of this group's."""
     name = play.__name__
-    return check(f"backward.{name}", words, Scene(play, engines, accumulation), NEEDS)
+    return check(f"backward.{name}", words, Scene(play, engines, accumulation), (*NEEDS, *needs))
 
 
 CHECKS = (
@@ -212,7 +212,10 @@ CHECKS = (
     backward_law(tensor_backward, "loss.backward() is vanilla's"),
     backward_law(non_scalar, "out.backward(g) is vanilla's"),
     backward_law(
-        joint_loss, "a loss over two engines, with a branch that bypasses both, gives each its gradients", engines=2
+        joint_loss,
+        "a loss over two engines, with a branch that bypasses both, gives each its gradients",
+        Feature.OUTSIDE_FORWARD,
+        engines=2,
     ),
     backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
     backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),

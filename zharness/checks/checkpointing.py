@@ -121,9 +121,9 @@ def dropout(side: Side) -> None:
     backward(loss)
 
 
-def recompute_law(play: Play, words: str) -> Check:
+def recompute_law(play: Play, words: str, *more: Feature) -> Check:
     name = play.__name__
-    needs = (Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD)
+    needs = (Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *more)
     return check(f"checkpointing.{name}", words, Scene(play), needs, variants=((REENTRANT, ()), (NON_REENTRANT, ())))
 
 
@@ -133,7 +133,9 @@ CHECKS = (
     recompute_law(whole_model, "checkpointing the whole model changes no gradient"),
     recompute_law(two_regions, "a layer in two checkpointed regions of one loss gets the sum of both gradients"),
     recompute_law(frozen, "frozen layers within a region, and regions of nothing else, change no gradient"),
-    recompute_law(plain_inputs, "a region whose inputs require no gradient does what vanilla's does"),
+    recompute_law(
+        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.OUTSIDE_FORWARD
+    ),
     recompute_law(accumulation, "checkpointed micro-batches accumulate to the sum of their gradients"),
     recompute_law(non_scalar, "out.backward(g) through a checkpointed region is vanilla's"),
     recompute_law(exception, "after an exception within a recomputation and zero_grad the gradients are vanilla's"),

@@ -119,9 +119,9 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
     yield from trial.reduced("grads", [local])
 
 
-def parameter_law(play: Play, words: str, unused: Unused = Unused.ZERO) -> Check:
+def parameter_law(play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO) -> Check:
     name = play.__name__
-    return check(f"parameters.{name}", words, Scene(play, unused=unused), NEEDS, model="odd")
+    return check(f"parameters.{name}", words, Scene(play, unused=unused), (*NEEDS, *needs), model="odd")
 
 
 CHECKS = (
@@ -129,13 +129,23 @@ CHECKS = (
         every_kind, "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's"
     ),
     parameter_law(
-        branch, "a parameter that a step does not use has no gradient in it, whatever step before did", Unused.NONE
+        branch,
+        "a parameter that a step does not use has no gradient in it, whatever step before did",
+        unused=Unused.NONE,
     ),
     parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction"),
-    parameter_law(outside_its_module, "a weight that is read outside its module's forward gets that gradient too"),
+    parameter_law(
+        outside_its_module,
+        "a weight that is read outside its module's forward gets that gradient too",
+        Feature.OUTSIDE_FORWARD,
+    ),
     parameter_law(used_on_some_ranks, "a parameter that only some ranks use counts as zero on the others"),
-    parameter_law(late_submodule, "a submodule that is attached late may use the model's parameters"),
-    parameter_law(edited, "full weights may be edited between steps, as one rank does it, and every rank sees it"),
+    parameter_law(
+        late_submodule, "a submodule that is attached late may use the model's parameters", Feature.OUTSIDE_FORWARD
+    ),
+    parameter_law(
+        edited, "full weights may be edited between steps, as one rank does it, and every rank sees it", Feature.EDITS
+    ),
     Check(
         name="parameters.stay_put",
         law="a parameter that a step does not use stays put in it, though AdamW would decay it; several groups",
@@ -154,6 +164,6 @@ CHECKS = (
         models=("mlp",),
         observe=observe_deferred,
         judge=judge_deferred,
-        needs=(Feature.PARAMETERS,),
+        needs=(Feature.DEFERRED,),
     ),
 )

@@ -96,7 +96,10 @@ class Unused(Enum):
 
 @dataclass(frozen=True)
 class Scene:
-    """A play and its setting: how many engines it needs, and over how many micro-batches those divide gradients."""
+    """A play and its setting: how many engines it needs, and over how many micro-batches those divide gradients.
+
+    An engine that leaves accumulation to its caller divides nothing.
+    """
 
     play: Play
     engines: int = 1
@@ -108,14 +111,17 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
     """Play on the engine, on every rank."""
 
     def observe(bench: Bench) -> None:
-        owner = AccumulationOwner.ENGINE if scene.accumulation > 1 else AccumulationOwner.CALLER
+        owns = scene.accumulation > 1 and AccumulationOwner.ENGINE in bench.owners()
+        owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
+        divisor = scene.accumulation if owns else 1
         reduction = Reduction.SUM if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
         bench.record(reduction.value, {})
+        bench.record("setting", {"divisor": torch.tensor(divisor)})
         engines = [
             bench.engine(
                 optimizer=FROZEN,
                 reduction=reduction,
-                accumulation_steps=scene.accumulation,
+                accumulation_steps=divisor,
                 accumulation_owner=owner,
             )
             for _ in range(scene.engines)
@@ -250,7 +256,8 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
         everyone = [played_exactly(trial, scene, rank) for rank in range(trial.world_size)]
         yield from trial.same_value("values", [played.values for played in everyone])
         summed = trial.recorded(Reduction.SUM.value)
-        scale = (trial.world_size if summed else 1) / scene.accumulation
+        divisor = int(trial.copies("setting")[0]["divisor"])
+        scale = (trial.world_size if summed else 1) / divisor
         exact = summed or division_by(trial.world_size)
         for number in range(scene.engines):
             for label in ("grads", "after"):

@@ -29,7 +29,7 @@ from zharness.checks.autocast import (
 from zharness.checks.bench import Bench
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import OptimizerSpec
+from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, identical
 
@@ -214,15 +214,15 @@ def judge_masters(trial: Trial) -> Iterator[Comparison]:
         yield from published(trial, Moment(step + 1, "masters"), "params")
 
 
-MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
-    "bf16": ({"bf16": BF16}, LOW),
-    "fp16": ({"fp16": {"enabled": True, "loss_scale": 16}}, torch.float16),
-    "autocast": (AUTOCAST, WIDE),
+MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = {
+    "bf16": ({"bf16": BF16}, LOW, Feature.MASTERS),
+    "fp16": ({"fp16": {"enabled": True, "loss_scale": 16}}, torch.float16, Feature.LOSS_SCALER),
+    "autocast": (AUTOCAST, WIDE, Feature.AUTOCAST),
 }
 
 
 def observe_buffers(bench: Bench) -> None:
-    options, dtype = MODES[bench.variant]
+    options, dtype, _ = MODES[bench.variant]
     engine, batch = bench.engine(optimizer=SGD, options=options), bench.batch(0).to(dtype)
     for _ in range(2):
         engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
@@ -250,12 +250,14 @@ CHECKS = (
         observe_scaler,
         judge_scaler,
         *SCALERS,
+        needs=Feature.LOSS_SCALER,
     ),
     check(
         "comm_dtype",
         "gradients travel in exactly the configured dtype, of two engines in one process each in its own",
         observe_comm_dtype,
         judge_comm_dtype,
+        needs=Feature.WIRES,
     ),
     check(
         "master_weights",
@@ -264,12 +266,16 @@ CHECKS = (
         judge_masters,
         "fp32",
         "low",
+        needs=Feature.MASTERS,
     ),
-    check(
-        "buffers_keep_dtype",
-        "buffers and frozen parameters keep dtype and value",
-        observe_buffers,
-        judge_buffers,
-        *MODES,
+    replace(
+        check(
+            "buffers_keep_dtype",
+            "buffers and frozen parameters keep dtype and value",
+            observe_buffers,
+            judge_buffers,
+        ),
+        needs=(),
+        variants=tuple((mode, (needed,)) for mode, (_, _, needed) in MODES.items()),
     ),
 )

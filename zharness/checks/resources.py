@@ -301,9 +301,11 @@ def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
 Judge = Callable[[Trial], Iterator[Comparison]]
 
 
-def law(name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *models: str) -> Check:
+def law(
+    name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *needs: Feature, models: tuple[str, ...] = ()
+) -> Check:
     """A check of this group."""
-    chosen, needs = models or ("mlp",), (Feature.RESOURCES, Feature.ENGINE_ACCUMULATION)
+    chosen = models or ("mlp",)
     dtypes = ("fp32",)  # of which the formulas count the bytes
     return Check(f"resources.{name}", words, Tier.EXACT, chosen, observe, judge, needs, False, dtypes=dtypes)
 
@@ -314,37 +316,43 @@ CHECKS = (
         "parameters, gradients and optimizer state take the bytes that the stage's formula says, on every rank",
         observe_memory_per_rank,
         judge_memory_per_rank,
+        Feature.RESOURCES,
     ),
     law(
         "comm_volume",
         "a step of A micro-batches sends 2 psi (stages 0, 1), (A+1) psi (2), at most 3A psi (3), times (N-1)/N",
         observe_comm_volume,
         judge_comm_volume,
+        Feature.TRAFFIC,
+        Feature.ENGINE_ACCUMULATION,
     ),
     law(
         "gathered_bytes",
         "nothing stays gathered between steps, and never more than the two largest modules and a bucket",
         observe_gathered_bytes,
         judge_gathered_bytes,
+        Feature.TRAFFIC,
     ),
     law(
         "no_leak",
         "engines built, trained and closed leave no tensor, thread or open file behind",
         observe_no_leak,
         judge_no_leak,
+        Feature.STEADINESS,
     ),
     law(
         "poisoned_memory",
         "a step in which all fresh memory is NaN is the same step",
         observe_poisoned_memory,
         judge_poisoned_memory,
-        "mlp",
-        "conv",
+        Feature.STEADINESS,
+        models=("mlp", "conv"),
     ),
     law(
         "hook_count",
         "a backward makes O(parameters) Python calls, with and without checkpoints: counted at up to 1000 tensors",
         observe_hook_count,
         judge_hook_count,
+        Feature.STEADINESS,
     ),
 )

@@ -230,10 +230,10 @@ def law(
     )
 
 
-def trained_law(play: Play, words: str) -> Check:
-    """A check of training through a transform."""
+def trained_law(play: Play, words: str, *needs: Feature) -> Check:
+    """A check of training through a transform; ``needs`` are features on top of this group's."""
     name = play.__name__
-    return check(f"torch_func.{name}", words, Scene(play), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD))
+    return check(f"torch_func.{name}", words, Scene(play), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *needs))
 
 
 EVERYWHERE = (Feature.TORCH_FUNC,)
@@ -271,6 +271,10 @@ CHECKS = (
         identities,
         ("exact",),
     ),
-    trained_law(inside_forward, "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's"),
+    trained_law(
+        inside_forward,
+        "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's",
+        Feature.OUTSIDE_FORWARD,
+    ),
     trained_law(through_transforms, "backward through a vmap and a vmap(grad) of the engine is vanilla's"),
 )

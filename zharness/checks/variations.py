@@ -323,6 +323,7 @@ CHECKS = (
         observe_config_invariance,
         judge_config_invariance,
         models=("mlp", "exact"),
+        needs=(Feature.ZERO_OPTIONS,),
     ),
     law(
         "sum_or_mean",

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED, Parts, TorchEngine, itself, leaves, nothing, require
+from zharness.engines.common import (
+    NO_STATE_LAWS,
+    TORCH_REFUSES,
+    UNASKED,
+    Parts,
+    TorchEngine,
+    itself,
+    leaves,
+    nothing,
+    require,
+)
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
 
-CAPABILITIES = Capabilities(
-    stages=frozenset({0}),
-    refuses={
-        Feature.RETAIN_GRAPH: (
-            "the second backward on a retained graph is not reduced: open issue 'DDP doesn't work with retain_graph = "
-            "True' (https://github.com/pytorch/pytorch/issues/47260); the design note says why, prepare_for_backward() "
-            "'is called at the end of DDP forward pass' (https://docs.pytorch.org/docs/stable/notes/ddp.html)"
-        ),
-        Feature.ENGINE_ACCUMULATION: (
-            "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
-            "forward-backward pass exiting the context' "
-            "(https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)"
-        ),
-        Feature.CHECKPOINT: NO_STATE_LAWS,
-        **NOT_JOINED,
-    },
-)
+DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+REFUSES = {
+    **TORCH_REFUSES,
+    Feature.ENGINE_ACCUMULATION: (
+        "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
+        f"forward-backward pass exiting the context' ({DOCUMENTATION})"
+    ),
+    Feature.CHECKPOINT: NO_STATE_LAWS,
+    Feature.EDITS: f"'Parameters are never broadcast between processes', so all ranks edit alike ({DOCUMENTATION})",
+    Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
+    **dict.fromkeys((Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
+}
+CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES)
 
 OPTIONS = {
     "broadcast_buffers": "rank 0's buffers before each forward; default true",
@@ -45,8 +50,9 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     require(config, CAPABILITIES, OPTIONS)
     wrapped = DistributedDataParallel(model, **config.options)
     if config.reduction is Reduction.SUM:
-        # A lambda: DDP compares the hook's annotations with the classes, and ours are strings.
-        wrapped.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer()))
+        for parameter in trained(model):
+            # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
+            parameter.register_hook(times_world_size)  # type: ignore[no-untyped-call]
     parts = Parts(
         # Held by the engine alone: when it goes, the reducer's destructor takes its hooks off the parameters.
         forward=wrapped.__call__,
@@ -60,9 +66,11 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     return TorchEngine(model, CAPABILITIES, config, parts)
 
 
-def summed(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """The sum over ranks of a bucket's gradients, in place; DDP's own reduction divides by the world size first."""
-    work = dist.all_reduce(buffer, async_op=True)
-    assert work is not None, "an asynchronous collective returns its work"
-    reduced: torch.futures.Future[list[Tensor]] = work.get_future()
-    return reduced.then(lambda done: done.value()[0])
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """What DDP reduces: the parameters that require a gradient when it is made."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def times_world_size(gradient: Tensor | None) -> Tensor | None:
+    """What DDP's mean turns into the sum; None where a static graph's first iteration has no gradient yet."""
+    return None if gradient is None else gradient * dist.get_world_size()

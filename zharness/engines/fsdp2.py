@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED, Parts, TorchEngine, leaves, require
+from zharness.engines.common import NO_STATE_LAWS, TORCH_REFUSES, UNASKED, Parts, TorchEngine, leaves, nothing, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
 from zharness.errors import ConfigError
 
@@ -22,25 +22,35 @@ if TYPE_CHECKING:
 # Stage 3 is ``reshard_after_forward=True``: weights are freed after forward and gathered again in backward. Stage 2 is
 # ``reshard_after_forward=False``: weights stay gathered from forward to the end of backward; gradients and optimizer
 # state are sharded either way.
-CAPABILITIES = Capabilities(
-    stages=frozenset({2, 3}),
-    refuses={
-        Feature.ENGINE_ACCUMULATION: (
-            "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
-            "accumulation without communication' "
-            "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
-        ),
-        Feature.CHECKPOINT: NO_STATE_LAWS,
-        **NOT_JOINED,
-    },
-)
+DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+REFUSES = {
+    **TORCH_REFUSES,
+    Feature.ENGINE_ACCUMULATION: (
+        "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
+        f"accumulation without communication' ({DOCUMENTATION})"
+    ),
+    Feature.OUTSIDE_FORWARD: (
+        "outside the forward of its group a parameter is a shard: 'a module forward pre-hook on module all-gathers the "
+        f"parameters, and a module forward hook on module frees them' ({DOCUMENTATION})"
+    ),
+    Feature.EDITS: (
+        "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "
+        f"({DOCUMENTATION})"
+    ),
+    Feature.CHECKPOINT: NO_STATE_LAWS,
+    **dict.fromkeys((Feature.DEFERRED, Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
+}
+CAPABILITIES = Capabilities(stages=frozenset({2, 3}), refuses=REFUSES)
 
 LEAF, ROOT = "leaf", "root"
+OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params")
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
     "reduce_scatter_unused_params": "zeros for parameters without gradient on this rank",
     "reshard_after_backward": "free the gathered weights at the end of backward; default true",
+    "reset_iter_state": "call reset_iter_state() with zero_grad, as after an exception; default false",
+    "ignored_params": "leave to the caller, here to this adapter, the parameters that cannot be sharded; default false",
 }
 
 
@@ -55,12 +65,15 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     require(config, CAPABILITIES, OPTIONS)
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    shapes = {name: param.shape for name, param in leaves(model).items()}
+    ignored = unshardable(model) if config.options.get("ignored_params") else {}
+    reduce_at_once(ignored.values(), config.reduction)
+    shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
     for module in [*groups(model, str(config.options.get("grouping", LEAF))), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=config.stage == 3)
+        fully_shard(module, mesh=mesh, reshard_after_forward=config.stage == 3, ignored_params=set(ignored.values()))
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
     sync = Synchronisation(model, sharded)
+    reset = cast("FSDPModule", model).reset_iter_state if config.options.get("reset_iter_state") else nothing
     parts = Parts(
         forward=model.__call__,
         no_sync=sync.off,
@@ -68,10 +81,40 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         params=leaves(model),
         whole=whole,
         layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
-        forget=sync.forget,
+        forget=partial(in_turn, reset, sync.forget),
         release=partial(reshard, sharded),
     )
     return TorchEngine(model, CAPABILITIES, config, parts)
+
+
+def in_turn(*actions: Callable[[], None]) -> None:
+    """Each of ``actions``."""
+    for action in actions:
+        action()
+
+
+def unshardable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What ``fully_shard`` refuses or fails on, by name: scalars, empty tensors, strides and dtypes of their own."""
+    found = leaves(model)
+    (usual, _), *_ = Counter(param.dtype for param in found.values()).most_common()
+    return {
+        name: param
+        for name, param in found.items()
+        if not (param.dim() and param.numel() and param.is_contiguous() and param.dtype == usual)
+    }
+
+
+def reduce_at_once(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
+    """Reduce every gradient that reaches ``params``, before it is added to others: what is ignored is the caller's."""
+
+    def reduced(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total if reduction is Reduction.SUM else total / dist.get_world_size()
+
+    for param in params:
+        if param.requires_grad:
+            param.register_hook(reduced)  # type: ignore[no-untyped-call]
 
 
 class Synchronisation:
@@ -151,7 +194,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
     """Reduction by sum and the named options, on every group. Raises ConfigError for one that this torch lacks."""
-    options = {name: value for name, value in config.options.items() if name != "grouping"}
+    options = {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
     if config.reduction is Reduction.SUM:
         # Any factor but the world size would go through NCCL's PreMulSum, which gloo does not have.
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
