@@ -42,9 +42,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``zharness.initialize`` is the reference engine's, imported when it is asked for: it brings torch."""
+    """What is imported when it is asked for, for it brings torch: the reference engine, and conformance of anyone's."""
     if name == "initialize":
         from zharness.reference import initialize
 
         return initialize
+    if name in ("check_engine", "run_laws"):
+        from zharness.run import conformance
+
+        return getattr(conformance, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

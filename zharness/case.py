@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from zharness.errors import UsageError
 
 _ID = re.compile(
-    r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]]+?)-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
+    r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>\w+)\})?"
+    r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
     r"-(?P<model>\w+)(?:-(?P<variant>\w+))?\]"
 )
 
@@ -19,6 +20,8 @@ class Case:
     """One check on one engine at one stage, world size, dtype and model.
 
     ``engine`` is a registered name or ``package.module:factory``, with ``==RELEASE`` behind it where one was asked for.
+    ``variant`` is the check's own spelling; ``engine_variant`` names options of the engine that must not
+    change a number.
     """
 
     check: str
@@ -28,12 +31,21 @@ class Case:
     dtype: str
     model: str
     variant: str = ""
+    engine_variant: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The engine as an id names it: ``engine``, or ``engine{variant}``."""
+        return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
 
     @property
     def id(self) -> str:
-        """``group.check[engine-zero3-w2-fp32-model]``, with ``-variant`` where there is one; also the pytest id."""
+        """``group.check[engine-zero3-w2-fp32-model]``, also the pytest id.
+
+        ``-variant`` follows the model where the check has one, ``{variant}`` the engine where it has one.
+        """
         tail = f"-{self.variant}" if self.variant else ""
-        return f"{self.check}[{self.engine}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
+        return f"{self.check}[{self.subject}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
 
     def seed(self, salt: int = 0) -> int:
         """A 31-bit seed that follows from the id, so that a case alone says what it will compute.
@@ -62,6 +74,7 @@ class Case:
             dtype=found["dtype"],
             model=found["model"],
             variant=found["variant"] or "",
+            engine_variant=found["engine_variant"] or "",
         )
 
 

@@ -61,6 +61,14 @@ def cli() -> None:
 )
 @click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
+@click.option("--variant", "engine_variant", default="", help="Options of the engine by name, as it lists them.")
+@click.option(
+    "--excuses",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Expected failures of your own (TOML), before those of the package; may be repeated.",
+)
+@click.option("--probe-withheld", is_flag=True, help="Try what an engine does not claim, and say where the law holds.")
 @click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
 @click.option(
@@ -80,6 +88,9 @@ def check(
     world_sizes: tuple[int, ...],
     dtypes: tuple[str, ...],
     models: tuple[str, ...],
+    engine_variant: str,
+    excuses: tuple[Path, ...],
+    probe_withheld: bool,
     seed: int,
     timeout: float,
     isolation: str,
@@ -96,23 +107,33 @@ def check(
     from zharness.report.live import Options, Outputs
     from zharness.report.live import check as run
     from zharness.run import Request
+    from zharness.run.excuses import read_excuses
+    from zharness.run.runner import Withheld
     from zharness.world import Isolation
     from zharness.world.launched import default_world_size
 
     sizes = world_sizes or (default_world_size(),)
-    request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models)
-    return run(request, Options(timeout, seed, jobs or 0, Isolation(isolation)), Outputs(jsonl, html), surroundings)
+    request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
+    withheld = Withheld.TRIED if probe_withheld else Withheld.LEFT
+    options = Options(timeout, seed, jobs or 0, Isolation(isolation), read_excuses(excuses), withheld)
+    return run(request, options, Outputs(jsonl, html), surroundings)
 
 
 @cli.command(name="list")
 @click.argument("what", type=click.Choice(["engines", "checks", "models", "mutants", "repros"]))
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--long", is_flag=True, help="Of checks: with the mutants that each has to kill.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_(what: str, as_json: bool) -> int:
-    """Print what there is: engines and their versions, laws, models, mutants, reproductions."""
-    from zharness.releases.repro_table import rows
-    from zharness.report.listing import LISTS, as_text
+def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> int:
+    """Print what there is: engines and their versions, laws, models, mutants, reproductions.
 
-    click.echo(as_text({**LISTS, "repros": rows}[what](), as_json))
+    A PATTERN is a name, a glob, or a group of checks.
+    """
+    from zharness.releases.repro_table import rows
+    from zharness.report.listing import LISTS, as_text, killers, matching
+
+    found = matching({**LISTS, "repros": rows}[what](), what, patterns)
+    click.echo(as_text(killers(found) if long and what == "checks" else found, as_json))
     return 0
 
 

@@ -28,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("zharness", "cells of engines beside vanilla PyTorch")
     group.addoption("--engine", action="append", default=[], help="run this engine's cells; NAME or module:factory")
     group.addoption("--stage", default="", help="run the cells of these ZeRO stages only, as in 0,1,2,3")
+    group.addoption("--variant", default="", help="run the cells with these options of the engine, by name")
+    group.addoption(
+        "--excuses", action="append", default=[], metavar="FILE", help="expected failures of your own (TOML)"
+    )
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     ranks = parser.getgroup("ranks", "tests that run on several ranks (marker world_size)")
     ranks.addoption(
@@ -60,8 +64,8 @@ CULPRIT = pytest.StashKey[str]()  # on the config: the file whose import initial
 
 
 MARKERS = (
-    'cells(engine, world_sizes=(2,), dtypes=("fp32",), checks=(), models=()): parametrize the fixture `cell` '
-    "with every planned case of an engine",
+    'cells(engine, world_sizes=(2,), dtypes=("fp32",), checks=(), models=(), stages=(), variant=""): parametrize the '
+    "fixture `cell` with every planned case of an engine",
     "world_size(2, 4): run the test with all its fixtures inside each of that many ranks, once for each size",
     'isolation("fresh" or "pooled", group="kept", "new" or "none"): the ranks of this test, whatever --isolation says',
     "rank_timeout(S): seconds for this test in ranks, whatever --rank-timeout says",

@@ -9,12 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines import Engine, EngineConfig
+from zharness.engines import Capabilities, Engine, EngineConfig, Feature
 from zharness.mutants.around import Around
 
 
@@ -57,6 +58,59 @@ class ReturnsNothing(Around):
         return None  # type: ignore[return-value]
 
 
+class WrongShapes(Around):
+    """Reports gradients flat."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return {name: grad.flatten() for name, grad in self.right.full_grads().items()}
+
+
+class ChangesWeights(Around):
+    """Initialises one weight anew, where there is more than one rank."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if torch.distributed.get_rank() == 1:
+            nn.init.ones_(next(model.parameters()))
+
+
+class ChangesWeightsInside(Around):
+    """Trains other weights than it was given; the model itself keeps its own."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: weight + 1 for name, weight in self.right.full_params().items()}
+
+
+class Renames(Around):
+    """Adds a buffer to the model."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        model.register_buffer("steps", torch.zeros(()))
+
+
+class StopsTraining(Around):
+    """Leaves a module in eval mode."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        next(model.children()).eval()
+
+
+class LacksAMethod(Around):
+    """Has no way to save."""
+
+    save = None
+
+
+class Modest(Around):
+    """Does not claim what it can."""
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        return replace(right, stages=frozenset({0}), refuses={Feature.RETAIN_GRAPH: "who knows"})
+
+
 class ReplacesLinear(Around):
     """Exchanges a function of torch for its whole process, for one that computes the same."""
 
@@ -81,6 +135,13 @@ raises_in_backward: Factory = Crashing
 hangs_in_backward: Factory = Hanging
 dies_in_backward: Factory = Dying
 wrong_names: Factory = WrongNames
+wrong_shapes: Factory = WrongShapes
+changes_weights: Factory = ChangesWeights
+changes_weights_inside: Factory = ChangesWeightsInside
+renames: Factory = Renames
+stops_training: Factory = StopsTraining
+lacks_a_method: Factory = LacksAMethod
+modest: Factory = Modest
 replaces_linear: Factory = ReplacesLinear
 
 

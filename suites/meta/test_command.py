@@ -7,17 +7,59 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
+from zharness.cli import main
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from zharness.cli import main; main()"]
 
 
-def zharness(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell starts it."""
+    return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def zharness(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a fork of this process, which has imported torch: that is most of what a short command costs."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, warnings.catch_warnings():
+        # As in zharness.world.server: a worker of xdist has a thread, which holds nothing that the command needs.
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                code = as_the_command(arguments, out.fileno(), errors.fileno())
+            finally:
+                os._exit(code)  # whatever comes: a fork that returned would go on with the test session
+        _, status = os.waitpid(child, 0)
+        for file in (out, errors):
+            file.seek(0)
+        code = os.waitstatus_to_exitcode(status)
+        return subprocess.CompletedProcess(arguments, code, out.read().decode(), errors.read().decode())
+
+
+def as_the_command(arguments: tuple[str, ...], out: int, errors: int) -> int:
+    """In the fork: what the console script does, on these streams; its exit code."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(300)
+    os.dup2(out, 1)
+    os.dup2(errors, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = ["zharness", *arguments]
+    os.chdir(ROOT)
+    try:
+        main()
+    except SystemExit as ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return ended.code if isinstance(ended.code, int) else 99
+    return 99
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -25,7 +67,7 @@ def records(path: Path) -> list[dict[str, object]]:
 
 
 def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> None:
-    done = zharness("check", "training.grads", "--stage", "0,3", "--model", "exact", "--jsonl", str(tmp_path / "r"))
+    done = started("check", "training.grads", "--stage", "0,3", "--model", "exact", "--jsonl", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     assert "stage 3, 2 ranks, fp32" in done.stdout
     found = records(tmp_path / "r")
@@ -94,6 +136,8 @@ WRONG = {
     "no time at all": (["--timeout", "0"], ["0.0 is not in the range"]),
     "a page that cannot be written": (["--html", "/no/such/place"], ["cannot write '/no/such/place'"]),
     "an unknown option": (["--colour"], ["No such option"]),
+    "an unknown variant": (["--variant", "fast"], ["unknown variant of engine 'reference' 'fast'", "tiny_buckets"]),
+    "excuses that are not there": (["--excuses", "/no/such/file"], ["cannot read excuses from '/no/such/file'"]),
 }
 
 
@@ -188,6 +232,14 @@ def test_help_teaches() -> None:
     assert done.returncode == 0
     for word in ("PATTERN", "--engine", "--stage", "--world-size", "--dtype", "--jsonl", "--seed", "--timeout"):
         assert word in done.stdout
+
+
+def test_the_list_of_laws_is_narrowed_and_names_the_mutants_that_each_has_to_kill() -> None:
+    (row,) = json.loads(zharness("list", "checks", "training.grads", "--long", "--json").stdout)
+    assert (row["group"], row["tier"]) == ("training", "S")
+    assert "never_reduces" in row["kills"].split(", ")
+    done = zharness("list", "checks", "nonsense")
+    assert (done.returncode, "unknown check 'nonsense'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("what", ["engines", "checks", "models", "mutants", "repros"])

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from zharness.case import Case
+from zharness.errors import UsageError
+from zharness.report import failures
 from zharness.run import Record, Request, Runner, Verdict, plan
-from zharness.run.runner import surroundings
+from zharness.run.runner import Withheld, surroundings
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 
@@ -15,7 +17,15 @@ FAULTS = {
     "dies_in_backward": (Verdict.CRASH, "rank 1 was ended by a signal: SIGSEGV"),
     "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
     "wrong_names": (Verdict.FAIL, "full_grads has the wrong names"),
+    "wrong_shapes": (Verdict.FAIL, "first.weight: the engine returned shape"),
+    "changes_weights": (Verdict.FAIL, "rank 1 raised: EngineContractError: the engine changed the initial weights of"),
     "returns_nothing": (Verdict.FAIL, "grads: the engine returned a NoneType, expected a dictionary"),
+}
+AT_ONCE = {
+    "changes_weights_inside": "full_params() of the engine of '{}': the engine changed the initial weights of 'first",
+    "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
+    "stops_training": "the engine changed the training flag of first",
+    "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",
 }
 
 
@@ -53,3 +63,21 @@ def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_kn
     assert record.verdict is Verdict.PASS, record.cause
     (note,) = record.notes
     assert "torch.nn.functional.linear replaced by suites.meta.broken.ReplacesLinear" in note
+
+
+@pytest.mark.parametrize(("fault", "words"), AT_ONCE.items(), ids=AT_ONCE)
+def test_what_is_wrong_when_the_engine_is_built_is_one_error_before_any_cell(fault: str, words: str) -> None:
+    name = BROKEN + fault
+    with Runner({name: surroundings(name)}) as started, pytest.raises(UsageError) as raised:
+        started.claims(name, 0)
+    assert words.format(name) in str(raised.value)
+
+
+def test_a_claim_that_is_withheld_although_the_law_holds_is_told_where_that_is_tried() -> None:
+    name = BROKEN + "modest"
+    with Runner({name: surroundings(name)}, withheld=Withheld.TRIED) as started:
+        request = Request(("double_backward.retained_then_zero_grad",), (name,), models=("exact",))
+        records = [started.run(planned) for planned in plan(request, started.claims)]
+    assert {(record.verdict, record.expected) for record in records} == {(Verdict.UNSUPPORTED, True)}
+    assert all(record.withheld == "a second backward on a retained graph" for record in records)
+    assert f"WITHHELD {name} does not claim a second backward" in failures(records)

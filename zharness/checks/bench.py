@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness.checks.construction import as_dict, constructed, on_cpu
 from zharness.checks.dtypes import DTYPES
+from zharness.checks.pairwise import laid_over
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -61,7 +63,8 @@ class Bench:
     def engine(self, **overrides: Any) -> Engine:
         """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
 
-        Raises EngineContractError when the factory returns something that is not an Engine.
+        ``options`` are laid over those of the cell. Raises EngineContractError when the factory returns something that
+        is not an Engine, or changes the model.
         """
         return self.around(self.spec.model(self.seed), **overrides)
 
@@ -70,9 +73,8 @@ class Bench:
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         names = dict(model.named_parameters()).keys()
-        engine = self._factory(model, replace(self.config, **overrides))
-        if not isinstance(engine, Engine):
-            raise EngineContractError(not_an_engine(engine))
+        options = laid_over(self.config.options, overrides.pop("options", {}))
+        engine = constructed(self._factory, model, replace(self.config, options=options, **overrides))
         layout = as_dict("layout", engine.layout())
         if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
             raise EngineContractError(
@@ -133,29 +135,3 @@ class Bench:
     def evidence(self) -> Evidence:
         """Everything recorded so far."""
         return Evidence(tuple(self._snapshots), self._layout, self._conditions)
-
-
-def as_dict(what: str, value: Any) -> Mapping[str, Any]:
-    """``value``, which an engine returned. Raises EngineContractError unless it is a dictionary."""
-    if not isinstance(value, Mapping):
-        raise EngineContractError(
-            f"{what}: the engine returned a {type(value).__name__}, expected a dictionary of tensors by original name"
-        )
-    return value
-
-
-def on_cpu(what: str, name: str, value: Any) -> Tensor:
-    """A copy of ``value`` on CPU. Raises EngineContractError unless it is a tensor."""
-    if not isinstance(value, Tensor):
-        raise EngineContractError(f"{what}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor")
-    return value.detach().to("cpu", copy=True)
-
-
-def not_an_engine(thing: object) -> str:
-    """What an object lacks to be an Engine."""
-    wanted = [name for name in dir(Engine) if not name.startswith("_")] + ["module", "capabilities"]
-    missing = sorted({name for name in wanted if not hasattr(thing, name)})
-    return (
-        f"the engine factory returned a {type(thing).__name__}, which is not an Engine: missing {', '.join(missing)}; "
-        "zharness.engines.Engine documents every method"
-    )

@@ -14,6 +14,7 @@ from zharness.checks.bench import Bench
 from zharness.checks.double_backward import second_loss
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.pairwise import rows
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
@@ -106,28 +107,9 @@ def judge_ranks_agree(trial: Trial) -> Iterator[Comparison]:
                 yield from ranks_agree(trial.place(name, Part.GATHER, step), [copy[name] for copy in copies])
 
 
-# Each pair of values of any two options meets in some row.
-TINY, MIDDLE = 1, 100
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"reduce_bucket_size": TINY, "overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": True},
-    {"reduce_bucket_size": TINY, "overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": False},
-    {"reduce_bucket_size": MIDDLE, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True},
-    {"reduce_bucket_size": MIDDLE, "overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False},
-    {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False},
-    {"overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True},
-)
-EXTREMES = {
-    "stage3_prefetch_bucket_size": (0, 10**9),
-    "stage3_param_persistence_threshold": (0, 10**9),
-    "stage3_max_live_parameters": (1, 10**9),
-    "sub_group_size": (1, 10**9),
-}
-
-
 def observe_config_invariance(bench: Bench) -> None:
-    for row, options in enumerate(OPTIONS):
-        extremes = {name: values[row % 2] for name, values in EXTREMES.items()}
-        engine = bench.engine(optimizer=SGD, options={"zero_optimization": {**options, **extremes}})
+    for row, options in enumerate([{}, *rows(bench.capabilities.variants)]):
+        engine = bench.engine(optimizer=SGD, options=options)
         batch = bench.batch(0)
         engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
         bench.record("grads", engine.full_grads(), row)
@@ -138,7 +120,7 @@ def observe_config_invariance(bench: Bench) -> None:
 
 def judge_config_invariance(trial: Trial) -> Iterator[Comparison]:
     local = trial.locals()
-    for row in range(len(OPTIONS)):
+    for row in (snapshot.step for snapshot in trial.evidence[0].snapshots if snapshot.label == "grads"):
         yield from trial.reduced("grads", [local], row, trial.exact(range(1)))
         for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)):
             first = trial.copies(label)[0]
@@ -319,11 +301,11 @@ CHECKS = (
     ),
     law(
         "config_invariance",
-        "options that say how much travels when, and from which memory, change no number",
+        "the engine's variants, any two of them together where they can be, change no number",
         observe_config_invariance,
         judge_config_invariance,
+        needs=(Feature.VARIANTS,),
         models=("mlp", "exact"),
-        needs=(Feature.ZERO_OPTIONS,),
     ),
     law(
         "sum_or_mean",

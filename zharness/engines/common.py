@@ -50,7 +50,6 @@ TORCH_REFUSES: Mapping[Feature, str] = {
     ),
     Feature.WIRES: "torch's engines do not count what they send, by dtype or otherwise",
     Feature.TRAFFIC: "torch's engines do not count what they send and gather",
-    Feature.ZERO_OPTIONS: "the section is DeepSpeed's; torch's engines have options of their own names",
 }
 
 

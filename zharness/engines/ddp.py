@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +33,13 @@ REFUSES = {
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     **dict.fromkeys((Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
 }
-CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "small_buckets": {"bucket_cap_mb": 1e-4},
+    "gradients_in_buckets": {"gradient_as_bucket_view": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS)
 
 OPTIONS = {
     "broadcast_buffers": "rank 0's buffers before each forward; default true",

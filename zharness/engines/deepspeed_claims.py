@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED
+from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import Capabilities, Feature
 
 _COMMON: dict[Feature, str] = {
@@ -28,6 +29,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32"}),
     refuses=_COMMON,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
+    variants=JSON_VARIANTS,
 )
 
 
@@ -38,4 +40,5 @@ def capabilities_at(stage: int) -> Capabilities:
         dtypes=CAPABILITIES.dtypes,
         refuses={**_COMMON, **_AT_STAGE.get(stage, {})},
         own_kernels=CAPABILITIES.own_kernels,
+        variants=CAPABILITIES.variants,
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,12 @@ REFUSES = {
     Feature.CHECKPOINT: NO_STATE_LAWS,
     **dict.fromkeys((Feature.DEFERRED, Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
 }
-CAPABILITIES = Capabilities(stages=frozenset({2, 3}), refuses=REFUSES)
-
 LEAF, ROOT = "leaf", "root"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one_group": {"grouping": ROOT},
+    "kept_after_backward": {"reshard_after_backward": False},
+}
+CAPABILITIES = Capabilities(stages=frozenset({2, 3}), refuses=REFUSES, variants=VARIANTS)
 OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params")
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",

@@ -41,7 +41,6 @@ class Feature(Enum):
     CLIP = "clipping by the global norm"
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
-    ZERO_OPTIONS = "options of a zero_optimization section"
     CHECKPOINT = "save and load"
     UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
     AUTOGRAD = "every way in which torch runs a backward"
@@ -56,6 +55,7 @@ class Feature(Enum):
     MASTERS = "masters, gradients and optimizer state in the dtype that is asked for"
     WIRES = "a wire in the dtype that is asked for, counted by the engine"
     VARIATIONS = "training told by varying one thing"
+    VARIANTS = "options that must not change a number, by name"
     STEADINESS = "a process left as it was found, and no memory read before it is written"
     RESOURCES = "bytes held by this rank, counted by the engine"
     TRAFFIC = "bytes sent and gathered, counted by the engine"
@@ -68,7 +68,8 @@ class Capabilities:
     Every feature without an entry in ``refuses`` is claimed; the entry is the reason, in the engine's own words where
     it has any. ``own_kernels`` maps a stage to the reason why local gradients there do not come from torch's kernels
     (then only exact arithmetic and tier C can judge them). ``wires`` maps a dtype to the one in which gradients of such
-    a training are reduced, where that is another: it sets the bound that the reduction is held to.
+    a training are reduced, where that is another: it sets the bound that the reduction is held to. ``variants`` are
+    further options of the engine, by name, that must not change a number.
     """
 
     stages: frozenset[int]
@@ -76,9 +77,12 @@ class Capabilities:
     refuses: Mapping[Feature, str] = field(default_factory=dict)
     own_kernels: Mapping[int, str] = field(default_factory=dict)
     wires: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""
+        if feature is Feature.VARIANTS and not self.variants:
+            return "it names none"
         return self.refuses.get(feature)
 
 

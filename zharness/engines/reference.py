@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zharness import reference
 from zharness.engines import optimizers
+from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -25,7 +26,9 @@ from zharness.engines.protocol import (
 )
 from zharness.errors import UsageError
 
-CAPABILITIES = Capabilities(stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}))
+CAPABILITIES = Capabilities(
+    stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
+)
 SHARDED_GRADIENTS = replace(
     CAPABILITIES,
     refuses={

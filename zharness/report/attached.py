@@ -12,12 +12,12 @@ import click
 
 from zharness.errors import UsageError
 from zharness.report.live import Options, Outputs, conclude, engines_of, recorded
-from zharness.report.matrix import exit_code
 from zharness.report.page import check_writable
 from zharness.run import Record, Request, plan
 from zharness.run.attached import AttachedRunner
 from zharness.run.plan import validate
 from zharness.run.record import RecordFile, record_file
+from zharness.run.unmatched import unmatched
 from zharness.world import GroupOutcome
 from zharness.world.attachment import Follower
 from zharness.world.launched import Launch
@@ -67,17 +67,19 @@ class Run:
             check_writable(self.outputs.html)
         places = {name: place(name) for name in engines_of(request)}
         with self.files:
-            runner = self.runner = AttachedRunner(leader, places, self.options.timeout, self.options.seed)
+            runner = self.runner = AttachedRunner(
+                leader, places, self.options.timeout, self.options.seed, self.options.own, self.options.withheld
+            )
             self.files.callback(runner.close)
             leader.meet(None)
             runner.prepare()
             cells = plan(request, runner.claims)
             self.planned = len(cells)
+            complaints = unmatched(cells, runner.claims, self.options.own)
             self.file = self.files.enter_context(record_file(self.outputs.jsonl)) if self.outputs.jsonl else None
             for record in recorded(map(runner.run, cells), self.file, len(cells)):
                 self.records.append(record)
-        conclude(self.records, time.monotonic() - self.began, self.outputs)
-        return exit_code(self.records)
+        return conclude(self.records, time.monotonic() - self.began, self.outputs, complaints)
 
     def last_words(self, outcome: GroupOutcome | None, words: str) -> int:
         """Report what there is, with the cell during which a rank was lost."""

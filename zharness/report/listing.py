@@ -8,7 +8,9 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from zharness.checks import CHECKS
+from zharness.checks.registry import matches
 from zharness.engines import registered
+from zharness.errors import UsageError
 from zharness.mutants import MUTANTS
 from zharness.workload import MODELS
 
@@ -30,15 +32,35 @@ def engines() -> Rows:
 
 
 def checks() -> Rows:
-    """Every law."""
+    """Every law, its group, and the tier by which it is judged on random weights."""
     return [
         {
             "check": check.name,
+            "group": check.name.partition(".")[0],
             "law": check.law,
             "tier": check.tier.value,
             "variants": ", ".join(name for name, _ in check.variants if name),
         }
         for check in CHECKS.values()
+    ]
+
+
+def killers(rows: Rows) -> Rows:
+    """Laws, each with the mutants that name it as one that has to kill them."""
+    return [
+        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
+        for row in rows
+    ]
+
+
+def matching(rows: Rows, what: str, patterns: tuple[str, ...]) -> Rows:
+    """The rows whose first entry matches any pattern; all without one. Raises UsageError for an idle pattern."""
+    names = [next(iter(row.values())) for row in rows]
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise UsageError.unknown(what.removesuffix("s"), pattern, names)
+    return [
+        row for row, name in zip(rows, names, strict=True) if not patterns or any(matches(name, p) for p in patterns)
     ]
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from zharness.report.page import check_writable, write_page
 from zharness.report.sensitivity import sensitivity
 from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
+from zharness.run.excuses import Excuse
 from zharness.run.plan import validate
 from zharness.run.record import RecordFile, record_file
-from zharness.run.runner import surroundings
+from zharness.run.runner import Withheld, surroundings
+from zharness.run.unmatched import unmatched
 from zharness.world import Isolation
 from zharness.world.launched import launched
 from zharness.world.server import Surroundings
@@ -41,12 +43,21 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Options:
-    """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time, whose ranks."""
+    """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time, whose ranks.
+
+    ``own`` are the user's excuses; ``withheld`` says whether features that an engine refuses are tried.
+    """
 
     timeout: float = 60.0
     seed: int = 0
     lanes: int = 0
     isolation: Isolation = Isolation.FRESH
+    own: tuple[Excuse, ...] = ()
+    withheld: Withheld = Withheld.LEFT
+
+    def runner(self, places: Mapping[str, Surroundings]) -> Runner:
+        """One lane's runner."""
+        return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld)
 
     def width(self) -> int:
         """Cells at a time: as asked, else one for each core, since half of a cell is start and judgement."""
@@ -74,17 +85,14 @@ def check(
     places = {name: place(name) for name in engines_of(request)}
     began = time.monotonic()
     with ExitStack() as stack:
-        runners = [
-            stack.enter_context(Runner(places, options.timeout, options.seed, options.isolation))
-            for _ in range(options.width())
-        ]
+        runners = [stack.enter_context(options.runner(places)) for _ in range(options.width())]
         cells = plan(request, runners[0].claims)
+        complaints = unmatched(cells, runners[0].claims, options.own)
         file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
         found = list(recorded(run_all(cells, runners), file, len(cells)))
     order = {cell.case: position for position, cell in enumerate(cells)}
     records = sorted(found, key=lambda record: order[record.case])
-    conclude(records, time.monotonic() - began, outputs)
-    return exit_code(records)
+    return conclude(records, time.monotonic() - began, outputs, complaints)
 
 
 def engines_of(request: Request) -> list[str]:
@@ -139,9 +147,14 @@ def progress(total: int) -> tqdm[NoReturn]:
     return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())
 
 
-def conclude(records: Sequence[Record], seconds: float, outputs: Outputs) -> None:
-    """Print the matrix, what the passes are worth, the failures and the summary, and write the page."""
-    parts = [matrix(records), sensitivity(records), failures(records), summary(records, seconds)]
+def conclude(records: Sequence[Record], seconds: float, outputs: Outputs, complaints: Sequence[str] = ()) -> int:
+    """Print the matrix, what the passes are worth, the failures and the summary, and write the page; the exit code.
+
+    ``complaints`` name excuses that match nothing: they fail a run in which all else is as expected.
+    """
+    idle = "\n".join(f"UNMATCHED {words}" for words in complaints)
+    parts = [matrix(records), sensitivity(records), failures(records), idle, summary(records, seconds)]
     click.echo("\n\n".join(part for part in parts if part))
     if outputs.html is not None:
         write_page(records, seconds, outputs.html)
+    return exit_code(records) or int(bool(complaints))

@@ -34,7 +34,7 @@ def matrix(records: Iterable[Record], tablefmt: str = "simple") -> str:
     """One table for each engine and release: a row for each check, a column for each stage and world size."""
     blocks: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        blocks.setdefault((record.case.engine, record.engine_version), []).append(record)
+        blocks.setdefault((record.case.subject, record.engine_version), []).append(record)
     return "\n\n".join(block(engine, version, rows, tablefmt) for (engine, version), rows in blocks.items())
 
 

@@ -19,7 +19,7 @@ def failures(records: Iterable[Record]) -> str:
     for record in records:
         if outcome(record) in ALONE:
             groups.setdefault((outcome(record), record.stale or record.cause), []).append(record)
-    return "\n\n".join([*map(paragraph, groups.values()), *folded(records), *unsupported(records)])
+    return "\n\n".join([*map(paragraph, groups.values()), *folded(records), *withheld(records), *unsupported(records)])
 
 
 def paragraph(alike: Sequence[Record]) -> str:
@@ -42,6 +42,19 @@ def folded(records: Sequence[Record]) -> list[str]:
         f"{word.upper()} {len(found)} cells by {source}\n  for example {found[0].case.id}\n"
         f"  {shortened(found[0].cause)}\n  again: {found[0].command}"
         for (word, source), found in groups.items()
+    ]
+
+
+def withheld(records: Sequence[Record]) -> list[str]:
+    """One paragraph for each feature that an engine does not claim, and whose laws hold all the same where tried."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.withheld:
+            groups.setdefault((record.case.engine, record.withheld), []).append(record)
+    return [
+        f"WITHHELD {engine} does not claim {feature}, and the law holds in {len(found)} cells:\n"
+        + "\n".join(f"  {record.case.id}" for record in found)
+        for (engine, feature), found in groups.items()
     ]
 
 

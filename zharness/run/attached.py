@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from zharness.errors import UsageError
 from zharness.items.attached import attached
 from zharness.parity.snapshot import path_of
 from zharness.run import cell
+from zharness.run.excuses import Excuse
 from zharness.run.plan import Planned
 from zharness.run.record import Record
-from zharness.run.runner import JUDGE_TIMEOUT, Runner, broken, judged_record, surroundings
-from zharness.run.session import RUNNER, cell_of
+from zharness.run.runner import JUDGE_TIMEOUT, Runner, Withheld, broken, judged_record, surroundings
+from zharness.run.session import RUNNER, cell_of, own_excuses
 from zharness.world import Group, GroupOutcome, Work, here
 from zharness.world.leader import Leader
 from zharness.world.server import Surroundings, prepare
@@ -41,7 +42,13 @@ class AttachedRunner(Runner):
     """
 
     def __init__(
-        self, leader: Leader, places: Mapping[str, Surroundings], timeout: float = 60.0, seed: int = 0
+        self,
+        leader: Leader,
+        places: Mapping[str, Surroundings],
+        timeout: float = 60.0,
+        seed: int = 0,
+        own_excuses: Sequence[Excuse] = (),
+        withheld: Withheld = Withheld.LEFT,
     ) -> None:
         """Raises UsageError for two releases of one engine: a process can import only one."""
         names = [split(name)[0] for name in places]
@@ -51,7 +58,7 @@ class AttachedRunner(Runner):
                 f"several releases of {', '.join(twice)}: the ranks of torchrun live on, and a process imports one; "
                 "start torchrun once for each"
             )
-        super().__init__({}, timeout, seed)
+        super().__init__({}, timeout, seed, own_excuses=own_excuses, withheld=withheld)
         self._leader = leader
         self._places = tuple(places.values())
         self._servers = dict.fromkeys(places, leader)
@@ -74,7 +81,9 @@ class AttachedRunner(Runner):
         self._current = self._blank(planned.case)
         ranks = self._leader.launch.world_size
         if planned.case.world_size > ranks and not planned.unsupported:
-            planned = replace(planned, unsupported=f"world size {planned.case.world_size}: torchrun started {ranks}")
+            planned = replace(
+                planned, unsupported=f"world size {planned.case.world_size}: torchrun started {ranks}", refused=None
+            )
         return super().run(planned)
 
     def lost(self, outcome: GroupOutcome | None, words: str) -> Record | None:
@@ -126,6 +135,7 @@ def start_runner(session: pytest.Session) -> None:
     names = sorted({planned.case.engine for planned in cells})
     if names:
         timeout = session.config.getoption("--cell-timeout")
-        runner = AttachedRunner(plugin.leader, {name: surroundings(name) for name in names}, timeout)
+        places = {name: surroundings(name) for name in names}
+        runner = AttachedRunner(plugin.leader, places, timeout, own_excuses=own_excuses(session.config))
         session.config.stash[RUNNER] = runner
         runner.prepare()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from zharness import engines
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial, check_named
-from zharness.checks.bench import not_an_engine
-from zharness.engines import Capabilities, Engine, EngineConfig
-from zharness.errors import HarnessFault, UsageError
+from zharness.checks.construction import constructed, require_initial
+from zharness.checks.pairwise import laid_over
+from zharness.engines import Capabilities, EngineConfig
+from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
@@ -68,7 +70,12 @@ def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping
         seed=case.seed(salt),
         rank=rank,
         world_size=world_size,
-        config=EngineConfig(stage=case.stage, dtype=case.dtype, loss_scale=LOSS_SCALES[case.dtype], options=options),
+        config=EngineConfig(
+            stage=case.stage,
+            dtype=case.dtype,
+            loss_scale=LOSS_SCALES[case.dtype],
+            options=laid_over(capabilities.variants[case.engine_variant] if case.engine_variant else {}, options),
+        ),
         factory=engines.get(case.engine),
         capabilities=capabilities,
         variant=case.variant,
@@ -129,19 +136,27 @@ def summarize(comparisons: Iterable[Comparison]) -> Judgement:
 def probe(engine: str, stage: int) -> Capabilities:
     """In a rank: build the engine once, and return what it claims.
 
-    Raises UsageError for a factory that does not import, raises, or returns something that is not an Engine.
+    Raises UsageError for a factory that does not import, raises, returns something that is not an Engine, or changes
+    the model that it was given.
     """
     factory = engines.get(engine)
     config = EngineConfig(stage=stage)
-    try:
-        built = factory(model_spec("mlp").model(0), config)
-    except Exception as error:  # the factory is the user's: whatever it raises, the user has to hear of it
-        raise UsageError(f"factory {engine!r} raised {type(error).__name__}: {error}") from error
-    if not isinstance(built, Engine):
-        raise UsageError(not_an_engine(built).replace("the engine factory", f"factory {engine!r}"))
+    with blamed(f"factory {engine!r}"):
+        built = constructed(factory, model_spec("mlp").model(0), config)
     claims = built.capabilities
-    try:
+    with blamed(f"full_params() of the engine of {engine!r}"):
+        require_initial(built.full_params(), model_spec("mlp").model(0))
+    with blamed(f"close() of the engine of {engine!r}"):
         built.close()
-    except Exception as error:  # as above
-        raise UsageError(f"close() of the engine of {engine!r} raised {type(error).__name__}: {error}") from error
     return claims
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """A block of the user's code: whatever it raises, the user has to hear of it, as one UsageError."""
+    try:
+        yield
+    except EngineContractError as error:
+        raise UsageError(f"{what}: {error}") from error
+    except Exception as error:
+        raise UsageError(f"{what} raised {type(error).__name__}: {error}") from error

@@ -29,14 +29,19 @@ class Request:
     world_sizes: tuple[int, ...] = (2,)
     dtypes: tuple[str, ...] = ("fp32",)
     models: tuple[str, ...] = ()
+    engine_variant: str = ""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell, and why it is not run: the empty string where it is."""
+    """A cell, and why it is not run: the empty string where it is.
+
+    ``refused`` is the feature that the engine does not claim, where that is the reason.
+    """
 
     case: Case
     unsupported: str = ""
+    refused: Feature | None = None
 
 
 def plan(request: Request, claims: Claims) -> list[Planned]:
@@ -84,18 +89,22 @@ def named(case: Case, claims: Claims) -> Planned:
     if case.model not in check.models:
         raise UsageError.unknown(f"model for {check.name}", case.model, check.models)
     offered = stages_of(case.engine, (case.stage,), claims)
-    return Planned(case, unsupported(check, case, claims(case.engine, offered[0])))
+    require_variant(case.engine, case.engine_variant, offered, claims)
+    return planned(check, case, claims(case.engine, offered[0]))
 
 
 def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims) -> Iterator[Planned]:
     """Every cell of one engine."""
     offered = stages_of(engine, request.stages, claims)
+    require_variant(engine, request.engine_variant, offered, claims)
     for stage in request.stages or offered:
         capabilities = claims(engine, stage) if stage in offered else None
         for check in checks:
             for case in cases_of(check, engine, stage, request):
-                lacking = f"{engine} has no stage {stage}"
-                yield Planned(case, lacking if capabilities is None else unsupported(check, case, capabilities))
+                if capabilities is None:
+                    yield Planned(case, f"{engine} has no stage {stage}")
+                else:
+                    yield planned(check, case, capabilities)
 
 
 def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:
@@ -105,6 +114,13 @@ def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int,
     if not found:
         raise UsageError.unknown(f"stage of engine {engine!r}", ", ".join(map(str, asked)), sorted(offered))
     return found
+
+
+def require_variant(engine: str, name: str, stages: tuple[int, ...], claims: Claims) -> None:
+    """Raises UsageError for a variant that ``engine`` has at none of ``stages``."""
+    known = list(dict.fromkeys(each for stage in stages for each in claims(engine, stage).variants))
+    if name and name not in known:
+        raise UsageError.unknown(f"variant of engine {engine!r}", name, known or ("(it names none)",))
 
 
 def any_claims(engine: str, stages: tuple[int, ...], claims: Claims) -> Capabilities:
@@ -124,21 +140,42 @@ def cases_of(check: Check, engine: str, stage: int, request: Request) -> Iterato
         for dtype in request.dtypes:
             for model in models:
                 for variant, _ in check.variants:
-                    yield Case(check.name, engine, stage, world_size, dtype, model, variant)
+                    yield Case(check.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
+
+
+def planned(check: Check, case: Case, capabilities: Capabilities) -> Planned:
+    """The cell, and why it is not run, decided from claims alone."""
+    excluded, kernels = not_stated(check, case, capabilities), not_comparable(check, case, capabilities)
+    if excluded:
+        return Planned(case, excluded)
+    for feature in check.features(case.variant):
+        refusal = capabilities.refusal(feature)
+        if refusal is not None:
+            reason = f"{case.engine} does not claim {feature.value}: {refusal}"
+            return Planned(case, reason, None if kernels else feature)
+    return Planned(case, kernels)
 
 
 def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
-    """Why this cell is not run, decided from claims alone; the empty string when it is."""
+    """Why this cell is not run; the empty string when it is."""
+    return planned(check, case, capabilities).unsupported
+
+
+def not_stated(check: Check, case: Case, capabilities: Capabilities) -> str:
+    """Why there is no such cell, whatever features are claimed; the empty string where there is."""
+    if case.engine_variant and case.engine_variant not in capabilities.variants:
+        return f"{case.engine} has no variant {case.engine_variant} at stage {case.stage}"
     if case.dtype not in capabilities.dtypes:
         return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
     if case.dtype not in check.dtypes:
         return f"{check.name} is stated for {', '.join(check.dtypes)} only"
     if Feature.TENSOR_BACKWARD in check.features(case.variant) and LOSS_SCALES[case.dtype] != 1:
         return f"{case.dtype} needs a loss scale, which a plain loss.backward() does not apply"
-    for feature in check.features(case.variant):
-        refusal = capabilities.refusal(feature)
-        if refusal is not None:
-            return f"{case.engine} does not claim {feature.value}: {refusal}"
+    return ""
+
+
+def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
+    """Why no honest tolerance exists for this cell; the empty string where one does."""
     kernels = capabilities.own_kernels.get(case.stage)
     exact = check.integral and model_spec(case.model).exact
     if kernels is not None and not exact and check.tier is not Tier.CALIBRATED:

@@ -47,7 +47,8 @@ class Record:
     have been caught), ``wrong_elements`` (so many lost elements of one tensor would have been caught) and
     ``undetermined`` of ``elements`` (smaller than their bound) are None where nothing was compared. ``notes`` say what
     a reader has to know: why a tier is not the promised one. ``modules`` are the first that depart from the baseline's
-    where what a rank computes on its own is wrong. ``cause`` is one line, ``details`` every rank's report.
+    where what a rank computes on its own is wrong. ``cause`` is one line, ``details`` every rank's report. ``withheld``
+    is a feature that the engine does not claim although the law holds, where that was tried.
     """
 
     case: Case
@@ -70,6 +71,7 @@ class Record:
     excuse: str = ""
     stale: str = ""
     documented: str = ""
+    withheld: str = ""
 
     @property
     def expected(self) -> bool:
@@ -96,6 +98,7 @@ class Record:
             "model": case.model,
             "variant": case.variant,
             "engine": case.engine,
+            "engine_variant": case.engine_variant,
             "engine_version": self.engine_version,
             "torch_version": self.torch_version,
             "stage": case.stage,
@@ -106,6 +109,7 @@ class Record:
             "excuse": self.excuse,
             "stale": self.stale,
             "documented": self.documented,
+            "withheld": self.withheld,
             "tier": self.tier,
             "ratio": self.ratio,
             "smallest": self.smallest,
@@ -161,6 +165,7 @@ def from_json(line: str) -> Record:
             excuse=plain["excuse"],
             stale=plain["stale"],
             documented=plain["documented"],
+            withheld=plain.get("withheld", ""),  # lines of before it was there have none
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not a zharness record ({type(error).__name__}: {error}): {line[:80]!r}") from error

@@ -7,8 +7,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ UNDER_TEST = ("reference", "mutants")
 JUDGE_TIMEOUT = 600.0  # the judge runs no engine, so only a bug of the harness could make it hang
 
 
+class Withheld(Enum):
+    """What becomes of cells whose feature the engine does not claim."""
+
+    LEFT = "left"
+    TRIED = "tried"  # run all the same; where the law holds, the record says that the claim is withheld
+
+
 class Runner:
     """One rank server for each engine and one for the judges; create it before any tensor operation of the process.
 
@@ -45,13 +53,20 @@ class Runner:
         timeout: float = 60.0,
         seed: int = 0,
         isolation: Isolation = Isolation.FRESH,
+        own_excuses: Sequence[Excuse] = (),
+        withheld: Withheld = Withheld.LEFT,
     ) -> None:
-        """``isolation`` says whether the cells of one engine and stage may share ranks, one after the other."""
+        """``isolation`` says whether the cells of one engine and stage may share ranks, one after the other.
+
+        ``own_excuses`` come before those of the package. ``withheld`` says whether refused features are tried.
+        """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
         self.seed = seed
         self.isolation = isolation
+        self.own_excuses = tuple(own_excuses)
+        self.withheld = withheld
         self._servers = {name: RankServer(place) for name, place in places.items()}
         self._judges = RankServer()
         self._claims: dict[tuple[str, int], Capabilities] = {}
@@ -68,14 +83,22 @@ class Runner:
         began = time.monotonic()
         blank = self._blank(planned.case)
         if planned.unsupported:
-            return replace(blank, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported)
+            return replace(self._refused(planned, blank), seconds=time.monotonic() - began)
         record = self._tried(planned.case, blank, {})
-        excuse = excuses.find(planned.case, blank.engine_version)
+        excuse = excuses.find(planned.case, blank.engine_version, self.own_excuses)
         if excuse is not None:
             record = excused(record, excuse)
             if record.excuse and excuse.documented:
                 record = remedied(record, excuse, self._tried(planned.case, blank, excuse.remedy))
         return replace(record, seconds=time.monotonic() - began)
+
+    def _refused(self, planned: Planned, blank: Record) -> Record:
+        """The record of a cell that is not run, or run only to see whether the claim is withheld for nothing."""
+        record = replace(blank, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported)
+        if planned.refused is None or self.withheld is Withheld.LEFT:
+            return record
+        tried = self._tried(planned.case, blank, {})
+        return replace(record, withheld=planned.refused.value) if tried.verdict is Verdict.PASS else record
 
     def _tried(self, case: Case, blank: Record, options: Mapping[str, Any]) -> Record:
         """One go at a cell with these engine options; its files are gone afterwards."""
@@ -103,7 +126,7 @@ class Runner:
             self.timeout,
             group=Group.KEPT,
             isolation=self.isolation,
-            pool=f"stage {case.stage}",
+            pool=f"stage {case.stage} {case.engine_variant}",
         )
         outcome = self._servers[case.engine].submit(work)
         if outcome.cause is not None:
@@ -234,7 +257,7 @@ def excused(record: Record, excuse: Excuse) -> Record:
     if record.verdict is Verdict.ERROR:
         return record
     if not record.verdict.broken:
-        stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry in excuses/{excuse.engine}.toml"
+        stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry, {excuse.place}"
         return replace(record, stale=stale)
     alike = any(signature in record.cause for signature in excuse.signatures)
     if record.verdict.value != excuse.verdict or not alike:

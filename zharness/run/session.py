@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,11 @@ from zharness import engines
 from zharness.case import numbers
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
+from zharness.run.excuses import Excuse, read_excuses
 from zharness.run.plan import Planned, Request, any_claims, plan, validate
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner, probed, surroundings
+from zharness.run.unmatched import unmatched
 from zharness.world import Isolation, RankServer
 
 RUNNER = pytest.StashKey[Runner]()
@@ -38,14 +41,33 @@ def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[P
     requests = [request_of(*marker.args, **marker.kwargs) for marker in markers]
     asked = tuple(config.getoption("--engine"))
     stages = stages_from(config.getoption("--stage"))
+    variant = config.getoption("--variant")
+    own = own_excuses(config)
     validate(Request(engines=asked or ("reference",), stages=stages))
     found: list[Planned] = []
     for request in narrowed(requests, asked) if asked else requests:
         (engine,) = request.engines
         surroundings(engine)
-        if asked or not stages or any_claims(engine, stages, claims).stages.intersection(stages):
-            found.extend(plan(replace(request, stages=stages), claims))
-    return list({cell.case: cell for cell in found}.values())
+        marked = request.stages or stages
+        wanted = tuple(stage for stage in marked if stage in (stages or marked))
+        if not marked or (wanted and (asked or any_claims(engine, wanted, claims).stages.intersection(wanted))):
+            chosen = replace(request, stages=wanted, engine_variant=variant or request.engine_variant)
+            found.extend(plan(chosen, claims))
+    cells = list({cell.case: cell for cell in found}.values())
+    complaints = unmatched(cells, claims, own)
+    if complaints:
+        raise UsageError("\n".join(complaints))
+    return cells
+
+
+@cache
+def _read(paths: tuple[str, ...]) -> tuple[Excuse, ...]:
+    return read_excuses(map(Path, paths))
+
+
+def own_excuses(config: pytest.Config) -> tuple[Excuse, ...]:
+    """The excuses of ``--excuses``. Raises UsageError for a file that cannot be used."""
+    return _read(tuple(config.getoption("--excuses")))
 
 
 def stages_from(text: str) -> tuple[int, ...]:
@@ -62,9 +84,11 @@ def request_of(
     dtypes: tuple[str, ...] = ("fp32",),
     checks: tuple[str, ...] = (),
     models: tuple[str, ...] = (),
+    stages: tuple[int, ...] = (),
+    variant: str = "",
 ) -> Request:
     """What one marker asks for; ``checks`` are patterns, all checks when there is none."""
-    return Request(checks, engines=(engine,), world_sizes=world_sizes, dtypes=dtypes, models=models)
+    return Request(checks, (engine,), stages, world_sizes, dtypes, models, variant)
 
 
 def narrowed(requests: list[Request], asked: tuple[str, ...]) -> list[Request]:
@@ -83,7 +107,8 @@ def start_servers(session: pytest.Session) -> None:
         timeout = session.config.getoption("--cell-timeout")
         isolation = Isolation(session.config.getoption("--isolation"))
         places = {name: surroundings(name) for name in names}
-        session.config.stash[RUNNER] = Runner(places, timeout=timeout, isolation=isolation)
+        own = own_excuses(session.config)
+        session.config.stash[RUNNER] = Runner(places, timeout=timeout, isolation=isolation, own_excuses=own)
 
 
 def cell_of(item: pytest.Item) -> Planned | None:

@@ -47,7 +47,8 @@ class ModelSpec:
     def model(self, seed: int) -> nn.Module:
         """The model in the initial weights of ``seed``; torch's global generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            # Models are built on CPU. torch.manual_seed would also queue a call, with a stack, for each unused device.
+            torch.default_generator.manual_seed(seed)
             return self.build()
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:

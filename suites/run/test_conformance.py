@@ -1,0 +1,46 @@
+"""Anyone's engine from anyone's test file: the README's own text, and the same without pytest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zharness
+from zharness.case import Case
+from zharness.errors import UsageError
+from zharness.run import Verdict
+
+ROOT = Path(__file__).parents[2]
+FILES = ("my_engine.py", "test_my_engine.py")
+
+
+def test_the_toy_engine_of_the_readme_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    for name in FILES:
+        (text,) = [block for block in blocks if block.startswith(f"# {name}\n")]
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    options = ("-v", "-p", "no:cacheprovider", "--isolation", "pooled", "-k", "exact")
+    command = [sys.executable, "-m", "pytest", *options, FILES[1]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training.accumulation[my_engine:MyEngine-zero0-w2-fp32-exact-caller]] PASSED" in done.stdout
+
+
+def test_the_laws_run_without_pytest_and_under_a_variant_of_the_engine() -> None:
+    found = zharness.run_laws(
+        "reference", checks=("training.grads",), stages=(2,), models=("exact",), variant="tiny_buckets"
+    )
+    (record,) = found
+    assert record.case == Case("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
+    assert record.verdict is Verdict.PASS, record.cause
+
+
+def test_a_factory_that_ranks_cannot_import_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"which ranks cannot import; expected a function or class at the top level"):
+        zharness.check_engine(lambda model, config: None)

@@ -1,0 +1,102 @@
+"""Excuses of a user's own, narrowed by every axis, and those that match nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zharness import engines
+from zharness.case import Case
+from zharness.checks import DTYPES
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.run import Request, plan
+from zharness.run.excuses import Excuse, excuses_for, find, read_excuses
+from zharness.run.unmatched import unmatched
+
+ENTRY = """
+[[excuse]]
+check = "training.grads"
+upstream = "ours#1"
+reason = "because"
+verdict = "fail"
+signatures = ["reduction"]
+"""
+CASE = Case("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
+
+
+def claims(engine: str, stage: int) -> Capabilities:
+    found = engines.capabilities(engine, stage)
+    assert found is not None
+    return found
+
+
+def own(folder: Path, text: str) -> tuple[Excuse, ...]:
+    path = folder / "ours.toml"
+    path.write_text(text)
+    return read_excuses([path])
+
+
+def test_a_user_s_file_names_engine_and_releases_once_and_each_entry_has_its_line(tmp_path: Path) -> None:
+    head = 'engine = "my.engine:factory"\n'
+    first, second = own(tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n")
+    assert first.place.endswith("ours.toml:3")
+    assert second.place.endswith("ours.toml:12")
+    assert not first.covers(CASE, "(no release)")
+    assert first.covers(replace(CASE, world_size=4, dtype="bf16"), "(no release)")
+    assert find(CASE, "(no release)", (first, second)) is second
+    assert not replace(second, engine_variants=("tiny",)).covers(CASE, "1.0")
+    assert not replace(second, releases="<2").covers(CASE, "(no release)"), "what has no release is not in a range"
+
+
+def test_a_user_s_own_excuse_comes_before_the_shipped_one(tmp_path: Path) -> None:
+    (mine,) = own(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
+    assert excuses_for("fsdp2", (mine,))[0] is mine
+    assert mine not in excuses_for("ddp", (mine,))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (ENTRY, r"ours.toml:2: the excuse lacks 'engine'"),
+        ('engine = "ddp"\n' + ENTRY.replace("reason", "raeson"), r"unknown key of the excuse at .*:3: 'raeson'"),
+        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', '"trainig"'), r":3: unknown check 'trainig'"),
+        ('engine = "ddp"\n' + ENTRY.replace('"fail"', '"flaky"'), r"unknown verdict .*'flaky'; allowed: fail, crash"),
+        ('engine = "ddp"\n' + ENTRY + 'stages = ["3"]', r":3: got stages = \['3'\]; expected a list of int"),
+        ('engine = "ddp"\n' + ENTRY + 'releases = "new"', r":3: Invalid specifier: 'new'"),
+        ('engin = "ddp"\n' + ENTRY, r"unknown key in .*'engin'"),
+        ("engine =", r"ours.toml is no TOML"),
+    ],
+)
+def test_an_entry_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        own(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read excuses from"):
+        read_excuses([tmp_path / "none.toml"])
+
+
+def test_an_excuse_that_matches_nothing_is_told_by_a_run_that_would_have_met_it(tmp_path: Path) -> None:
+    head = 'engine = "ddp"\n'
+    (needed,) = own(tmp_path, head + ENTRY)
+    (idle,) = own(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
+    (elsewhere,) = own(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
+    whole = plan(Request(engines=("ddp",)), claims)
+    assert not unmatched(whole, claims, (needed, elsewhere))
+    (words,) = unmatched(whole, claims, (idle,))
+    assert words.startswith(f"{idle.place}: no cell of ddp")
+    assert "delete it" in words
+    shadowed = replace(needed, place="ours.toml:99")
+    (words,) = unmatched(whole, claims, (needed, shadowed))
+    assert words.startswith("ours.toml:99")
+    narrow = plan(Request(("training.trajectory",), ("ddp",)), claims)
+    assert not unmatched(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "reference"])
+def test_every_shipped_excuse_meets_a_planned_cell(engine: str) -> None:
+    assert not unmatched(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)

@@ -1,0 +1,54 @@
+"""Sets of engine options in which any two variants that can be had together meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+Options = Mapping[str, Any]
+
+
+def laid_over(base: Options, over: Options) -> dict[str, Any]:
+    """``base`` with other options laid over it, section by section."""
+    deep = {
+        key: laid_over(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **over, **deep}
+
+
+def rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
+    """Options, so that each variant, and each pair of variants that agree, is in some row.
+
+    Greedy: a row begins with a pair that is still missing, and takes in whatever agrees with it, the variant first that
+    brings the most missing pairs. Few rows, not the fewest.
+    """
+    missing = [{name} for name in variants]
+    missing += [{one, other} for one, other in combinations(variants, 2) if agree(variants[one], variants[other])]
+    while missing:
+        row = set(missing[-1])
+        while more := [name for name in variants if name not in row and fits(name, row, variants)]:
+            row.add(max(more, key=lambda name: sum(pair <= row | {name} for pair in missing)))
+        missing = [pair for pair in missing if not pair <= row]
+        options: dict[str, Any] = {}
+        for name in variants:
+            if name in row:
+                options = laid_over(options, variants[name])
+        yield options
+
+
+def fits(name: str, row: set[str], variants: Mapping[str, Options]) -> bool:
+    """Whether a variant agrees with all of a row."""
+    return all(agree(variants[name], variants[other]) for other in row)
+
+
+def agree(one: Options, other: Options) -> bool:
+    """Whether two sets of options give no key two values."""
+    return all(
+        agree(one[key], other[key])
+        if isinstance(one[key], Mapping) and isinstance(other[key], Mapping)
+        else one[key] == other[key]
+        for key in one.keys() & other.keys()
+    )

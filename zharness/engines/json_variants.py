@@ -1,0 +1,36 @@
+"""Options of DeepSpeed's JSON that say how much travels when, and from which memory: none may change a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def zero(**options: Any) -> Mapping[str, Any]:
+    """One variant: options of the section ``zero_optimization``."""
+    return {"zero_optimization": options}
+
+
+# The buckets are smaller than a parameter, and of a few. The limits are the least and more than any model here has.
+JSON_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "tiny_buckets": zero(reduce_bucket_size=1),
+    "small_buckets": zero(reduce_bucket_size=100),
+    "overlap_comm": zero(overlap_comm=True),
+    "no_overlap": zero(overlap_comm=False),
+    "contiguous_gradients": zero(contiguous_gradients=True),
+    "scattered_gradients": zero(contiguous_gradients=False),
+    "reduce_scatter": zero(reduce_scatter=True),
+    "all_reduce": zero(reduce_scatter=False),
+    "least_limits": zero(
+        stage3_prefetch_bucket_size=0,
+        stage3_param_persistence_threshold=0,
+        stage3_max_live_parameters=1,
+        sub_group_size=1,
+    ),
+    "largest_limits": zero(
+        stage3_prefetch_bucket_size=10**9,
+        stage3_param_persistence_threshold=10**9,
+        stage3_max_live_parameters=10**9,
+        sub_group_size=10**9,
+    ),
+}

@@ -1,0 +1,86 @@
+"""Anyone's engine held to the laws, from anyone's own test file or program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from zharness.engines import EngineFactory
+from zharness.errors import UsageError
+from zharness.run.plan import Request, plan
+from zharness.run.record import Record
+from zharness.run.runner import Runner, surroundings
+from zharness.world import Isolation
+
+Strings = tuple[str, ...]
+Numbers = tuple[int, ...]
+
+
+def check_engine(
+    factory: EngineFactory | str,
+    *,
+    checks: Strings = (),
+    stages: Numbers = (),
+    world_sizes: Numbers = (2,),
+    dtypes: Strings = ("fp32",),
+    models: Strings = (),
+    variant: str = "",
+) -> Callable[[Record], None]:
+    """A pytest test of ``factory(model, config)`` for each law, model and stage; its ids are those of the cases.
+
+    Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``. ``factory``
+    is a function or class of a module's top level, or an engine's name; empty tuples mean all, of ``stages`` those that
+    the engine claims. Raises UsageError for a factory that ranks could not import.
+    """
+    import pytest
+
+    from zharness.run.session import problem
+
+    @pytest.mark.cells(
+        engine_named(factory),
+        world_sizes=world_sizes,
+        dtypes=dtypes,
+        checks=checks,
+        models=models,
+        stages=stages,
+        variant=variant,
+    )
+    def test_the_law_holds(record: Record) -> None:
+        assert not problem(record), problem(record)
+
+    return test_the_law_holds
+
+
+def run_laws(
+    factory: EngineFactory | str,
+    *,
+    checks: Strings = (),
+    stages: Numbers = (),
+    world_sizes: Numbers = (2,),
+    dtypes: Strings = ("fp32",),
+    models: Strings = (),
+    variant: str = "",
+    timeout: float = 60.0,
+) -> list[Record]:
+    """``check_engine`` without pytest: the record of every cell; ``record.expected`` says whether all is well.
+
+    Call it before any tensor operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the
+    ranks of one cell. Raises UsageError for what cannot be run.
+    """
+    name = engine_named(factory)
+    request = Request(checks, (name,), stages, world_sizes, dtypes, models, variant)
+    with Runner({name: surroundings(name)}, timeout, isolation=Isolation.POOLED) as runner:
+        return [runner.run(planned) for planned in plan(request, runner.claims)]
+
+
+def engine_named(factory: EngineFactory | str) -> str:
+    """The name under which ranks find ``factory``. Raises UsageError where they could not."""
+    if isinstance(factory, str):
+        return factory
+    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not factory:
+        raise UsageError(
+            f"got the factory {factory!r}, which ranks cannot import; "
+            "expected a function or class at the top level of a module, or its path 'package.module:factory'"
+        )
+    return f"{module}:{name}"
