@@ -25,8 +25,10 @@ from zharness.engines.protocol import (
     EngineConfig,
     Feature,
     Observations,
+    OptimizerSpec,
     Piece,
 )
+from zharness.engines.saving import Kept, Saving
 from zharness.errors import ConfigError, UsageError
 
 NO_STATE_LAWS = "not held to the state laws yet, so no claim is made"
@@ -53,12 +55,20 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 }
 
 
+def own_states(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Any]]:
+    """State by parameter, of an optimizer that keeps that of every parameter on every rank."""
+    # Read with ``get``: the optimizer's own table is a defaultdict, where a look-up would create an entry.
+    return {name: optimizer.state.get(param, {}) for name, param in params.items()}
+
+
 @dataclass(frozen=True)
 class Parts:
     """Where one engine differs from the others.
 
     ``whole`` turns a parameter, a gradient or an optimizer state into the tensor of the original's shape; it may be
     collective. ``forget`` drops gradients that live elsewhere than in ``.grad``; ``release`` undoes at ``close``.
+    ``build`` makes the optimizer, and ``states`` is its state by parameter, which may be collective. Without ``saving``
+    there is no save and no load.
     """
 
     forward: Callable[..., Any]
@@ -68,6 +78,9 @@ class Parts:
     layout: Mapping[str, tuple[Piece, ...]]
     forget: Callable[[], None]
     release: Callable[[], None]
+    saving: Saving | None = None
+    build: Callable[[Mapping[str, Tensor], OptimizerSpec], torch.optim.Optimizer] = optimizers.build
+    states: Callable[[torch.optim.Optimizer, Mapping[str, Tensor]], Mapping[str, Mapping[str, Any]]] = own_states
 
 
 def nothing() -> None:
@@ -120,7 +133,7 @@ class TorchEngine:
         self.capabilities = capabilities
         self._parts = parts
         self._clip = config.clip
-        self._optimizer = optimizers.build(parts.params, config.optimizer)
+        self._optimizer = parts.build(parts.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
         owned = config.accumulation_owner is AccumulationOwner.ENGINE
         self._window = config.accumulation_steps if owned else 1
@@ -166,8 +179,7 @@ class TorchEngine:
         return {name: self._whole(param) for name, param in self._parts.params.items()}
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        # Read with ``get``: the optimizer's own table is a defaultdict, where a look-up would create an entry.
-        states = {name: self._optimizer.state.get(param, {}) for name, param in self._parts.params.items()}
+        states = self._parts.states(self._optimizer, self._parts.params)
         return {
             name: {key: self._whole(value) for key, value in state.items() if isinstance(value, Tensor)}
             for name, state in states.items()
@@ -188,10 +200,30 @@ class TorchEngine:
         )
 
     def save(self, path: Path) -> None:
-        raise UsageError(f"save to {path}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
+        self._saving(f"save to {path}").save(path, self._kept())
 
     def load(self, path: Path) -> None:
-        raise UsageError(f"load from {path}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
+        self._saving(f"load from {path}").load(path, self._kept())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """``state_dict()`` of the plain model: on CPU, tied weights one tensor. Collective."""
+        tied = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
+        known: dict[int, Tensor] = {}
+        found = {}
+        for name, tensor in self.module.state_dict().items():
+            key = tied.get(name, id(tensor))
+            if key not in known:
+                known[key] = self._whole(tensor)
+            found[name] = known[key]
+        return found
+
+    def _kept(self) -> Kept:
+        return Kept(self.module, self._optimizer, self._schedule)
+
+    def _saving(self, what: str) -> Saving:
+        if self._parts.saving is None:
+            raise UsageError(f"{what}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
+        return self._parts.saving
 
     def close(self) -> None:
         """Release everything; a second call does nothing, any other use fails on a missing attribute."""

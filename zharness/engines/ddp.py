@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines.common import (
-    NO_STATE_LAWS,
     TORCH_REFUSES,
     UNASKED,
     Parts,
@@ -20,6 +19,7 @@ from zharness.engines.common import (
     require,
 )
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
+from zharness.engines.saving import IN_ONE_FILE
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 REFUSES = {
@@ -28,7 +28,6 @@ REFUSES = {
         "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
         f"forward-backward pass exiting the context' ({DOCUMENTATION})"
     ),
-    Feature.CHECKPOINT: NO_STATE_LAWS,
     Feature.EDITS: f"'Parameters are never broadcast between processes', so all ranks edit alike ({DOCUMENTATION})",
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     **dict.fromkeys((Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
@@ -56,12 +55,17 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Raises ConfigError for a configuration that DDP does not honour.
     """
     require(config, CAPABILITIES, OPTIONS)
+    return TorchEngine(model, CAPABILITIES, config, wrap(model, config))
+
+
+def wrap(model: nn.Module, config: EngineConfig) -> Parts:
+    """``model`` wrapped by DDP, and what an engine has to know of it."""
     wrapped = DistributedDataParallel(model, **config.options)
     if config.reduction is Reduction.SUM:
         for parameter in trained(model):
             # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
             parameter.register_hook(times_world_size)  # type: ignore[no-untyped-call]
-    parts = Parts(
+    return Parts(
         # Held by the engine alone: when it goes, the reducer's destructor takes its hooks off the parameters.
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
@@ -70,8 +74,8 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         layout={},
         forget=nothing,
         release=nothing,
+        saving=IN_ONE_FILE,
     )
-    return TorchEngine(model, CAPABILITIES, config, parts)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.common import NO_STATE_LAWS, TORCH_REFUSES, UNASKED, Parts, TorchEngine, leaves, nothing, require
+from zharness.engines.common import TORCH_REFUSES, UNASKED, Parts, TorchEngine, leaves, nothing, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
+from zharness.engines.saving import IN_SHARDS
 from zharness.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ REFUSES = {
         "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "
         f"({DOCUMENTATION})"
     ),
-    Feature.CHECKPOINT: NO_STATE_LAWS,
     **dict.fromkeys((Feature.DEFERRED, Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
 }
 LEAF, ROOT = "leaf", "root"
@@ -86,6 +86,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
         forget=partial(in_turn, reset, sync.forget),
         release=partial(reshard, sharded),
+        saving=IN_SHARDS,
     )
     return TorchEngine(model, CAPABILITIES, config, parts)
 

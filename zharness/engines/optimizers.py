@@ -33,9 +33,14 @@ def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict
 
 def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
     """The optimizer that ``spec`` describes, over ``params`` (name to leaf). Raises UsageError for an unknown name."""
-    if spec.name not in OPTIMIZERS:
-        raise UsageError.unknown("optimizer", spec.name, sorted(OPTIMIZERS))
-    return OPTIMIZERS[spec.name](param_groups(params, spec), **spec.args)
+    return optimizer_class(spec.name)(param_groups(params, spec), **spec.args)
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """torch.optim's class of that name. Raises UsageError for an unknown one."""
+    if name not in OPTIMIZERS:
+        raise UsageError.unknown("optimizer", name, sorted(OPTIMIZERS))
+    return OPTIMIZERS[name]
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:

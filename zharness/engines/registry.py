@@ -66,6 +66,13 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install torch",
         ),
         EngineInfo(
+            name="zero1",
+            target="zharness.engines.zero1:factory",
+            summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
             name="fsdp2",
             target="zharness.engines.fsdp2:factory",
             summary="torch.distributed.fsdp.fully_shard",

@@ -1,0 +1,49 @@
+"""``torch.distributed.optim.ZeroRedundancyOptimizer`` over DDP behind the Engine protocol: stage 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from zharness.engines import ddp, optimizers
+from zharness.engines.common import TorchEngine, require
+from zharness.engines.protocol import Capabilities, EngineConfig, OptimizerSpec
+
+# Gradients are DDP's, whole on every rank; each parameter's optimizer state lives on one rank, which updates the
+# parameter and broadcasts it.
+CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=ddp.REFUSES)
+
+
+def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """DDP around ``model`` with a sharded optimizer, over the default group. Collective.
+
+    ``config.options`` are DDP's. Raises ConfigError for a configuration that DDP or the optimizer does not honour.
+    """
+    require(config, CAPABILITIES, ddp.OPTIONS)
+    return TorchEngine(model, CAPABILITIES, config, replace(ddp.wrap(model, config), build=build, states=states))
+
+
+def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOptimizer:
+    """The sharded form of the optimizer that ``spec`` describes. Raises UsageError for an unknown name."""
+    groups = optimizers.param_groups(params, spec)
+    return ZeroRedundancyOptimizer(groups, optimizers.optimizer_class(spec.name), **spec.args)
+
+
+def states(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Any]]:
+    """State by parameter, from all ranks, by the optimizer's own consolidation. Collective."""
+    assert isinstance(optimizer, ZeroRedundancyOptimizer), "made by build"
+    found: dict[int, Mapping[str, Any]] = {}
+    for rank in range(dist.get_world_size()):
+        # The next rank's consolidation drops this one's, so it is read at once.
+        optimizer.consolidate_state_dict(to=rank)
+        if rank == dist.get_rank():
+            found = optimizer.state_dict()["state"]
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    places = {id(param): index for index, param in enumerate(order)}
+    return {name: found.get(places[id(param)]) or {} for name, param in params.items()}
