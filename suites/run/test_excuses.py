@@ -97,6 +97,6 @@ def test_an_excuse_that_matches_nothing_is_told_by_a_run_that_would_have_met_it(
     assert not unmatched(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "reference"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_excuse_meets_a_planned_cell(engine: str) -> None:
     assert not unmatched(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)

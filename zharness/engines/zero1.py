@@ -17,7 +17,7 @@ from zharness.engines.protocol import Capabilities, EngineConfig, OptimizerSpec
 
 # Gradients are DDP's, whole on every rank; each parameter's optimizer state lives on one rank, which updates the
 # parameter and broadcasts it.
-CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=ddp.REFUSES)
+CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=ddp.REFUSES, variants=ddp.VARIANTS)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import AccumulationOwner, Capabilities, EngineConfig, Feature
+from zharness.engines import AccumulationOwner, EngineConfig
 from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed, pytorch
 from zharness.parity import Part
@@ -40,15 +39,9 @@ class ForgetsAParameter(Around):
 
 
 class ReducesNoSecondBackward(Around):
-    """Claims retained graphs, whose second backward it does not reduce."""
+    """DDP as it is: the second backward on a retained graph is not reduced."""
 
     over = "ddp"
-
-    @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
-        kept = dict(right.refuses)
-        del kept[Feature.RETAIN_GRAPH]
-        return replace(right, refuses=kept)
 
 
 class ReducesNothingAtStage3(Around):
