@@ -194,6 +194,48 @@ def mutants(
     return run(patterns, Options(checks, world_sizes, models, timeout, jobs, Scope(scope)), jsonl, run_all)
 
 
+@cli.command()
+@click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
+@click.option("--engine", default="reference", show_default=True, help="NAME or package.module:factory.")
+@click.option("--stage", "stages", callback=integers, default="0", show_default=True, metavar="0,1,2,3")
+@click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4")
+@click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16")
+@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
+@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of up to 8 programs, to draw.")
+@click.option("--seed", default=0, show_default=True, help="Another number draws other programs.")
+@click.option("--without", callback=words, metavar="i,tied,...", help="Layers, verbs and marks that none has.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one run.")
+def program(
+    texts: tuple[str, ...],
+    engine: str,
+    stages: tuple[int, ...],
+    world_sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    optimizer: str,
+    batches: int,
+    seed: int,
+    without: tuple[str, ...],
+    timeout: float,
+) -> int:
+    """Run a small model and an order of calls, as in 'x(3) linear(2) relu | f b:retain b s', or draw many.
+
+    Several run one after the other in the same ranks. Without any, Hypothesis draws programs, and the smallest that
+    fails is printed as a command.
+
+    \b
+    Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),
+            norm, relu, gelu, tied; residual[...], twice[...], sometimes[...], checkpoint[...], reentrant[...]
+    Verbs:  f forward, b backward (b:old,tensor,scale,other,retain), n both in no_sync, s step, z zero_grad,
+            e and i forwards under no_grad and inference_mode, g autograd.grad of inputs, save, load
+    """
+    from zharness.report.programs import run_given, run_search
+    from zharness.run.search import Search
+
+    if texts:
+        return run_given(texts, engine, stages, world_sizes, dtypes, optimizer, timeout)
+    return run_search(engine, Search(stages, world_sizes, dtypes, batches, seed, without), timeout)
+
+
 def main() -> None:
     """The console command: every error of the user's one sentence, every exit code as documented."""
     signal.signal(signal.SIGTERM, terminated)

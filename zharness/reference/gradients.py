@@ -61,7 +61,8 @@ class Gradients:
             self._hooks = [_hook(original, self._absorber(Bucket((original,)))) for original in narrow]
 
     def _absorber(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
-        return lambda _: self._absorb(bucket)
+        # torch calls it for a parameter that got no gradient too, where one node makes those of several.
+        return lambda parameter: self._absorb(bucket) if parameter.grad is not None else None
 
     @contextmanager
     def uneven(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from zharness.run.excuses import Excuse
 from zharness.run.locate import locate, trace, worth_locating
 from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
-from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, Work
+from zharness.world import End, Group, GroupOutcome, Isolation, RankOutcome, RankServer, Work
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
@@ -199,10 +199,13 @@ def broken(outcome: GroupOutcome, blank: Record) -> Record:
     """The record of a cell in which a rank did not return: the first failure is the cause."""
     cause = outcome.cause
     assert cause is not None, "asked only about a group that failed"
-    verdict = {End.HUNG: Verdict.HANG, End.RAISED: who_raised(cause.exception, cause.innermost)}.get(
-        cause.end, Verdict.CRASH
-    )
-    return replace(blank, verdict=verdict, cause=cause.words(), details=outcome.describe())
+    return replace(blank, verdict=verdict_of(cause), cause=cause.words(), details=outcome.describe())
+
+
+def verdict_of(cause: RankOutcome) -> Verdict:
+    """What the end of the rank that failed first makes of its group."""
+    raised = who_raised(cause.exception, cause.innermost)
+    return {End.HUNG: Verdict.HANG, End.RAISED: raised}.get(cause.end, Verdict.CRASH)
 
 
 def who_raised(exception: str, innermost: str) -> Verdict:

@@ -1,0 +1,138 @@
+"""Programs: written and read, run on the engines that have to get every one right, and shrunk on those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+
+from zharness.errors import UsageError
+from zharness.run import Verdict
+from zharness.run.programs import ProgramRunner
+from zharness.run.search import Search, search
+from zharness.workload.programs import Program, parse
+from zharness.workload.strategies import Repertoire, batches
+
+BATCHES = 4  # of up to 8 programs, for each engine; `zharness program --batches 1000` runs as many as anybody likes
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ProgramRunner]:
+    """One server for all: mutants and torch's engines may share ranks, one after the other."""
+    with ProgramRunner() as started:
+        yield started
+
+
+@settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@given(batches({0: Repertoire()}, (2,), most=1))
+def test_a_program_is_read_back_from_its_text(drawn: tuple[Program, ...]) -> None:
+    (program,) = drawn
+    assert replace(parse(str(program)), optimizer=program.optimizer) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x(3) linear(2)", "expected a model, | and verbs"),
+        ("linear(2) | f", "a model begins with x or tokens"),
+        ("x(3) x(3) | f", "a model begins with x or tokens"),
+        ("x(3) relu | f", "nothing in it is trained"),
+        ("x(3) linear(2) lenear(2) | f", "unknown layer 'lenear'; allowed: x, tokens, linear"),
+        ("x(3) linear(2,2) | f", "expected 1 sizes above 0 for linear"),
+        ("x(3) residual[linear(2) | f", "expected a ] for every"),
+        ("x(3) residual[linear(2)] | f", "it ends with width 2, and has to end with 3"),
+        ("x(3) tied linear(1) | f", "has a weight for 3 inputs"),
+        ("x(3) reentrant[linear(2)] | f", "nothing before it is trained"),
+        ("x(3) linear(2) | f q", "unknown verb 'q'; allowed: f, b"),
+        ("x(3) linear(2) | f b:late", "unknown mark of b 'late'; allowed: old"),
+        ("x(3) linear(2) | f b b", "verb 3 of 'f b b', b: there is no output to go back from"),
+        ("x(3) linear(2) | n s", "verb 2 of 'n s', s: there is gradients, the last of them under no_sync alone"),
+        ("x(3) linear(2) | load", "nothing was saved"),
+    ],
+)
+def test_what_is_no_program_is_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert words in str(caught.value)
+
+
+# What fails on a released engine, so that the search has to look beyond it (FINDINGS.md).
+FORWARD_UNDER_INFERENCE = ("i",)
+RIGHT = [
+    Search((0, 3), batches=BATCHES, dtypes=("fp32", "bf16")),
+    Search((1, 2), batches=BATCHES, seed=1),
+]
+
+
+@pytest.mark.parametrize("wanted", RIGHT, ids=lambda wanted: "-".join(map(str, wanted.stages)))
+def test_no_program_fails_on_the_reference(runner: ProgramRunner, wanted: Search) -> None:
+    found = search(runner, "reference", wanted)
+    assert not found.smallest, found.words("reference")
+
+
+@pytest.mark.parametrize(("engine", "stages"), [("fsdp2", (2, 3)), ("ddp", (0,))])
+def test_no_program_but_a_known_one_fails_on_torchs_engines(
+    runner: ProgramRunner, engine: str, stages: tuple[int, ...]
+) -> None:
+    found = search(runner, engine, Search(stages, batches=BATCHES, without=FORWARD_UNDER_INFERENCE))
+    assert not found.smallest, found.words(engine)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A program with a verdict of its own on an engine at a stage."""
+
+    text: str
+    engine: str
+    stage: int
+    verdict: Verdict
+    dtype: str = "fp32"
+
+
+KNOWN = [
+    Known("x(1) linear(1) | i f b", "fsdp2", 2, Verdict.FAIL),
+    # Once failed: an unused parameter got a gradient of zeros where it is gathered together with others.
+    Known("x(1) unused(1) linear(1) | f b s", "reference", 3, Verdict.PASS, dtype="bf16"),
+    Known(
+        "tokens(5,3) residual[linear(5) gelu linear(3)] tied | f f b:old,tensor e b:scale s", "fsdp2", 3, Verdict.PASS
+    ),
+]
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.engine}-{known.text}")
+def test_a_known_program_has_its_verdict(runner: ProgramRunner, known: Known) -> None:
+    program = replace(parse(known.text), stage=known.stage, dtype=known.dtype)
+    outcome = runner.run(known.engine, [program])
+    assert outcome.verdict is known.verdict, outcome.words(known.engine, [program])
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A mutant, the stage at which it is broken, and a program as small as the one that has to be found."""
+
+    mutant: str
+    smallest: str
+    stage: int = 0
+
+
+SHRUNK = [
+    Shrunk("never_reduces", "x(1) linear(1) | f b"),
+    Shrunk("forgets_the_unsynced", "x(1) linear(1) | f n b"),
+    Shrunk("only_the_first_backward_counts", "x(1) linear(1) | f f b b"),
+    Shrunk("never_publishes", "x(1) linear(1) | f b s", stage=1),
+    Shrunk("reduces_tied_twice", "x(1) linear(1) tied | f b"),
+    Shrunk("slips_shards", "x(1) linear(2) | save load", stage=3),
+]
+
+
+@pytest.mark.parametrize("shrunk", SHRUNK, ids=lambda shrunk: shrunk.mutant)
+def test_a_mutant_is_found_and_its_program_shrinks(runner: ProgramRunner, shrunk: Shrunk) -> None:
+    engine = f"zharness.mutants:{shrunk.mutant}"
+    found = search(runner, engine, Search((shrunk.stage,), batches=40))
+    assert found.smallest, found.words(engine)
+    (program,) = found.smallest
+    smallest = parse(shrunk.smallest)
+    assert len(list(program.walk())) <= len(smallest.layers), found.words(engine)
+    assert len(program.verbs) <= len(smallest.verbs), found.words(engine)

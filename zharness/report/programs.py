@@ -1,0 +1,44 @@
+"""Programs on the command line: what became of some, or the smallest of many that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import click
+
+from zharness.run.programs import ProgramRunner
+from zharness.run.runner import surroundings
+from zharness.run.search import Search, search
+from zharness.workload.programs import parse
+
+
+def run_given(
+    texts: Sequence[str],
+    engine: str,
+    stages: Sequence[int],
+    world_sizes: Sequence[int],
+    dtypes: Sequence[str],
+    optimizer: str,
+    timeout: float,
+) -> int:
+    """Run the programs that ``texts`` write wherever it is asked for; the exit code. Raises UsageError."""
+    written = [parse(text) for text in texts]
+    wanted = [
+        [replace(one, stage=stage, world_size=size, dtype=dtype, optimizer=optimizer) for one in written]
+        for stage, size, dtype in product(stages, world_sizes, dtypes)
+    ]
+    with ProgramRunner(surroundings(engine), timeout) as runner:
+        found = [runner.run(engine, programs) for programs in wanted]
+    for programs, outcome in zip(wanted, found, strict=True):
+        click.echo(outcome.words(engine, programs))
+    return int(any(outcome.verdict.broken for outcome in found))
+
+
+def run_search(engine: str, wanted: Search, timeout: float) -> int:
+    """Draw programs and tell the smallest that fails; the exit code. Raises UsageError."""
+    with ProgramRunner(surroundings(engine), timeout) as runner:
+        found = search(runner, engine, wanted)
+    click.echo(found.words(engine))
+    return int(bool(found.smallest))

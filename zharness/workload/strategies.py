@@ -1,0 +1,105 @@
+"""Hypothesis strategies for programs: every model and every order of calls that a repertoire allows.
+
+What is drawn are wishes, of which those are kept that are legal where they come, so that every example is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from zharness.workload.legal import legal_layers, legal_verbs
+from zharness.workload.programs import ARITY, BLOCKS, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
+
+WIDEST = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
+CHANNELS = 2
+MOST_LAYERS = 5  # in a row
+MOST_PHRASES = 10
+DEEPEST = 2  # blocks in each other
+
+
+@dataclass(frozen=True)
+class Repertoire:
+    """What programs for an engine may use at one stage; the first of each is what Hypothesis shrinks to."""
+
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    acts: tuple[Act, ...] = tuple(Act)
+    marks: tuple[Mark, ...] = tuple(Mark)
+    dtypes: tuple[str, ...] = ("fp32",)
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    outputs: int = MOST_PHRASES  # that a caller may have in hand at once
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], most: int
+) -> tuple[Program, ...]:
+    """At most ``most`` programs for the same ranks: one stage of ``repertoires``, one world size, one setting."""
+    stage = draw(st.sampled_from(sorted(repertoires)))
+    world_size = draw(st.sampled_from(list(world_sizes)))
+    can = repertoires[stage]
+    setting = draw(st.tuples(st.sampled_from(can.dtypes), st.sampled_from(can.optimizers)))
+    texts = st.tuples(models(can), st.lists(phrases(can), max_size=MOST_PHRASES).map(joined))
+    return tuple(
+        Program(tuple(layers), legal_verbs(layers, wishes, can.outputs), stage, world_size, *setting)
+        for layers, wishes in draw(st.lists(texts, min_size=1, max_size=most))
+    )
+
+
+def models(can: Repertoire) -> st.SearchStrategy[list[Layer]]:
+    """A source and the layers behind it, something in them trained."""
+    sources = [leaf(kind) for kind in SOURCES if kind in can.kinds]
+    inner = st.lists(layer(can, DEEPEST), max_size=MOST_LAYERS)
+    return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
+
+
+def layer(can: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
+    """Any layer but a source, with blocks at most ``depth`` deep."""
+    leaves = [leaf(kind) for kind in Kind if kind in can.kinds and kind not in (*SOURCES, *BLOCKS)]
+    kinds = [kind for kind in BLOCKS if kind in can.kinds]
+    if depth == 0 or not kinds:
+        return st.one_of(leaves)
+    inner = st.lists(layer(can, depth - 1), min_size=1, max_size=MOST_LAYERS - 2)
+    block = st.builds(lambda kind, layers: Layer(kind, (), tuple(layers)), st.sampled_from(kinds), inner)
+    return st.one_of(*leaves, block)
+
+
+def leaf(kind: Kind) -> st.SearchStrategy[Layer]:
+    """A layer of ``kind``, which is no block, with sizes."""
+    if kind is Kind.TIED or kind not in (*SIZED, *SOURCES):
+        return st.just(Layer(kind))
+    size = st.integers(1, CHANNELS if kind is Kind.CONV else WIDEST)
+    return st.tuples(*[size] * ARITY[kind]).map(lambda sizes: Layer(kind, sizes))
+
+
+FORWARD_TO_STEP = (Act.FORWARD, Act.BACKWARD, Act.STEP)
+# What callers do in one go, the shortest first. Drawn verb by verb, few programs would get as far as a second step.
+PHRASES = (
+    *((act,) for act in FORWARD_TO_STEP),
+    FORWARD_TO_STEP,
+    (Act.SAVE, *FORWARD_TO_STEP, Act.LOAD),
+)
+
+
+def phrases(can: Repertoire) -> st.SearchStrategy[list[Verb]]:
+    """A verb with any marks, or several verbs in one go, of a repertoire."""
+    spoken = [list(map(Verb, acts)) for acts in PHRASES if set(acts) <= set(can.acts)]
+    marked = [act for act in (Act.BACKWARD, Act.NO_SYNC) if act in can.acts]
+    rest = [[Verb(act)] for act in can.acts if act not in (*FORWARD_TO_STEP, *marked)]
+    marks = st.sets(st.sampled_from(can.marks), max_size=3) if can.marks else st.just(set())
+    options = [st.sampled_from(spoken), st.builds(with_marks, st.sampled_from(marked), marks).map(lambda one: [one])]
+    return st.one_of(*options, st.sampled_from(rest)) if rest else st.one_of(options)
+
+
+def joined(parts: Sequence[list[Verb]]) -> list[Verb]:
+    """The verbs of several phrases."""
+    return [verb for part in parts for verb in part]
+
+
+def with_marks(act: Act, marks: set[Mark]) -> Verb:
+    """A backward with its marks in order, less those that it cannot have."""
+    unfit = {Mark.OLD, Mark.RETAIN} if act is Act.NO_SYNC else set()
+    unfit |= {Mark.SCALE} if Mark.TENSOR in marks else set()
+    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark not in unfit))
