@@ -201,9 +201,10 @@ def mutants(
 @click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4")
 @click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
-@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of up to 8 programs, to draw.")
+@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of 8 programs, to draw.")
 @click.option("--seed", default=0, show_default=True, help="Another number draws other programs.")
 @click.option("--without", callback=words, metavar="i,tied,...", help="Layers, verbs and marks that none has.")
+@click.option("--outputs", type=click.IntRange(1), help="Not more of them kept for backward at once.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one run.")
 def program(
     texts: tuple[str, ...],
@@ -215,6 +216,7 @@ def program(
     batches: int,
     seed: int,
     without: tuple[str, ...],
+    outputs: int | None,
     timeout: float,
 ) -> int:
     """Run a small model and an order of calls, as in 'x(3) linear(2) relu | f b:retain b s', or draw many.
@@ -230,10 +232,11 @@ def program(
     """
     from zharness.report.programs import run_given, run_search
     from zharness.run.search import Search
+    from zharness.workload.legal import MANY
 
     if texts:
         return run_given(texts, engine, stages, world_sizes, dtypes, optimizer, timeout)
-    return run_search(engine, Search(stages, world_sizes, dtypes, batches, seed, without), timeout)
+    return run_search(engine, Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY), timeout)
 
 
 def main() -> None:

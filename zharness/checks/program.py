@@ -31,7 +31,7 @@ from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Program
 
 # What an engine has to claim for a program to use these; everything else is part of any training.
 LAYERS = {
-    Kind.READ: Feature.PARAMETERS,
+    Kind.READ: Feature.OUTSIDE_FORWARD,
     Kind.UNUSED: Feature.PARAMETERS,
     Kind.SOMETIMES: Feature.PARAMETERS,
     Kind.CHECKPOINT: Feature.RECOMPUTATION,

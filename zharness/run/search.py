@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
-from zharness.checks.program import ACTS, LAYERS, MARKS, missing
+from zharness.checks.program import ACTS, LAYERS, MARKS
 from zharness.engines import Capabilities
 from zharness.engines.protocol import Feature
 from zharness.errors import HarnessFault, UsageError
 from zharness.run.programs import Outcome, ProgramRunner, command
 from zharness.run.record import Verdict
-from zharness.workload.legal import Batch, smaller_batches
+from zharness.workload.legal import MANY, Batch, smaller_batches
 from zharness.workload.programs import Act, Kind, Mark
 
-MOST = 8  # programs in the same ranks, one after the other: what ranks cost is paid once for all
+BATCH = 8  # programs in the same ranks, one after the other: what ranks cost is paid once for all
 PASSED = Outcome(Verdict.PASS)
 T = TypeVar("T", Kind, Act, Mark)
 
@@ -25,7 +25,8 @@ T = TypeVar("T", Kind, Act, Mark)
 class Search:
     """What to search: so many batches of programs, all following from ``seed``, over these stages, sizes and dtypes.
 
-    ``without`` are layers, verbs and marks that no program has: those of a bug that is known, to look beyond it.
+    To look beyond a bug that is known: ``without`` are layers, verbs and marks that no program has, ``outputs`` is the
+    most that a caller has in hand at once.
     """
 
     stages: Sequence[int]
@@ -34,6 +35,7 @@ class Search:
     batches: int = 20
     seed: int = 0
     without: Sequence[str] = ()
+    outputs: int = MANY
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,6 @@ def search(runner: ProgramRunner, engine: str, wanted: Search) -> Found:
     seen: dict[Batch, Outcome] = {}
 
     def fails(batch: Batch) -> bool:
-        if any(missing(program, runner.claims(engine, program.stage)) for program in batch):
-            return False  # a cut may ask for more: with a backward less there is an output more in hand
         if batch not in seen:
             seen[batch] = runner.run(engine, batch)
         if seen[batch].verdict is Verdict.ERROR:
@@ -89,19 +89,19 @@ def search(runner: ProgramRunner, engine: str, wanted: Search) -> Found:
         deadline=None,
         suppress_health_check=[*HealthCheck],
     )
-    drawn = batches(can, wanted.world_sizes, MOST)
+    drawn = batches(can, wanted.world_sizes, BATCH)
     try:
         failing = find(drawn, fails, settings=how, random=Random(wanted.seed))  # noqa: S311 - draws examples
     except NoSuchExample:
         return Found(sum(map(len, seen)))
-    smallest = shrunk(failing, fails)
+    smallest = shrunk(failing, fails, can[failing[0].stage].outputs)
     return Found(sum(map(len, seen)), smallest, seen[smallest])
 
 
-def shrunk(batch: Batch, fails: Callable[[Batch], bool]) -> Batch:
-    """A failing batch of which nothing more can be cut."""
+def shrunk(batch: Batch, fails: Callable[[Batch], bool], outputs: int) -> Batch:
+    """A failing batch of which nothing more can be cut; no caller in it has more ``outputs`` in hand."""
     while True:
-        less = next(filter(fails, smaller_batches(batch)), None)
+        less = next(filter(fails, smaller_batches(batch, outputs)), None)
         if less is None:
             return batch
         batch = less
@@ -116,9 +116,8 @@ def allowed(wanted: Search, claims: Capabilities) -> dict[str, Any]:
     dtypes = tuple(dtype for dtype in wanted.dtypes if dtype in claims.dtypes)
     if not dtypes:
         raise UsageError.unknown("dtype of this engine", ",".join(wanted.dtypes), sorted(claims.dtypes))
-    alone = {"outputs": 1} if claims.refusal(Feature.RETAIN_GRAPH) else {}
     return {
-        **alone,
+        "outputs": 1 if claims.refusal(Feature.RETAIN_GRAPH) else wanted.outputs,
         "kinds": rest(Kind, LAYERS, wanted, claims),
         "acts": rest(Act, ACTS, wanted, claims),
         "marks": rest(Mark, MARKS, wanted, claims),

@@ -22,6 +22,7 @@ from zharness.workload.programs import (
     refusal,
 )
 
+MANY = 100  # outputs in a caller's hand: more than any program has
 Batch = tuple[Program, ...]  # programs that run one after the other in the same ranks
 
 
@@ -55,32 +56,32 @@ def filled(block: Layer, widths: Widths) -> Layer:
     return replace(block, inner=tuple(inner))
 
 
-def legal_verbs(layers: Sequence[Layer], wishes: Sequence[Verb], outputs: int | None = None) -> tuple[Verb, ...]:
+def legal_verbs(layers: Sequence[Layer], wishes: Sequence[Verb], outputs: int = MANY) -> tuple[Verb, ...]:
     """The wishes that are legal where they come, with at most so many ``outputs`` in hand."""
     book, kept = Book(), []
     for wish in wishes:
-        crowded = outputs is not None and wish.act in NEW_GRAPH and len(book.kept) >= outputs
+        crowded = wish.act in NEW_GRAPH and len(book.kept) >= outputs
         if not crowded and not refusal(layers, book, wish):
             kept.append(wish)
             book = done(book, wish)
     return tuple(kept)
 
 
-def smaller_batches(batch: Batch) -> Iterator[Batch]:
+def smaller_batches(batch: Batch, outputs: int = MANY) -> Iterator[Batch]:
     """Batches that are smaller by one cut, those that may be much smaller first."""
     if len(batch) > 1:
         yield from ((program,) for program in batch)
         yield from (batch[:at] + batch[at + 1 :] for at in range(len(batch)))
     for at, program in enumerate(batch):
-        for less in smaller(program):
+        for less in smaller(program, outputs):
             yield (*batch[:at], less, *batch[at + 1 :])
 
 
-def smaller(program: Program) -> Iterator[Program]:
+def smaller(program: Program, outputs: int = MANY) -> Iterator[Program]:
     """Legal programs with some verbs less, a layer less, a mark less, or smaller sizes."""
     for candidate in cuts(program):
         layers = tuple(legal_layers(candidate.layers))
-        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs))
+        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, outputs))
         if layers[0].kind in SOURCES and size(legal) < size(program):
             yield legal
 

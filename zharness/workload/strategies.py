@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from zharness.workload.legal import legal_layers, legal_verbs
+from zharness.workload.legal import MANY, legal_layers, legal_verbs
 from zharness.workload.programs import ARITY, BLOCKS, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
 
 WIDEST = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
@@ -29,29 +29,29 @@ class Repertoire:
     marks: tuple[Mark, ...] = tuple(Mark)
     dtypes: tuple[str, ...] = ("fp32",)
     optimizers: tuple[str, ...] = ("sgd", "adamw")
-    outputs: int = MOST_PHRASES  # that a caller may have in hand at once
+    outputs: int = MANY  # that a caller may have in hand at once
 
 
 @st.composite
 def batches(
-    draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], most: int
+    draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], programs: int
 ) -> tuple[Program, ...]:
-    """At most ``most`` programs for the same ranks: one stage of ``repertoires``, one world size, one setting."""
+    """So many programs for the same ranks: one stage of ``repertoires``, one world size, one setting."""
     stage = draw(st.sampled_from(sorted(repertoires)))
     world_size = draw(st.sampled_from(list(world_sizes)))
     can = repertoires[stage]
     setting = draw(st.tuples(st.sampled_from(can.dtypes), st.sampled_from(can.optimizers)))
-    texts = st.tuples(models(can), st.lists(phrases(can), max_size=MOST_PHRASES).map(joined))
+    texts = st.tuples(models(can), st.lists(phrases(can), min_size=2, max_size=MOST_PHRASES).map(joined))
     return tuple(
         Program(tuple(layers), legal_verbs(layers, wishes, can.outputs), stage, world_size, *setting)
-        for layers, wishes in draw(st.lists(texts, min_size=1, max_size=most))
+        for layers, wishes in draw(st.lists(texts, min_size=programs, max_size=programs))
     )
 
 
 def models(can: Repertoire) -> st.SearchStrategy[list[Layer]]:
     """A source and the layers behind it, something in them trained."""
     sources = [leaf(kind) for kind in SOURCES if kind in can.kinds]
-    inner = st.lists(layer(can, DEEPEST), max_size=MOST_LAYERS)
+    inner = st.lists(layer(can, DEEPEST), min_size=1, max_size=MOST_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
 
 
@@ -75,9 +75,11 @@ def leaf(kind: Kind) -> st.SearchStrategy[Layer]:
 
 
 FORWARD_TO_STEP = (Act.FORWARD, Act.BACKWARD, Act.STEP)
-# What callers do in one go, the shortest first. Drawn verb by verb, few programs would get as far as a second step.
+# What callers do in one go. Drawn verb by verb, few programs would get as far as a second step.
 PHRASES = (
-    *((act,) for act in FORWARD_TO_STEP),
+    (Act.FORWARD,),
+    (Act.BACKWARD,),
+    (Act.FORWARD, Act.BACKWARD),
     FORWARD_TO_STEP,
     (Act.SAVE, *FORWARD_TO_STEP, Act.LOAD),
 )
