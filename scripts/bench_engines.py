@@ -34,7 +34,7 @@ and AdamW's state, beside the formula of the ZeRO paper; "sent" is what a step a
 The exit status is 1 when a figure of the reference engine misses its bar. Ratios mean something on a quiet machine
 only: look at the load that is printed first, and at the quartiles.
 
-  python scripts/bench_engines.py                                  everything, about half an hour
+  python scripts/bench_engines.py                                  everything, about a quarter of an hour
   python scripts/bench_engines.py --size 5M --rounds 5             the small model's times, and all bytes
   python scripts/bench_engines.py --part bytes                     bytes alone, a minute
   python scripts/bench_engines.py --part time --engine reference   without the other engines
@@ -45,6 +45,7 @@ BARS: Mapping[int, float] = {0: 1.08, 1: 1.15, 2: 1.15, 3: 1.35}
 NEAR = 1.02  # how far held and sent bytes may be above their formulas
 WORLDS = (1, 2, 4, 8)
 PARTS = ("time", "bytes", "growth")
+STEPS = {"5M": 3, "50M": 1}  # in a turn: one of the large model takes as long as a dozen of the small one
 Key = tuple[str, int]
 
 
@@ -134,11 +135,11 @@ def parse() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
-    parser.add_argument("--size", action="append", choices=["5M", "50M"], help="models timed (both); repeatable")
+    parser.add_argument("--size", action="append", choices=list(STEPS), help="models timed (both); repeatable")
     parser.add_argument("--engine", action="append", choices=installed(), help="engines timed (all); repeatable")
     parser.add_argument("--worlds", type=worlds, default=WORLDS, metavar="N,N", help="world sizes counted (1,2,4,8)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that every engine gets (default 7)")
-    parser.add_argument("--steps", type=int, default=3, help="steps in a turn (default 3)")
+    parser.add_argument("--steps", type=int, help="steps in a turn (default 3, of the large model 1)")
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW everywhere, instead of its default")
     parser.add_argument("--cap", type=float, default=1800.0, help="seconds for one team of engines (default 1800)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
@@ -150,8 +151,8 @@ def main() -> None:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {os.cpu_count()} cores, load {load}\n")
     parts, problems, written = arguments.part or PARTS, [], {}
-    for size in (arguments.size or ["5M", "50M"]) if "time" in parts else []:
-        plan = Plan(SIZES[size], arguments.rounds, arguments.steps, 4, 128, arguments.fused)
+    for size in (arguments.size or STEPS) if "time" in parts else []:
+        plan = Plan(SIZES[size], arguments.rounds, arguments.steps or STEPS[size], 4, 128, arguments.fused)
         found = times(arguments.engine or installed(), plan, arguments.cap)
         print(f"Median step over plain PyTorch's, {size} parameters, 2 ranks\n\n{time_table(found)}\n")
         problems += slow(size, found)
