@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zharness.engines import optimizers as built
 from zharness.errors import UsageError
 from zharness.parity.bounds import Bounded, gamma, mean_and_bound, unit_roundoff
+from zharness.parity.formulas import FORMULAS
 from zharness.parity.replay import propagate, replay
+from zharness.reference import config
 
 FLOAT = torch.float32
 SEEDS = st.integers(0, 2**31 - 1)
@@ -69,8 +72,22 @@ OPTIMIZERS = {
     ),
     "adam": (torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.97), "weight_decay": 0.1, "momentum_decay": 1e-2}),
+    "decoupled nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2, "betas": (0.9, 0.6), "weight_decay": 0.1}),
+    "rectified radam": (torch.optim.RAdam, {"lr": 1e-2, "betas": (0.9, 0.8), "decoupled_weight_decay": True}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5},
+    ),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1e-1, "rho": 0.8, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1, "momentum": 0.8}),
+    "centered rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "alpha": 0.9, "eps": 1e-3, "centered": True}),
+    "asgd": (torch.optim.ASGD, {"lr": 1e-2, "lambd": 1e-1, "t0": 1.0, "weight_decay": 0.1}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-2, "etas": (0.4, 1.3), "step_sizes": (5e-3, 1.5e-2)}),
 }
-NAMES = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
+NAMES = {kind: kind.__name__.lower() for kind, _ in OPTIMIZERS.values()}
 
 
 def one_step(name: str, seed: int, steps: int, foreach: bool):
@@ -98,6 +115,10 @@ def test_a_step_of_torch_optim_stays_within_its_replay(name: str, seed: int, ste
     assert bool((after.double() - expected.value).abs().le(expected.error).all())
     for key, moment in moments.items():
         assert bool((later[key].double() - moment.value).abs().le(moment.error).all()), key
+
+
+def test_every_optimizer_that_an_engine_can_be_configured_with_has_a_replay() -> None:
+    assert set(NAMES.values()) == set(FORMULAS) == set(built.OPTIMIZERS) == set(config.OPTIMIZERS)
 
 
 @REPEATABLE

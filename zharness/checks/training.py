@@ -84,14 +84,14 @@ CHECKS = (
     ),
     Check(
         name="training.optimizers",
-        law="Adam with AMSGrad, SGD with Nesterov and dampening, and ten clipped steps are replays of torch.optim",
+        law="AMSGrad, SGD with Nesterov and dampening, ten clipped steps and all other optimizers replay torch.optim's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
         judge=judge_optimizers,
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
-        variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,))),
+        variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,)), ("others", ()), ("rprop", ())),
     ),
     Check(
         name="training.free_running",

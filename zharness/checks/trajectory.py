@@ -15,7 +15,7 @@ from torch import Tensor
 from zharness.checks.bench import Bench
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import GroupSpec, OptimizerSpec
+from zharness.engines.protocol import Engine, GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical, within
 from zharness.parity.baseline import Local
 from zharness.parity.bounds import gamma
@@ -61,28 +61,59 @@ class Course:
 
 COURSES = {"adam": Course(ADAM, 3), "nesterov": Course(NESTEROV, 3), "long": Course(ADAMW, 10, clip=0.5)}
 
+# The rest of torch's elementwise ones, whose state has other names, and other shapes than a parameter's.
+OTHERS = {
+    "others": (
+        OptimizerSpec("adadelta", {"lr": 1.0, "weight_decay": 0.1}),
+        OptimizerSpec("adagrad", {"lr": 1e-2, "lr_decay": 0.1}),
+        OptimizerSpec("adamax", {"lr": 1e-2}),
+        OptimizerSpec("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 1.0}),
+        OptimizerSpec("nadam", {"lr": 1e-2}),
+        OptimizerSpec("radam", {"lr": 1e-2, "betas": (0.9, 0.8)}),
+        OptimizerSpec("rmsprop", {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    ),
+    "rprop": (OptimizerSpec("rprop", {"lr": 1e-2}),),
+}
+OTHER_STEPS = 2
+
 
 def observe_trajectory(bench: Bench) -> None:
     observe_course(bench, Course(OPTIMIZERS[bench.variant], STEPS))
 
 
 def observe_optimizers(bench: Bench) -> None:
-    observe_course(bench, COURSES[bench.variant])
+    if bench.variant in COURSES:
+        observe_course(bench, COURSES[bench.variant])
+        return
+    for spec in OTHERS[bench.variant]:
+        engine, suffix = bench.engine(optimizer=spec), f".{spec.name}"
+        for step in range(OTHER_STEPS):
+            recorded(bench, engine, step, suffix)
+            engine.backward(bench.loss(engine, step, f"loss{suffix}"))
+            bench.record(f"grads{suffix}", engine.full_grads(), step)
+            engine.step()
+            engine.zero_grad()
+        recorded(bench, engine, OTHER_STEPS, suffix)
+        engine.close()
+
+
+def recorded(bench: Bench, engine: Engine, step: int, suffix: str = "") -> None:
+    """Keep the weights and the optimizer's state before ``step``."""
+    bench.record_weights(engine, step, suffix)
+    bench.record_state(f"state{suffix}", engine, step)
 
 
 def observe_course(bench: Bench, course: Course) -> None:
     engine = bench.engine(optimizer=course.optimizer, clip=course.clip)
     for step in range(course.steps):
-        bench.record_weights(engine, step)
-        bench.record_state("state", engine, step)
+        recorded(bench, engine, step)
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
         norm = engine.grad_norm()
         bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
-    bench.record_weights(engine, course.steps)
-    bench.record_state("state", engine, course.steps)
+    recorded(bench, engine, course.steps)
     engine.close()
 
 
@@ -91,7 +122,14 @@ def judge_trajectory(trial: Trial) -> Iterator[Comparison]:
 
 
 def judge_optimizers(trial: Trial) -> Iterator[Comparison]:
-    yield from judge_course(trial, COURSES[trial.variant])
+    if trial.variant in COURSES:
+        yield from judge_course(trial, COURSES[trial.variant])
+        return
+    for spec in OTHERS[trial.variant]:
+        for step in range(OTHER_STEPS):
+            moment = Moment(step, f"masters.{spec.name}", f"state.{spec.name}")
+            yield from judge_step(trial, spec, trial.copies(f"grads.{spec.name}", step)[0], moment)
+            yield from everyone_agrees(trial, replace(moment, step=step + 1))
 
 
 def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:

@@ -12,10 +12,14 @@ from torch import Tensor
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import UsageError
 
+# torch's elementwise ones: the update of a shard is the shard of the update.
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
+    kind.__name__.lower(): kind
+    for kind in (
+        *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
+        *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.SGD,
+    )
 }
 
 

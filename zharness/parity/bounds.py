@@ -74,9 +74,31 @@ class Bounded:
         """Zeros of this shape and dtype."""
         return Bounded(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
 
+    def one(self) -> Bounded:
+        """A one without a shape, which every dtype holds."""
+        return Bounded(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
+
     def maximum(self, other: Bounded) -> Bounded:
         """The larger of the two, which is not rounded: no further off than the worse of them."""
         return Bounded(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
+
+    def clamp(self, least: float, most: float) -> Bounded:
+        """Not rounded further than its limits are."""
+        limits = torch.tensor([least, most], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
+        inside = (self.value > least) & (self.value < most)
+        return Bounded(self.value.clamp(least, most), self.error + limits.where(~inside, 0.0), self.dtype)
+
+    def sign(self) -> Bounded:
+        """-1, 0 or 1: known, or with an error of 2 where the value may lie on either side of zero."""
+        unknown = (self.error > 0) & (self.value.abs() <= self.error)
+        return Bounded(self.value.sign(), 2.0 * unknown, self.dtype)
+
+    def times_sign(self, other: Bounded) -> Bounded:
+        """The product of two signs, which is not rounded."""
+        return Bounded(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
+
+    def __abs__(self) -> Bounded:
+        return Bounded(self.value.abs(), self.error, self.dtype)
 
     def __neg__(self) -> Bounded:
         return Bounded(-self.value, self.error, self.dtype)

@@ -1,0 +1,186 @@
+"""One step of each elementwise optimizer of torch.optim, in the order of torch's single-tensor implementation.
+
+Each takes a parameter, its gradient and its state with the errors that they carry, the number of steps before this one
+and all options, and gives the new weight and the new state; state that is missing is what torch begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from zharness.parity.bounds import Bounded
+
+State = Mapping[str, Bounded]
+Update = tuple[Bounded, dict[str, Bounded]]
+Options = Mapping[str, Any]
+
+
+def decayed(w: Bounded, g: Bounded, options: Options) -> Bounded:
+    """The gradient with L2 regularisation."""
+    decay = options["weight_decay"]
+    return g + w.scalar(decay) * w if decay else g
+
+
+def shrunk(w: Bounded, g: Bounded, options: Options, decoupled: bool) -> tuple[Bounded, Bounded]:
+    """Weight and gradient after weight decay: off the weight itself where it is ``decoupled``, else by the gradient."""
+    if decoupled and options["weight_decay"]:
+        return w * w.scalar(1 - options["lr"] * options["weight_decay"]), g
+    return w, decayed(w, g, options)
+
+
+def moments(w: Bounded, g: Bounded, state: State, options: Options) -> tuple[Bounded, Bounded]:
+    """exp_avg and exp_avg_sq."""
+    (beta1, beta2), zero = options["betas"], w.zero()
+    m, v = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
+    return m + w.scalar(1 - beta1) * (g - m), mean_square(w, g, v, beta2)
+
+
+def mean_square(w: Bounded, g: Bounded, v: Bounded, beta: float) -> Bounded:
+    """A running average of squares."""
+    return v * w.scalar(beta) + w.scalar(1 - beta) * g * g
+
+
+def adam(decoupled: bool, w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Adam (Kingma and Ba 2015), AMSGrad (Reddi et al. 2018) or AdamW (Loshchilov and Hutter 2019)."""
+    (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
+    w, g = shrunk(w, g, options, decoupled)
+    m, v = moments(w, g, state, options)
+    after = {"exp_avg": m, "exp_avg_sq": v}
+    if options["amsgrad"]:
+        v = after["max_exp_avg_sq"] = v.maximum(state.get("max_exp_avg_sq", w.zero()))
+    spread = v.sqrt() / w.scalar((1 - beta2**step) ** 0.5) + w.scalar(options["eps"])
+    return w - w.scalar(lr / (1 - beta1**step)) * m / spread, after
+
+
+def nadam(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Adam with Nesterov's momentum and its own schedule of it (Dozat 2016)."""
+    (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
+    w, g = shrunk(w, g, options, options["decoupled_weight_decay"])
+    mu, coming = (beta1 * (1 - 0.5 * 0.96 ** (at * options["momentum_decay"])) for at in (step, step + 1))
+    one = w.one()
+    product = state.get("mu_product", one) * w.scalar(mu)
+    m, v = moments(w, g, state, options)
+    spread = (v / w.scalar(1 - beta2**step)).sqrt() + w.scalar(options["eps"])
+    now = w.scalar(lr * (1 - mu)) / (one - product)
+    ahead = w.scalar(lr * coming) / (one - product * w.scalar(coming))
+    return w - now * g / spread - ahead * m / spread, {"mu_product": product, "exp_avg": m, "exp_avg_sq": v}
+
+
+def radam(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Adam whose rate is rectified while few squares were seen (Liu et al. 2020)."""
+    (beta1, beta2), step = options["betas"], steps + 1
+    w, g = shrunk(w, g, options, options["decoupled_weight_decay"])
+    m, v = moments(w, g, state, options)
+    move = m / w.scalar(1 - beta1**step) * w.scalar(options["lr"])
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / (1 - beta2**step)
+    if length > 5:
+        rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        move = move * (w.scalar((1 - beta2**step) ** 0.5) / (v.sqrt() + w.scalar(options["eps"])))
+        move = move * w.scalar(rectified**0.5)
+    return w - move, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def adamax(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Adam with the infinity norm (Kingma and Ba 2015, section 7)."""
+    (beta1, beta2), zero = options["betas"], w.zero()
+    g = decayed(w, g, options)
+    m = state.get("exp_avg", zero)
+    m = m + w.scalar(1 - beta1) * (g - m)
+    norm = (state.get("exp_inf", zero) * w.scalar(beta2)).maximum(abs(g) + w.scalar(options["eps"]))
+    rate = w.scalar(options["lr"] / (1 - beta1 ** (steps + 1)))
+    return w - rate * m / norm, {"exp_avg": m, "exp_inf": norm}
+
+
+def adagrad(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Adagrad (Duchi, Hazan and Singer 2011)."""
+    g = decayed(w, g, options)
+    total = state.get("sum", w.zero() + w.scalar(options["initial_accumulator_value"])) + g * g
+    rate = w.scalar(options["lr"] / (1 + steps * options["lr_decay"]))
+    return w - rate * g / (total.sqrt() + w.scalar(options["eps"])), {"sum": total}
+
+
+def adadelta(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+    """Adadelta (Zeiler 2012)."""
+    rho, eps, zero = options["rho"], w.scalar(options["eps"]), w.zero()
+    g = decayed(w, g, options)
+    square = mean_square(w, g, state.get("square_avg", zero), rho)
+    moved = state.get("acc_delta", zero)
+    delta = (moved + eps).sqrt() / (square + eps).sqrt() * g
+    after = {"square_avg": square, "acc_delta": mean_square(w, delta, moved, rho)}
+    return w - w.scalar(options["lr"]) * delta, after
+
+
+def rmsprop(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+    """RMSprop (Hinton 2012), centered (Graves 2013) and with momentum where it is asked for."""
+    alpha, zero = options["alpha"], w.zero()
+    g = decayed(w, g, options)
+    square = mean_square(w, g, state.get("square_avg", zero), alpha)
+    after, spread = {"square_avg": square}, square
+    if options["centered"]:
+        mean = state.get("grad_avg", zero)
+        mean = after["grad_avg"] = mean + w.scalar(1 - alpha) * (g - mean)
+        spread = square - mean * mean
+    move = g / (spread.sqrt() + w.scalar(options["eps"]))
+    if options["momentum"]:
+        move = state.get("momentum_buffer", zero) * w.scalar(options["momentum"]) + move
+        after["momentum_buffer"] = move
+    return w - w.scalar(options["lr"]) * move, after
+
+
+def asgd(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+    """Averaged SGD (Polyak and Juditsky 1992); the rate of a step was settled by the step before it."""
+    lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.one()
+    g = decayed(w, g, options)
+    rate, mu = state.get("eta", w.scalar(lr)), state.get("mu", one)
+    w = w * (one - w.scalar(lambd) * rate) - rate * g
+    average = state.get("ax", w.zero())
+    average = w if float(mu.value) == 1 else average + (w - average) * mu
+    following = w.scalar(lr / (1 + lambd * lr * step) ** options["alpha"])
+    return w, {"ax": average, "eta": following, "mu": w.scalar(1 / max(1, step - options["t0"]))}
+
+
+def rprop(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+    """Resilient propagation (Riedmiller and Braun 1993), which looks at signs alone."""
+    (less, more), (least, most) = options["etas"], options["step_sizes"]
+    turn = g.sign().times_sign(state.get("prev", w.zero()).sign())
+    value = torch.where(turn.value > 0, more, torch.where(turn.value < 0, less, 1.0))
+    factor = Bounded(value, torch.where(turn.error > 0, more - less, w.scalar(more).error), w.dtype)
+    size = (state.get("step_size", w.zero() + w.scalar(options["lr"])) * factor).clamp(least, most)
+    # Where the sign turned, nothing moves and nothing is remembered.
+    kept = Bounded(g.value.where(turn.value >= 0, 0.0), g.error + g.value.abs() * turn.error, w.dtype)
+    return w - kept.sign() * size, {"prev": kept, "step_size": size}
+
+
+def sgd(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+    """SGD with weight decay, momentum, dampening and Nesterov's look ahead (Sutskever et al. 2013)."""
+    g = decayed(w, g, options)
+    after: dict[str, Bounded] = {}
+    if options["momentum"]:
+        buffer = g
+        if "momentum_buffer" in state:
+            fresh = g if not options["dampening"] else w.scalar(1 - options["dampening"]) * g
+            buffer = w.scalar(options["momentum"]) * state["momentum_buffer"] + fresh
+        after["momentum_buffer"] = buffer
+        g = g + w.scalar(options["momentum"]) * buffer if options["nesterov"] else buffer
+    return w - w.scalar(options["lr"]) * g, after
+
+
+Formula = Callable[[Bounded, Bounded, State, float, Options], Update]
+FORMULAS: dict[str, Formula] = {
+    "adadelta": adadelta,
+    "adagrad": adagrad,
+    "adam": partial(adam, False),
+    "adamax": adamax,
+    "adamw": partial(adam, True),
+    "asgd": asgd,
+    "nadam": nadam,
+    "radam": radam,
+    "rmsprop": rmsprop,
+    "rprop": rprop,
+    "sgd": sgd,
+}
