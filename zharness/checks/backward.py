@@ -65,7 +65,7 @@ def without_grad(side: Side) -> Values:
 def autograd_grad(side: Side) -> Values:
     """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one."""
     leaf = side.leaf()
-    output = side.call(leaf)
+    output = side.call(x=leaf)  # by keyword: an engine passes those on as they are
     rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     return {"input": grad(side.loss(output), leaf)[0], "batched": batched}

@@ -22,11 +22,12 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Moment:
-    """Labels and step under which weights and optimizer state were recorded."""
+    """Labels and step under which weights and optimizer state were recorded, and how many steps before were skipped."""
 
     step: int
     params: str = "params"
     state: str = "state"
+    skipped: int = 0
 
 
 def judge_step(
@@ -34,30 +35,30 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
 
-    ``moment.step`` is also how many steps the optimizer has made, so the engine's own count has to agree. The step is
-    made with the gradients times ``clipped_by``.
+    The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree. The
+    step is made with the gradients times ``clipped_by``.
     """
-    step = moment.step
+    step, made = moment.step, moment.step - moment.skipped
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
     kept, state = unflatten(trial.copies(moment.state, step)[0]), unflatten(trial.copies(moment.state, step + 1)[0])
     check_names("full_params", before, after)
-    yield from same_count(trial, kept, step, step)
+    yield from same_count(trial, kept, made, step)
     for name, weight in before.items():
         if name not in grads:
             yield identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
             continue
-        own = {"step": torch.tensor(float(step))} | dict(kept.get(name, {}))
+        own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
         grad = Bounded.exact(grads[name])
         grad = grad * grad.scalar(clipped_by) if clipped_by < 1 else grad
         expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, step))
         for key, value in moments.items():
-            found = state.get(name, {}).get(key, torch.full_like(weight, torch.nan))
+            found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)
             yield within(place, value.value, found, value.error, Tier.STAGED)
         place, moved = trial.place(name, Part.OPTIMIZER, step), expected.value - weight.double()
         comparison = within(place, expected.value, after[name], expected.error, signal=moved)
         yield hinted(comparison, weight, after[name])
-    yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, step + 1, step)
+    yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, made + 1, step)
 
 
 def published(trial: Trial, moment: Moment, params: str) -> Iterator[Comparison]:

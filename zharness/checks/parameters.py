@@ -14,8 +14,8 @@ from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.play import Play, Scene, Side, Unused, check
 from zharness.checks.trajectory import ADAMW, initial_weights
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Feature
-from zharness.parity import Comparison, Tier
+from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.parity import Comparison, Part, Tier, identical
 
 NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
 
@@ -70,10 +70,10 @@ def late_submodule(side: Side) -> None:
 
 
 def used_on_some_ranks(side: Side) -> None:
-    """Rank 0's first forward and the others' second one take the branch; on one rank, the first alone does."""
+    """Rank 0's first forward takes the branch, and no other; then training goes on, in which every rank takes it."""
     with side.uneven():
         backward(side.loss(side.call(side.x(), branch=side.rank == 0)))
-        backward(side.loss(side.call(side.x(2), branch=side.rank != 0), 2))
+        backward(side.loss(side.call(side.x(2), branch=False), 2))
 
 
 BRANCHES = (True, False)
@@ -81,6 +81,18 @@ BRANCHES = (True, False)
 
 def observe_stay_put(bench: Bench) -> None:
     engine = bench.engine(optimizer=ADAMW)
+    steps_with_branches(bench, engine)
+
+
+def observe_unfrozen(bench: Bench) -> None:
+    engine = bench.engine(optimizer=ADAMW)
+    for parameter in engine.module.frozen.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(True)
+    steps_with_branches(bench, engine)
+
+
+def steps_with_branches(bench: Bench, engine: Engine) -> None:
+    """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
     for step, branch in enumerate(BRANCHES):
         bench.record_weights(engine, step)
         bench.record_state("state", engine, step)
@@ -102,6 +114,13 @@ def judge_stay_put(trial: Trial) -> Iterator[Comparison]:
         yield from everyone_agrees(trial, Moment(step + 1))
 
 
+def judge_unfrozen(trial: Trial) -> Iterator[Comparison]:
+    """The replay, and that there was a gradient to replay."""
+    yield from judge_stay_put(trial)
+    moved = any(name.startswith("frozen.") for name in trial.copies("grads")[0])
+    yield identical(trial.place("frozen", Part.LOCAL_GRADIENT), torch.tensor(1.0), torch.tensor(float(moved)))
+
+
 def observe_deferred(bench: Bench) -> None:
     with torch.device("meta"):
         model = bench.spec.build()
@@ -120,8 +139,9 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
 
 
 def parameter_law(play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO) -> Check:
-    name = play.__name__
-    return check(f"parameters.{name}", words, Scene(play, unused=unused), (*NEEDS, *needs), model="odd")
+    """The check of one play, by the mean: other plays ask for the sum, so that three ranks are exact too."""
+    name, scene = play.__name__, Scene(play, unused=unused, reduction=Reduction.MEAN)
+    return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model="odd")
 
 
 CHECKS = (
@@ -156,6 +176,17 @@ CHECKS = (
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         integral=False,
         dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
+    ),
+    Check(
+        name="parameters.unfrozen",
+        law="a parameter that is unfrozen after construction is updated by the steps that follow",
+        tier=Tier.STAGED,
+        models=("odd",),
+        observe=observe_unfrozen,
+        judge=judge_unfrozen,
+        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        integral=False,
+        dtypes=("fp32",),  # as above
     ),
     Check(
         name="parameters.deferred",

@@ -105,6 +105,7 @@ class Scene:
     engines: int = 1
     accumulation: int = 1
     unused: Unused = Unused.ZERO
+    reduction: Reduction = Reduction.SUM
 
 
 def observing(scene: Scene) -> Callable[[Bench], None]:
@@ -114,7 +115,7 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
         owns = scene.accumulation > 1 and AccumulationOwner.ENGINE in bench.owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scene.accumulation if owns else 1
-        reduction = Reduction.SUM if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
+        reduction = scene.reduction if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
         bench.record(reduction.value, {})
         bench.record("setting", {"divisor": torch.tensor(divisor)})
         engines = [

@@ -52,7 +52,7 @@ def overflows(step: int, rank: int, world_size: int) -> bool:
 
 def observe_scaler(bench: Bench) -> None:
     options, _, _ = SCALERS[bench.variant]
-    engine = bench.engine(optimizer=SGD, options=options)
+    engine = bench.engine(optimizer=ADAMW, options=options)
     for step in range(STEPS):
         bench.record_weights(engine, step)
         bench.record_state("state", engine, step)
@@ -102,9 +102,9 @@ def judge_scaler(trial: Trial) -> Iterator[Comparison]:
             place = trial.place("loss", Part.OPTIMIZER, step, rank)
             yield identical(place, number(scaler.get_scale()), copy["scale"])
             yield identical(place, number(skipped), copy["skipped"])
-        moment = Moment(step, "masters")
+        moment = Moment(step, "masters", skipped=skipped)
         if finite:
-            yield from judge_step(trial, SGD, grads, moment)
+            yield from judge_step(trial, ADAMW, grads, moment)
         else:
             yield from unmoved(trial, step)
         yield from everyone_agrees(trial, Moment(step + 1, "masters"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -156,6 +157,21 @@ WARM, ENGINES, STEPS = 2, 4, 3
 SETTLING = 8  # more than a backend has threads
 
 
+def observe_close(bench: Bench) -> None:
+    """An engine is trained, closed and forgotten; is anything left that holds the model that it was given?"""
+    model = bench.spec.model(bench.seed)
+    left = weakref.ref(model)
+    live_once(bench, bench.around(model, optimizer=ADAMW))
+    del model
+    gc.collect()
+    bench.record("left", {"model": number(left() is not None)})
+
+
+def judge_close(trial: Trial) -> Iterator[Comparison]:
+    for rank, copy in enumerate(trial.copies("left")):
+        yield identical(trial.place("model", Part.GATHER, 0, rank), number(0), copy["model"])
+
+
 def observe_no_leak(bench: Bench) -> None:
     """Engines built, trained and closed; what this process holds before and after."""
     live(bench, WARM)
@@ -169,13 +185,17 @@ def observe_no_leak(bench: Bench) -> None:
 def live(bench: Bench, engines: int) -> None:
     """So many engines built, trained and closed, one after the other."""
     for _ in range(engines):
-        engine = bench.engine(optimizer=ADAMW)
-        for step in range(STEPS):
-            batch = bench.batch(step)
-            engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
-            engine.step()
-            engine.zero_grad()
-        engine.close()
+        live_once(bench, bench.engine(optimizer=ADAMW))
+
+
+def live_once(bench: Bench, engine: Engine) -> None:
+    """Train and close."""
+    for step in range(STEPS):
+        batch = bench.batch(step)
+        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        engine.step()
+        engine.zero_grad()
+    engine.close()
 
 
 def process() -> dict[str, int]:
@@ -332,6 +352,15 @@ CHECKS = (
         observe_gathered_bytes,
         judge_gathered_bytes,
         Feature.TRAFFIC,
+    ),
+    Check(
+        name="resources.close",
+        law="an engine that is closed and forgotten lets go of the model",
+        tier=Tier.EXACT,
+        models=("exact",),  # which an engine with kernels of its own can be asked about too
+        observe=observe_close,
+        judge=judge_close,
+        dtypes=("fp32",),
     ),
     law(
         "no_leak",

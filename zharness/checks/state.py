@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import OPTIMIZERS
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Engine, Feature, Keeping
+from zharness.engines.protocol import Engine, Feature, Keeping, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical
 from zharness.parity.compare import check_names
 
@@ -54,15 +55,29 @@ def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
     bench.record_state(f"state-{label}", engine, step)
 
 
+FALLING = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a factor of its own for every step, and for one more
+
+
+def counting(bench: Bench, optimizer: OptimizerSpec) -> Engine:
+    """An engine around a model with a buffer."""
+    model = bench.spec.model(bench.seed)
+    model.register_buffer("seen", torch.zeros(()))
+    return bench.around(model, optimizer=optimizer)
+
+
 def observe_resume(bench: Bench) -> None:
-    optimizer = OPTIMIZERS[bench.variant]
-    never, resumed = bench.engine(optimizer=optimizer), bench.engine(optimizer=optimizer)
+    optimizer = replace(OPTIMIZERS[bench.variant], schedule=FALLING)
+    never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
+    dict(never.module.named_buffers())["seen"].fill_(bench.rank + 1)  # as running statistics are, each rank's own
     with shared_folder() as folder:
+        bench.record("generator-never", {"state": torch.get_rng_state().double()})
         never.save(folder)
+        bench.record("generator-resumed", {"state": torch.get_rng_state().double()})
         resumed.load(folder)
     for engine, label in ((never, "never"), (resumed, "resumed")):
+        bench.record(f"buffers-{label}", dict(engine.module.named_buffers()))
         for step in CONTINUED:
             snapshot(bench, engine, step, label)
             train(bench, engine, range(step, step + 1), label)
@@ -71,7 +86,12 @@ def observe_resume(bench: Bench) -> None:
 
 
 def judge_resume(trial: Trial) -> Iterator[Comparison]:
-    """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank."""
+    """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank.
+
+    So are the buffers; and saving takes no number from the generator that the training goes on to use.
+    """
+    for what in ("generator", "buffers"):
+        yield from same_records(trial, f"{what}-never", f"{what}-resumed", 0, 0, Part.GATHER)
     parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
     for step in (*CONTINUED, CONTINUED.stop):
         for what, part in parts.items():

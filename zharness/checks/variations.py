@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.pairwise import rows
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded, gamma
 from zharness.workload import Batch
@@ -143,27 +143,44 @@ def judge_sum_or_mean(trial: Trial) -> Iterator[Comparison]:
     yield from trial.reduced("grads-sum", [local], exact=exact, scale=trial.world_size)
 
 
+WINDOWS = (range(4), range(4, 8))
+GIVEN_UP = range(8, 10)
+AT_LAST = range(10, 11)
+
+
 def observe_no_sync(bench: Bench) -> None:
-    """Twice, so that the second window shows what the first left behind."""
+    """Windows of two blocks, two that are given up, a block that raises; what is left behind would show at last."""
     engine = bench.engine(optimizer=FROZEN)
-    for window in range(2):
-        with engine.no_sync():
-            engine.backward(bench.loss(engine, 2 * window) / 2)
-        engine.backward(bench.loss(engine, 2 * window + 1) / 2)
-        bench.record("grads", engine.full_grads(), window)
+    for at, (first, second, third, last) in enumerate(WINDOWS):
+        for block in ((first,), (second, third)):
+            with engine.no_sync():
+                for step in block:
+                    engine.backward(bench.loss(engine, step) / 4)
+        engine.backward(bench.loss(engine, last) / 4)
+        bench.record("grads", engine.full_grads(), at)
         engine.step()
         engine.zero_grad()
+    for step in GIVEN_UP:
+        with engine.no_sync():
+            engine.backward(bench.loss(engine, step))
+        engine.zero_grad()
+    with suppress(InterruptedError), engine.no_sync():
+        raise InterruptedError
+    engine.backward(bench.loss(engine, AT_LAST.start))
+    bench.record("grads", engine.full_grads(), len(WINDOWS))
     engine.close()
 
 
 def judge_no_sync(trial: Trial) -> Iterator[Comparison]:
-    for window in range(2):
-        steps = range(2 * window, 2 * window + 2)
-        yield from trial.reduced("grads", [trial.locals(step) for step in steps], window, trial.exact(steps))
+    for at, steps in enumerate((*WINDOWS, AT_LAST)):
+        yield from trial.reduced("grads", [trial.locals(step) for step in steps], at, trial.exact(steps))
 
 
 def observe_several_backwards(bench: Bench) -> None:
     """Two forwards, three losses, three backwards, one step."""
+    if bench.variant == "window":
+        observe_window(bench)
+        return
     engine = bench.engine(optimizer=FROZEN)
     for step in range(2):
         batch = bench.batch(step)
@@ -178,10 +195,39 @@ def observe_several_backwards(bench: Bench) -> None:
     engine.close()
 
 
-def judge_several_backwards(trial: Trial) -> Iterator[Comparison]:
-    def second(output: Tensor, _batch: Batch) -> Tensor:
-        return second_loss(output)
+def observe_window(bench: Bench) -> None:
+    """Two losses, and so two backwards, in each of the two micro-batches of an engine that counts them itself."""
+    owner = AccumulationOwner.ENGINE
+    engine = bench.engine(optimizer=FROZEN, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN)
+    for step in range(2):
+        batch = bench.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(bench.spec.loss(output, batch.target), retain_graph=True)
+        engine.backward(second_loss(output))
+        if step == 1:
+            bench.record("grads", engine.full_grads())
+        engine.step()
+        bench.record_state("state", engine, step)
+    engine.close()
 
+
+def judge_window(trial: Trial) -> Iterator[Comparison]:
+    """No step is made, and no momentum kept, before the second micro-batch."""
+    for copy in trial.copies("state"):
+        for name, kept in copy.items():
+            yield identical(trial.place(name, Part.OPTIMIZER), torch.zeros_like(kept), kept)
+    losses = [trial.locals(step, objective=of) for step in range(2) for of in (None, second)]
+    yield from trial.reduced("grads", losses, exact=trial.exact(range(2)) and trial.exact(range(2), second), scale=2)
+
+
+def second(output: Tensor, _batch: Batch) -> Tensor:
+    return second_loss(output)
+
+
+def judge_several_backwards(trial: Trial) -> Iterator[Comparison]:
+    if trial.variant == "window":
+        yield from judge_window(trial)
+        return
     losses = [trial.locals(0), trial.locals(1), trial.locals(1, objective=second)]
     exact = trial.exact(range(2)) and trial.exact(range(1, 2), second)
     yield from trial.reduced("grads", losses, exact=exact, scale=len(losses))
@@ -239,9 +285,10 @@ FORWARDS: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
 
 
 def observe_forward_alone(bench: Bench) -> None:
-    """A forward without backward, before and between ordinary steps."""
-    engine = bench.engine(optimizer=FROZEN)
+    """A forward without backward before each backward, and between backward and step."""
+    engine = bench.engine(optimizer=SGD)
     for step in range(STEPS):
+        bench.record("params", engine.full_params(), step)
         with FORWARDS[bench.variant](engine):
             bench.loss(engine, 10 + step)
         gathered = engine.observe().gathered_bytes
@@ -249,6 +296,8 @@ def observe_forward_alone(bench: Bench) -> None:
             bench.record("left", {"gathered": torch.tensor(gathered)}, step)
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)
+        with FORWARDS[bench.variant](engine):
+            bench.loss(engine, 20 + step)
         engine.step()
         engine.zero_grad()
     engine.close()
@@ -256,14 +305,16 @@ def observe_forward_alone(bench: Bench) -> None:
 
 def judge_forward_alone(trial: Trial) -> Iterator[Comparison]:
     for step in range(STEPS):
-        yield from trial.same_loss(10 + step, trial.locals(10 + step))
+        params = trial.copies("params", step)[0]
+        for at in (10 + step, 20 + step):
+            yield from trial.same_loss(at, trial.locals(at, params))
         if trial.recorded("left"):
             for rank, copy in enumerate(trial.copies("left", step)):
                 place = trial.place("gathered", Part.GATHER, step, rank)
                 yield identical(place, torch.tensor(0), copy["gathered"])
-        local = trial.locals(step)
+        local = trial.locals(step, params)
         yield from trial.same_loss(step, local)
-        yield from trial.reduced("grads", [local], step, trial.exact(range(step, step + 1)))
+        yield from trial.reduced("grads", [local], step)
 
 
 def law(name: str, words: str, observe: Observe, judge: Judge, **how: Any) -> Check:
@@ -312,7 +363,7 @@ CHECKS = (
         "gradients are reduced by the mean over ranks or by the sum, as asked",
         observe_sum_or_mean,
         judge_sum_or_mean,
-        models=("mlp", "exact"),
+        models=("mlp", "exact", "transformer"),
         needs=(Feature.SUM,),
     ),
     law(
@@ -328,6 +379,7 @@ CHECKS = (
         observe_several_backwards,
         judge_several_backwards,
         needs=(Feature.RETAIN_GRAPH,),
+        variants=(("", ()), ("window", (Feature.ENGINE_ACCUMULATION,))),
     ),
     law(
         "clip_and_norm",

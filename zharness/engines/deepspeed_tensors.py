@@ -82,7 +82,7 @@ class Reader:
         flat = zero.single_partition_of_fp32_groups[index]
         state = zero.optimizer.state[flat]
         found = {key: self._assembled(param, value) for key, value in state.items() if _shaped_like(value, flat)}
-        return {**found, **_step_of(state)}
+        return {**found, **_scalars_of(state)}
 
     def _assembled(self, param: Any, flat_state: Tensor) -> Tensor:
         """The original shape of one state of ``param``; every rank contributes the elements it owns."""
@@ -102,7 +102,7 @@ class Reader:
         flat = zero.fp32_partitioned_groups_flat[group]
         state = zero.optimizer.state[flat]
         keys = [key for key, value in state.items() if _shaped_like(value, flat)]
-        return {**{key: snapshot(safe_get_full_optimizer_state(param, key)) for key in keys}, **_step_of(state)}
+        return {**{key: snapshot(safe_get_full_optimizer_state(param, key)) for key in keys}, **_scalars_of(state)}
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
@@ -142,5 +142,7 @@ def _shaped_like(value: object, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
 
-def _step_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {"step": snapshot(torch.as_tensor(state["step"]))} if "step" in state else {}
+def _scalars_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer keeps one number of: the count of steps, the product of momenta."""
+    found = {key: torch.as_tensor(value) for key, value in state.items() if isinstance(value, (int, float, Tensor))}
+    return {key: snapshot(value) for key, value in found.items() if value.dim() == 0}

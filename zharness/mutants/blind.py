@@ -30,7 +30,7 @@ class Blind(Around):
 
 def blind(factory: EngineFactory, over: str, stages: tuple[int, ...], kind: Kind, *targets: Target) -> Mutant:
     """The mutant that ``factory`` makes of ``over`` at ``stages``."""
-    words = factory.__name__.split("_")  # type: ignore[attr-defined]
+    words = factory.__name__.split("_")
     name = "".join(word[0].upper() + word[1:] for word in words)
     facts = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
     return Mutant(type(name, (Blind,), facts), kind, targets)
@@ -53,8 +53,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.PARAMETERS,
-        Target("parameters.stay_put", OPTIMIZER, "odd", parameter="frozen.*"),
-        Target("parameters.frozen_and_unfrozen", OPTIMIZER, "odd", parameter="frozen.*"),
+        Target("parameters.unfrozen", OPTIMIZER, "odd", parameter="frozen.*"),
     ),
     blind(
         sharded.mean_over_users,
@@ -96,14 +95,14 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.CONTRIBUTION,
-        Target("training.several_backwards", Part.REDUCTION),
+        Target("training.several_backwards", OPTIMIZER, variant="window"),
     ),
     blind(
         sharded.skipped_step_ages_adam,
         "reference",
         ALL,
         Kind.LOSS_SCALE,
-        Target("precision.grad_scaler", OPTIMIZER, variant="masters"),
+        Target("precision.grad_scaler", OPTIMIZER, "mixed", "fp16", parameter="*/step"),
     ),
     blind(
         sharded.evaluation_keeps_weights,
@@ -117,7 +116,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.STATE,
-        Target("state.resume", GATHER, variant="adamw", dtype="bf16"),
+        Target("state.resume", OPTIMIZER, variant="adamw", dtype="bf16"),
     ),
     blind(
         sharded.load_lags_the_schedule,
@@ -131,28 +130,28 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.STATE,
-        Target("state.resume", GATHER, variant="adamw"),
+        Target("state.resume", GATHER, variant="adamw", parameter="seen"),
     ),
     blind(
         sharded.save_draws_random_numbers,
         "reference",
         ALL,
         Kind.STATE,
-        Target("state.resume", FORWARD, variant="adamw"),
+        Target("state.resume", GATHER, variant="adamw", parameter="state"),
     ),
     blind(
         sharded.reentrant_end_drops_outer,
         "reference",
         (2,),
         Kind.GRAPH,
-        Target("checkpointing.reentrant", Part.REDUCTION, "blocks"),
+        Target("checkpointing.block", None, "blocks", "reentrant", words="missing ['last.weight']"),
     ),
     blind(
         sharded.reduced_once_a_backward,
         "reference",
         (3,),
         Kind.GRAPH,
-        Target("torch_func.functional_call", LOCAL),
+        Target("torch_func.through_transforms", Part.REDUCTION, "blocks"),
     ),
     blind(
         replicated.ddp_no_sync_leaks,
@@ -166,7 +165,7 @@ MUTANTS = (
         "ddp",
         (0,),
         Kind.GRAPH,
-        Target("backward.autograd_grad", LOCAL),
+        Target("backward.autograd_grad", None, "blocks", words="does not require grad"),
     ),
     blind(
         replicated.ddp_schedule_wraps,
@@ -180,7 +179,7 @@ MUTANTS = (
         "ddp",
         (0,),
         Kind.RESOURCES,
-        Target("resources.no_leak", GATHER),
+        Target("resources.close", GATHER, "exact", parameter="model"),
     ),
     blind(
         replicated.fsdp2_forgets_once,
@@ -194,14 +193,14 @@ MUTANTS = (
         "fsdp2",
         (2, 3),
         Kind.SCALE,
-        Target("training.sum_or_mean", Part.REDUCTION),
+        Target("training.sum_or_mean", Part.REDUCTION, "transformer"),
     ),
     blind(
         replicated.fsdp2_evaluation_goes_stale,
         "fsdp2",
         (3,),
         Kind.STALE,
-        Target("training.forward_alone", GATHER, variant="no_grad"),
+        Target("training.forward_alone", FORWARD, variant="no_grad"),
     ),
     blind(
         replicated.fsdp2_clips_by_group,

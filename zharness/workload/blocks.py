@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zharness.workload.exact import WIDTH, ternary
 
 HIDDEN = 5
+FACTORS = 3  # parameters of up to so many elements scale what others compute
 
 Block = Callable[[Tensor], Tensor]
 
@@ -97,6 +98,11 @@ class Odd(nn.Module):
 
 @torch.no_grad()
 def make_ternary(module: nn.Module) -> None:
-    """Draw every parameter of ``module`` from {-1, 0, 1}."""
+    """Draw every parameter of ``module`` from {-1, 0, 1}, the smallest ones from {-1, 1}.
+
+    Those are factors: where one is zero, so is every gradient behind it, and a cell would compare zeros with zeros.
+    """
     for parameter in module.parameters():
         parameter.copy_(ternary(tuple(parameter.shape)))
+        if parameter.numel() <= FACTORS:
+            parameter.masked_fill_(parameter == 0, 1)
