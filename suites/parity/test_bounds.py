@@ -134,6 +134,12 @@ def test_a_wrong_constant_leaves_the_replay_of_adamw(seed: int, steps: int, wron
     assert bool(seen)
 
 
+def test_a_factor_that_is_rounded_more_often_has_a_larger_bound() -> None:
+    one = Bounded.exact(torch.ones(()))
+    once, thrice = (float(one.scalar(0.3, roundings).error) for roundings in (1, 3))
+    assert 0.3 * unit_roundoff(FLOAT) <= once < thrice <= 4 * once
+
+
 def test_an_optimizer_or_an_argument_without_a_replay_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(UsageError, match="optimizer to replay"):

@@ -19,6 +19,8 @@ from zharness.parity.replay import replay
 
 State = Mapping[str, Mapping[str, Tensor]]
 
+CLIPPING = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the norm, of norm + 1e-6, of the quotient
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -49,7 +51,7 @@ def judge_step(
             continue
         own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
         grad = Bounded.exact(grads[name])
-        grad = grad * grad.scalar(clipped_by) if clipped_by < 1 else grad
+        grad = grad * grad.scalar(clipped_by, CLIPPING) if clipped_by < 1 else grad
         expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, step))
         for key, value in moments.items():
             found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))

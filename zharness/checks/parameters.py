@@ -153,7 +153,7 @@ CHECKS = (
         "a parameter that a step does not use has no gradient in it, whatever step before did",
         unused=Unused.NONE,
     ),
-    parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction"),
+    parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction", Feature.UNFREEZING),
     parameter_law(
         outside_its_module,
         "a weight that is read outside its module's forward gets that gradient too",
@@ -184,7 +184,7 @@ CHECKS = (
         models=("odd",),
         observe=observe_unfrozen,
         judge=judge_unfrozen,
-        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
         integral=False,
         dtypes=("fp32",),  # as above
     ),

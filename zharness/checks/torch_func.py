@@ -56,11 +56,11 @@ def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
     return {"input": gradient, "value": value, "forward": total(call, spec, batch)(batch.inputs)}
 
 
-def has_aux(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """grad with an auxiliary output: here, the model's."""
+def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """grad with an auxiliary output: here, the model's, to which its inputs go by keyword."""
 
     def both(inputs: Tensor) -> tuple[Tensor, Tensor]:
-        output = call(inputs)
+        output: Tensor = call(x=inputs)
         return spec.loss(output, batch.target), output
 
     transformed: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.func.grad(both, has_aux=True)

@@ -13,7 +13,7 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.double_backward import second_loss
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step
 from zharness.checks.pairwise import rows
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Reduction
@@ -264,7 +264,7 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
         for rank, copy in enumerate(trial.copies("masters-after", at)):
             for name, weight in before.items():
                 grad = Bounded.exact(grads.get(name, torch.zeros_like(weight)))
-                moved = Bounded.exact(weight) - (grad * grad.scalar(factor) if factor < 1 else grad)
+                moved = Bounded.exact(weight) - (grad * grad.scalar(factor, CLIPPING) if factor < 1 else grad)
                 yield within(trial.place(name, Part.OPTIMIZER, at, rank), moved.value, copy[name], moved.error)
 
 

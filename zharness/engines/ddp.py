@@ -28,6 +28,10 @@ REFUSES = {
         "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
         f"forward-backward pass exiting the context' ({DOCUMENTATION})"
     ),
+    Feature.UNFREEZING: (
+        "its constructor registers what reduces gradients: 'if you change the model's parameters afterwards, gradient "
+        f"reduction functions no longer match the correct set of parameters' ({DOCUMENTATION})"
+    ),
     Feature.EDITS: f"'Parameters are never broadcast between processes', so all ranks edit alike ({DOCUMENTATION})",
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     **dict.fromkeys((Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),

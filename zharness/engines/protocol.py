@@ -48,6 +48,7 @@ class Feature(Enum):
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
     OUTSIDE_FORWARD = "weights and submodules used outside the model's own forward"
+    UNFREEZING = "parameters unfrozen after construction"
     EDITS = "full weights edited by one rank and seen by all"
     DEFERRED = "a model built on the meta device"
     AUTOCAST = "a section under which forwards run in torch.autocast's dtypes"

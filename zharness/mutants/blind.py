@@ -165,7 +165,7 @@ MUTANTS = (
         "ddp",
         (0,),
         Kind.GRAPH,
-        Target("backward.autograd_grad", None, "blocks", words="does not require grad"),
+        Target("torch_func.has_aux", LOCAL),
     ),
     blind(
         replicated.ddp_schedule_wraps,

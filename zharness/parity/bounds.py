@@ -65,10 +65,10 @@ class Bounded:
         """A tensor that the computation holds as it is."""
         return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
-    def scalar(self, number: float) -> Bounded:
-        """A Python float that the computation rounds to its dtype."""
+    def scalar(self, number: float, roundings: int = 1) -> Bounded:
+        """A Python float that the computation rounds to its dtype, or arrives at in so many ``roundings``."""
         value = torch.tensor(number, dtype=torch.float64)
-        return Bounded(value, value.abs() * unit_roundoff(self.dtype), self.dtype)
+        return Bounded(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
 
     def zero(self) -> Bounded:
         """Zeros of this shape and dtype."""
