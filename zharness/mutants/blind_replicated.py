@@ -79,7 +79,8 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Wrong, since ``zero_grad`` forgets every gradient: the next reduced backward adds those of a window given up.
     """
     engine = fsdp2.factory(model, config)
-    forget, sync = engine._parts.forget, engine._parts.forget.__self__  # type: ignore[attr-defined]
+    forget: Any = engine._parts.forget
+    sync = forget.args[-1].__self__
     spent = False
 
     def once() -> None:
