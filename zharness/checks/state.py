@@ -66,11 +66,12 @@ def counting(bench: Bench, optimizer: OptimizerSpec) -> Engine:
 
 
 def observe_resume(bench: Bench) -> None:
-    optimizer = replace(OPTIMIZERS[bench.variant], schedule=FALLING)
+    own = bench.variant == "buffers"  # as running statistics are, each rank's own
+    optimizer = replace(RESHARDED if own else OPTIMIZERS[bench.variant], schedule=FALLING)
     never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
-    dict(never.module.named_buffers())["seen"].fill_(bench.rank + 1)  # as running statistics are, each rank's own
+    dict(never.module.named_buffers())["seen"].fill_(1 + bench.rank * own)
     with shared_folder() as folder:
         bench.record("generator-never", {"state": torch.get_rng_state().double()})
         never.save(folder)
@@ -208,7 +209,7 @@ CHECKS = (
         judge=judge_resume,
         needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
-        variants=(("adamw", ()), ("sgd", ())),
+        variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,))),
     ),
     Check(
         name="state.reshard",

@@ -45,6 +45,7 @@ NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
 )
 # What torch's own engines leave to their caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
+    Feature.RANK_BUFFERS: "torch.distributed.checkpoint keeps one copy of a tensor that is no DTensor, for all ranks",
     Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, of which torch's engines know nothing",
     Feature.LOSS_SCALER: (
         "the loss scale belongs to the caller's torch.amp.GradScaler, of which torch's engines know nothing "

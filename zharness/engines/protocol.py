@@ -42,6 +42,7 @@ class Feature(Enum):
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "save and load"
+    RANK_BUFFERS = "buffers saved and loaded by each rank for itself"
     UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
     AUTOGRAD = "every way in which torch runs a backward"
     TRANSFORMS = "every transform of torch.func, from outside and from within the model"

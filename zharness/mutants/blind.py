@@ -130,7 +130,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.STATE,
-        Target("state.resume", GATHER, variant="adamw", parameter="seen"),
+        Target("state.resume", GATHER, variant="buffers", parameter="seen"),
     ),
     blind(
         sharded.save_draws_random_numbers,
