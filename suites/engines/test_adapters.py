@@ -13,14 +13,14 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zharness.engines import ddp, fsdp2, plain
+from zharness.engines import ddp, fsdp2, plain, zero1
 from zharness.engines.protocol import AccumulationOwner, Engine, EngineConfig, Feature, OptimizerSpec, Piece, Reduction
 from zharness.errors import ConfigError, UsageError
 from zharness.world import Group, run
 
 WORLD_SIZE = 2
-ADAPTERS = {"plain": plain, "ddp": ddp, "fsdp2": fsdp2}
-SHARED = [("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
+ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
+SHARED = [("ddp", 0), ("zero1", 1), ("fsdp2", 2), ("fsdp2", 3)]
 EVERY = [("plain", 0), *SHARED]
 SHAPES = {"tokens.weight": (5, 4), "body.weight": (4, 4), "body.bias": (4,), "row.weight": (1, 4), "row.bias": (1,)}
 TRAINED = {key: shape for key, shape in SHAPES.items() if key != "body.bias"}
@@ -156,7 +156,7 @@ def test_the_layout_covers_every_element_once_and_says_what_a_rank_holds(stage: 
             assert held[key] == sum(piece.stop - piece.start for piece in layout[key] if piece.rank == rank)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("plain", 0), ("ddp", 0)])
+@pytest.mark.parametrize(("name", "stage"), [("plain", 0), ("ddp", 0), ("zero1", 1)])
 def test_an_engine_that_shards_nothing_has_an_empty_layout(name: str, stage: int) -> None:
     assert all(layout == {} for layout, _ in on_ranks(owned, name, stage))
 
@@ -253,7 +253,7 @@ def test_a_closed_engine_is_unusable_and_its_module_still_runs(name: str, stage:
     first, *others = on_ranks(closed, name, stage)
     # FSDP2 cannot be undone: the gradients of its module stay shards. DDP's module reduces no more.
     assert (name == "fsdp2") == (first == {})
-    assert name != "ddp" or not same(first, others[0])
+    assert name not in ("ddp", "zero1") or not same(first, others[0])
 
 
 def checkpoint_errors(name: str, stage: int) -> list[str]:

@@ -9,8 +9,9 @@ whole tensor is had from a shard, and who owns what: that is ``Parts``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ TORCH_REFUSES: Mapping[Feature, str] = {
     ),
     Feature.WIRES: "torch's engines do not count what they send, by dtype or otherwise",
     Feature.TRAFFIC: "torch's engines do not count what they send and gather",
+    Feature.MASTERS: (
+        "the sections that choose dtypes of masters, gradients and optimizer state are DeepSpeed's; torch's engines "
+        "keep them in the model's own (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
+    ),
 }
 
 
@@ -117,6 +122,24 @@ def require(config: EngineConfig, capabilities: Capabilities, options: Mapping[s
             raise ConfigError.unknown("option", name, [f"{key} ({meaning})" for key, meaning in options.items()])
 
 
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_OPTION = {"torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16'}: every forward under torch.autocast"}
+
+
+def autocast(config: EngineConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What forwards run in: torch.autocast where the option asks for it. Raises ConfigError for an unknown setting."""
+    section = config.options.get("torch_autocast", {})
+    for key in section:
+        if key not in ("enabled", "dtype"):
+            raise ConfigError.unknown("torch_autocast option", key, ["enabled", "dtype"])
+    if not section.get("enabled"):
+        return nullcontext
+    dtype = section.get("dtype", "bf16")
+    if dtype not in LOW_DTYPES:
+        raise ConfigError.unknown("torch_autocast dtype", dtype, sorted(LOW_DTYPES))
+    return partial(torch.autocast, device.type, LOW_DTYPES[dtype])
+
+
 def snapshot(tensor: Tensor) -> Tensor:
     """A CPU copy that shares nothing with the engine."""
     return tensor.detach().to("cpu", copy=True)
@@ -133,6 +156,7 @@ class TorchEngine:
         self.module = module
         self.capabilities = capabilities
         self._parts = parts
+        self._autocast = autocast(config, next(iter(parts.params.values())).device)
         self._clip = config.clip
         self._optimizer = parts.build(parts.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
@@ -142,7 +166,8 @@ class TorchEngine:
         self._norm: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._parts.forward(*args, **kwargs)
+        with self._autocast():
+            return self._parts.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines.common import (
+    AUTOCAST_OPTION,
     TORCH_REFUSES,
-    UNASKED,
     Parts,
     TorchEngine,
     itself,
@@ -34,7 +34,10 @@ REFUSES = {
     ),
     Feature.EDITS: f"'Parameters are never broadcast between processes', so all ranks edit alike ({DOCUMENTATION})",
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
-    **dict.fromkeys((Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
+    Feature.RESOURCES: (
+        "it does not count its buckets, a second copy of the gradients unless gradient_as_bucket_view is set "
+        f"({DOCUMENTATION})"
+    ),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "small_buckets": {"bucket_cap_mb": 1e-4},
@@ -50,6 +53,7 @@ OPTIONS = {
     "find_unused_parameters": "look for parameters without gradient in each forward",
     "gradient_as_bucket_view": "gradients are views of the buckets",
     "static_graph": "the graph never changes",
+    **AUTOCAST_OPTION,
 }
 
 
@@ -64,7 +68,8 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 def wrap(model: nn.Module, config: EngineConfig) -> Parts:
     """``model`` wrapped by DDP, and what an engine has to know of it."""
-    wrapped = DistributedDataParallel(model, **config.options)
+    own = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
+    wrapped = DistributedDataParallel(model, **own)
     if config.reduction is Reduction.SUM:
         for parameter in trained(model):
             # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.common import TORCH_REFUSES, UNASKED, Parts, TorchEngine, leaves, nothing, require
+from zharness.engines.common import (
+    AUTOCAST_OPTION,
+    TORCH_REFUSES,
+    UNASKED,
+    Parts,
+    TorchEngine,
+    leaves,
+    nothing,
+    require,
+)
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
 from zharness.engines.saving import IN_SHARDS
 from zharness.errors import ConfigError
@@ -38,7 +47,11 @@ REFUSES = {
         "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "
         f"({DOCUMENTATION})"
     ),
-    **dict.fromkeys((Feature.DEFERRED, Feature.AUTOCAST, Feature.MASTERS, Feature.RESOURCES), UNASKED),
+    Feature.DEFERRED: (
+        "it shards a model on the meta device and leaves its values to the caller, who materializes the shards "
+        f"({DOCUMENTATION})"
+    ),
+    Feature.RESOURCES: UNASKED,
 }
 LEAF, ROOT = "leaf", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kept_after_backward": {"reshard_after_backward": False},
 }
 CAPABILITIES = Capabilities(stages=frozenset({2, 3}), refuses=REFUSES, variants=VARIANTS)
-OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params")
+OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
@@ -54,6 +67,7 @@ OPTIONS = {
     "reshard_after_backward": "free the gathered weights at the end of backward; default true",
     "reset_iter_state": "call reset_iter_state() with zero_grad, as after an exception; default false",
     "ignored_params": "leave to the caller, here to this adapter, the parameters that cannot be sharded; default false",
+    **AUTOCAST_OPTION,
 }
 
 

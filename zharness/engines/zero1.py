@@ -13,11 +13,22 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zharness.engines import ddp, optimizers
 from zharness.engines.common import TorchEngine, require
-from zharness.engines.protocol import Capabilities, EngineConfig, OptimizerSpec
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature, OptimizerSpec
 
 # Gradients are DDP's, whole on every rank; each parameter's optimizer state lives on one rank, which updates the
 # parameter and broadcasts it.
-CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=ddp.REFUSES, variants=ddp.VARIANTS)
+REFUSES = {
+    **ddp.REFUSES,
+    Feature.PARAMETERS: (
+        "'ZeroRedundancyOptimizer requires that all of the passed-in parameters are the same dense type', and the "
+        "model of these laws mixes them (https://docs.pytorch.org/docs/stable/distributed.optim.html)"
+    ),
+    Feature.RESOURCES: (
+        "its shares are of uneven size: 'Each parameter belongs to a single rank and is not divided among ranks' "
+        "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
+    ),
+}
+CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
