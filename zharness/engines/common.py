@@ -73,6 +73,7 @@ class Parts:
 
     ``whole`` turns a parameter, a gradient or an optimizer state into the tensor of the original's shape; it may be
     collective. ``forget`` drops gradients that live elsewhere than in ``.grad``; ``release`` undoes at ``close``.
+    ``computed`` is the dtype that weights are rounded to where the model computes with another than the optimizer.
     ``build`` makes the optimizer, and ``states`` is its state by parameter, which may be collective. Without ``saving``
     there is no save and no load.
     """
@@ -84,6 +85,7 @@ class Parts:
     layout: Mapping[str, tuple[Piece, ...]]
     forget: Callable[[], None]
     release: Callable[[], None]
+    computed: torch.dtype | None = None
     saving: Saving | None = None
     build: Callable[[Mapping[str, Tensor], OptimizerSpec], torch.optim.Optimizer] = optimizers.build
     states: Callable[[torch.optim.Optimizer, Mapping[str, Tensor]], Mapping[str, Mapping[str, Any]]] = own_states
@@ -202,7 +204,7 @@ class TorchEngine:
         return {name: self._whole(p.grad) for name, p in self._parts.params.items() if p.grad is not None}
 
     def full_params(self) -> dict[str, Tensor]:
-        return {name: self._whole(param) for name, param in self._parts.params.items()}
+        return {name: weight.to(self._parts.computed or weight.dtype) for name, weight in self._masters().items()}
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         states = self._parts.states(self._optimizer, self._parts.params)
@@ -223,6 +225,9 @@ class TorchEngine:
             loss_scale=Absent("trains in fp32 without a loss scale"),
             skipped_steps=Absent("never skips a step"),
             learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
+            masters=self._masters()
+            if self._parts.computed
+            else Absent("the optimizer works on the parameters themselves"),
         )
 
     def save(self, path: Path) -> None:
@@ -242,6 +247,9 @@ class TorchEngine:
                 known[key] = self._whole(tensor)
             found[name] = known[key]
         return found
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {name: self._whole(param) for name, param in self._parts.params.items()}
 
     def _kept(self) -> Kept:
         return Kept(self.module, self._optimizer, self._schedule)

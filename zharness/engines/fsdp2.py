@@ -58,7 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one_group": {"grouping": ROOT},
     "kept_after_backward": {"reshard_after_backward": False},
 }
-CAPABILITIES = Capabilities(stages=frozenset({2, 3}), refuses=REFUSES, variants=VARIANTS)
+# bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are gathered, and gradients reduced, in bf16;
+# the shards that the optimizer works on, and their gradients, stay fp32.
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+CAPABILITIES = Capabilities(stages=frozenset({2, 3}), dtypes=frozenset(DTYPES), refuses=REFUSES, variants=VARIANTS)
 OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
@@ -78,7 +81,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     ``close`` the model is still sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     require(config, CAPABILITIES, OPTIONS)
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
@@ -86,7 +89,13 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     reduce_at_once(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
     for module in [*groups(model, str(config.options.get("grouping", LEAF))), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=config.stage == 3, ignored_params=set(ignored.values()))
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=config.stage == 3,
+            mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype]),
+            ignored_params=set(ignored.values()),
+        )
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
     sync = Synchronisation(model, sharded)
@@ -97,6 +106,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         # Taken here, while the shards are registered: between forward and backward the module may hold gathered ones.
         params=leaves(model),
         whole=whole,
+        computed=DTYPES[config.dtype],
         layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
         forget=partial(in_turn, reset, sync.forget),
         release=partial(reshard, sharded),
