@@ -214,7 +214,7 @@ CHECKS = (
     backward_law(
         joint_loss,
         "a loss over two engines, with a branch that bypasses both, gives each its gradients",
-        Feature.OUTSIDE_FORWARD,
+        Feature.SUBMODULES,
         engines=2,
     ),
     backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),

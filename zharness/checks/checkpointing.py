@@ -134,7 +134,7 @@ CHECKS = (
     recompute_law(two_regions, "a layer in two checkpointed regions of one loss gets the sum of both gradients"),
     recompute_law(frozen, "frozen layers within a region, and regions of nothing else, change no gradient"),
     recompute_law(
-        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.OUTSIDE_FORWARD
+        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.SUBMODULES
     ),
     recompute_law(accumulation, "checkpointed micro-batches accumulate to the sum of their gradients"),
     recompute_law(non_scalar, "out.backward(g) through a checkpointed region is vanilla's"),

@@ -47,15 +47,15 @@ def outside_its_module(side: Side) -> None:
     """A weight read by attribute outside any forward, beside the ordinary loss and alone."""
     weight = side.module.first.weight
     backward(nn.functional.linear(side.x(), weight).sum() + weight.sum() + side.trained())
-    backward(side.module.transposed.sum())
+    backward(side.module.by_attribute.weight.sum())
 
 
 def edited(side: Side) -> None:
     """Full weights edited between two micro-batches: by name and by attribute, as rank 0 does it."""
     backward(side.trained())
-    with side.gathered(["first.weight", "transposed", "one"]) as weights, torch.no_grad():
-        weights["transposed"].mul_(-1 if side.edits else 0)
-        weights["one"].fill_(2 if side.edits else 7)
+    with side.gathered(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
+        weights["by_attribute.weight"].mul_(-1 if side.edits else 0)
+        weights["twice.bias"].fill_(2 if side.edits else 7)
         side.module.first.weight[0].zero_()
     backward(side.trained(2))
 
@@ -138,15 +138,19 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
     yield from trial.reduced("grads", [local])
 
 
-def parameter_law(play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO) -> Check:
+def parameter_law(
+    play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO, model: str = "changing"
+) -> Check:
     """The check of one play, by the mean: other plays ask for the sum, so that three ranks are exact too."""
     name, scene = play.__name__, Scene(play, unused=unused, reduction=Reduction.MEAN)
-    return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model="odd")
+    return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model)
 
 
 CHECKS = (
     parameter_law(
-        every_kind, "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's"
+        every_kind,
+        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's",
+        model="odd",
     ),
     parameter_law(
         branch,
@@ -170,7 +174,7 @@ CHECKS = (
         name="parameters.stay_put",
         law="a parameter that a step does not use stays put in it, though AdamW would decay it; several groups",
         tier=Tier.STAGED,
-        models=("odd",),
+        models=("changing",),
         observe=observe_stay_put,
         judge=judge_stay_put,
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),

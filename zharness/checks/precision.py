@@ -244,13 +244,15 @@ def judge_buffers(trial: Trial) -> Iterator[Comparison]:
 
 CHECKS = (
     *autocast.CHECKS,
-    check(
-        "grad_scaler",
-        "fp16's loss scale, skipped steps and weights are torch.amp.GradScaler's; an overflow on one rank skips on all",
-        observe_scaler,
-        judge_scaler,
-        *SCALERS,
-        needs=Feature.LOSS_SCALER,
+    replace(
+        check(
+            "grad_scaler",
+            "fp16's loss scale, skipped steps and weights are torch.amp.GradScaler's; one rank's overflow skips on all",
+            observe_scaler,
+            judge_scaler,
+        ),
+        needs=(),
+        variants=(("fp16", (Feature.LOSS_SCALER,)), ("autocast", (Feature.AUTOCAST,))),
     ),
     check(
         "comm_dtype",

@@ -218,7 +218,7 @@ CHECKS = (
         models=("mlp",),
         observe=observe_reshard,
         judge=judge_reshard,
-        needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        needs=(Feature.CHECKPOINT, Feature.RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
     ),
     Check(

@@ -237,6 +237,8 @@ def trained_law(play: Play, words: str, *needs: Feature) -> Check:
 
 
 EVERYWHERE = (Feature.TORCH_FUNC,)
+# A product of a matrix and a vector rounds by where the matrix lies in memory, which is an engine's own affair.
+EXACTLY = ("exact",)
 CHECKS = (
     law(
         "grad",
@@ -255,10 +257,15 @@ CHECKS = (
     law("grad_and_value", "grad_and_value of the engine is vanilla's, and its value is the forward's", grad_and_value),
     law("has_aux", "grad with an auxiliary output is vanilla's in both", has_aux),
     law("vjp", "vjp of the engine is vanilla's, its pullback called when the forward is over", vjp),
-    law("jvp", "forward mode through the engine is vanilla's", jvp),
-    law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev),
-    law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd),
-    law("hessian", "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse", hessian),
+    law("jvp", "forward mode through the engine is vanilla's", jvp, EXACTLY),
+    law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev, EXACTLY),
+    law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd, EXACTLY),
+    law(
+        "hessian",
+        "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse",
+        hessian,
+        EXACTLY,
+    ),
     law("vmap", "vmap of the engine is vanilla's", vmap),
     law(
         "functional_call",
@@ -269,7 +276,8 @@ CHECKS = (
         "identities",
         "rows of jacrev are gradients; vmap(grad) sums to samples x grad of the mean",
         identities,
-        ("exact",),
+        EXACTLY,
+        (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
     ),
     trained_law(
         inside_forward,

@@ -257,7 +257,8 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
         grads, before = trial.copies("grads", at)[0], trial.copies("masters-before", at)[0]
         norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
         reduced = torch.cat([grad.flatten() for grad in grads.values()])
-        error = norm * gamma(reduced.numel(), reduced.dtype)
+        # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
+        error = norm * gamma(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
         for rank, copy in enumerate(trial.copies("norm", at)):
             yield within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error)
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))

@@ -39,7 +39,14 @@ PRECISION = (Feature.AUTOCAST, Feature.LOSS_SCALER, Feature.MASTERS, Feature.WIR
 NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
     (
         *(Feature.AUTOGRAD, Feature.TRANSFORMS, Feature.RECOMPUTATION, Feature.PARAMETERS, *PRECISION),
-        *(Feature.OUTSIDE_FORWARD, Feature.EDITS, Feature.DEFERRED, Feature.UNIVERSAL_CHECKPOINT),
+        *(
+            Feature.OUTSIDE_FORWARD,
+            Feature.SUBMODULES,
+            Feature.UNFREEZING,
+            Feature.EDITS,
+            Feature.DEFERRED,
+            Feature.UNIVERSAL_CHECKPOINT,
+        ),
         *(Feature.VARIATIONS, Feature.STEADINESS, Feature.RESOURCES, Feature.TRAFFIC),
     ),
     UNASKED,

@@ -7,8 +7,8 @@ that a check can show it. Nothing of DeepSpeed is imported before a factory or `
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +19,14 @@ from torch import Tensor, nn
 
 from zharness.engines import optimizers, warm
 from zharness.engines.deepspeed_claims import CAPABILITIES, capabilities_at
-from zharness.engines.deepspeed_process import LinearPatch, imported, prepare
+from zharness.engines.deepspeed_process import Leftovers, imported, prepare
 from zharness.engines.deepspeed_tensors import Reader
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
-from zharness.errors import ConfigError, EngineContractError
+from zharness.errors import ConfigError, EngineContractError, UsageError
+
+# An option of this adapter: one ``coalesce_grad_reduction()`` block around everything between two steps, which is how
+# DeepSpeed documents several backwards before one step (https://github.com/deepspeedai/DeepSpeed/pull/7992).
+COALESCE = "coalesce_grad_reduction"
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
@@ -45,14 +49,17 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
         # Written always: the default became 1.0 in 0.19.3, which silently clips.
         "gradient_clipping": 0.0 if config.clip is None else config.clip,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": config.stage},
+        # The default of 5e8 elements is a buffer of 2 GB on every rank.
+        "zero_optimization": {"stage": config.stage, "reduce_bucket_size": 1_000_000},
     }
+    if config.dtype == "bf16":
+        base["bf16"] = {"enabled": True}
     if config.reduction is Reduction.SUM:
         base["gradient_allreduce_op"] = "sum"
     if config.stage == 3:
         # With the default of 100,000 elements every small model stays whole on every rank.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return _merged(base, config.options)
+    return _merged(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,33 +82,37 @@ class DeepSpeedEngine:
         self.capabilities = capabilities_at(config.stage)
         self._config = config
         self._caller_owns = config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
+        self._coalescing = ExitStack()
         self._backwards = 0
         params = dict(model.named_parameters())
         deepspeed = prepare(next(iter(params.values())).device.type)
         trained = {name: param for name, param in params.items() if param.requires_grad}
         optimizer = optimizers.build(trained, config.optimizer)
-        self._linear = LinearPatch()
-        self._engine: Any = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
-            config=json_config(config),
-        )[0]
+        self._leftovers = Leftovers()
+        try:
+            self._engine: Any = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
+                config=json_config(config),
+            )[0]
+        except (AssertionError, ValueError, NotImplementedError) as refused:
+            raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
         self.module: nn.Module = self._engine.module
         self._reader = Reader(self._engine, params, config.stage)
         self._layout = self._reader.layout()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._announce_boundary()
+        self._begin()
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self._announce_boundary()
+        self._begin()
         self._engine.backward(loss, retain_graph=retain_graph)
         self._backwards += 1
 
     def scale(self, loss: Tensor) -> Tensor:
-        self._announce_boundary()
+        self._begin()
         self._backwards += 1
         return cast(Tensor, self._engine.scale(loss))
 
@@ -111,11 +122,13 @@ class DeepSpeedEngine:
                 "got step() before any backward; with accumulation owned by the caller, spell it engine.backward(loss) "
                 "or engine.scale(loss).backward(): a plain loss.backward() cannot be counted"
             )
+        self._coalescing.close()
         self._engine.step()
         if self._backwards >= self._config.accumulation_steps:
             self._backwards = 0
 
     def zero_grad(self) -> None:
+        self._coalescing.close()
         self._backwards = 0
         # Both: the optimizer's clears the accumulated partitions, the engine's the parameters' own gradients.
         self._engine.optimizer.zero_grad()
@@ -125,6 +138,7 @@ class DeepSpeedEngine:
         return cast(AbstractContextManager[Any], self._engine.no_sync())
 
     def full_grads(self) -> dict[str, Tensor]:
+        self._coalescing.close()
         return self._reader.grads()
 
     def full_params(self) -> dict[str, Tensor]:
@@ -143,26 +157,47 @@ class DeepSpeedEngine:
         return self._layout
 
     def observe(self) -> Observations:
-        scale = getattr(self._engine.optimizer, "loss_scale", None)
+        scale = self._reader.loss_scale()
         return Observations(
-            loss_scale=Absent("the fp32 optimizer of stage 0 has no loss scaler") if scale is None else float(scale),
+            loss_scale=Absent("the fp32 optimizer of stage 0 has no loss scaler") if scale is None else scale,
             skipped_steps=int(self._engine.skipped_steps),
             learning_rates=tuple(float(rate) for rate in self._engine.get_lr()),
+            masters=self._reader.masters() or Absent("the optimizer works on copies in the parameters' own dtype"),
         )
 
     def save(self, path: Path) -> None:
         self._engine.save_checkpoint(str(path))
 
     def load(self, path: Path) -> None:
-        self._engine.load_checkpoint(str(path))
+        found, _ = self._engine.load_checkpoint(str(path))
+        if found is None:
+            raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and number of ranks there")
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self._reader.state_dict(self.module)
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """A block in which full weights may be edited, by name; afterwards every rank has rank 0's.
+
+        By GatheredParameters at stage 3, and by safe_set_full_fp32_param for the fp32 copies that the optimizer keeps.
+        """
+        with self._reader.edited(names) as weights:
+            yield weights
 
     def close(self) -> None:
+        self._coalescing.close()
         self._engine.destroy()
-        self._linear.undo()
+        self._leftovers.undo()
 
-    def _announce_boundary(self) -> None:
-        """The documented style for a caller who owns the boundary: state it before each forward and backward."""
-        if self._caller_owns:
+    def _begin(self) -> None:
+        """The documented styles for a caller who owns the boundary: state it before each forward and backward, or put
+        all of them into one block.
+        """
+        if self._config.options.get(COALESCE):
+            if not self._engine.inside_no_sync_ctxt:
+                self._coalescing.enter_context(self._engine.coalesce_grad_reduction())
+        elif self._caller_owns:
             self._engine.set_gradient_accumulation_boundary(self._backwards + 1 >= self._config.accumulation_steps)
 
 

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from zharness.engines.common import NO_STATE_LAWS, NOT_JOINED
+from dataclasses import replace
+
 from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import Capabilities, Feature
 
+_DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
+_DIRECT = "direct calls to tensor.backward() are not supported at ZeRO stage 0 (engine.py, _backward_prologue)"
+_UNSYNCED = "no_sync is incompatible with ZeRO stage 2/3, which rely on reduction for partitioning (its docstring)"
 _COMMON: dict[Feature, str] = {
-    Feature.CHECKPOINT: NO_STATE_LAWS,
-    **NOT_JOINED,
+    Feature.RESHARD: "a checkpoint is loaded at its own stage and number of ranks; others take a universal one "
+    "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
+    Feature.UNIVERSAL_CHECKPOINT: "load_universal reads what ds_to_universal wrote, the model's weights among it, "
+    "which the files of this law lack",
+    Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize makes none of the meta device "
+    f"real ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
+    Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section: 'Type fp16 is not supported on your device.' "
+    "(engine.py, _do_sanity_check)",
+    Feature.WIRES: "its comms_logger counts calls and bytes of each collective, and no dtypes "
+    "(https://www.deepspeed.ai/tutorials/comms-logging/)",
+    Feature.RESOURCES: "it does not count the bytes that it holds by what they are",
+    Feature.TRAFFIC: "it does not count what it gathers, and its comms_logger no bytes that a rank has to send",
 }
-# The reasons below are DeepSpeed's own: the RuntimeError that direct calls raise at stage 0 (engine.py,
-# _backward_prologue) and the docstring of DeepSpeedEngine.no_sync.
 _AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
-        Feature.TENSOR_BACKWARD: "direct calls to tensor.backward() are not supported at ZeRO stage 0",
-        Feature.SCALE_BACKWARD: "direct calls to tensor.backward() are not supported at ZeRO stage 0",
+        Feature.TENSOR_BACKWARD: _DIRECT,
+        Feature.SCALE_BACKWARD: _DIRECT,
+        Feature.MASTERS: "gradients stay in the model's dtype, and another grad_accum_dtype is 'unsupported mix' "
+        "(engine.py, _do_optimizer_sanity_check)",
     },
-    2: {Feature.NO_SYNC: "no_sync is incompatible with ZeRO stage 2/3, which rely on reduction for partitioning"},
+    2: {Feature.NO_SYNC: _UNSYNCED},
     3: {
+        Feature.NO_SYNC: _UNSYNCED,
         Feature.SUM: "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
-        Feature.NO_SYNC: "no_sync is incompatible with ZeRO stage 2/3, which rely on reduction for partitioning",
+        Feature.TRANSFORMS: "torch.func is supported on the engine at stages 0 to 2, not yet at 3 "
+        "(https://github.com/deepspeedai/DeepSpeed/pull/8026)",
+        Feature.OUTSIDE_FORWARD: "a parameter that is read outside its module's forward has to be gathered by the "
+        f"caller, or registered ({_DOCUMENTATION}/zero3.html#registering-external-parameters)",
+        Feature.EDITS: "this engine has not been held to this law at stage 3 yet, so no claim is made",
     },
 }
 
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}),
-    dtypes=frozenset({"fp32"}),
+    dtypes=frozenset({"fp32", "bf16"}),
     refuses=_COMMON,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
     variants=JSON_VARIANTS,
@@ -35,10 +54,4 @@ CAPABILITIES = Capabilities(
 
 def capabilities_at(stage: int) -> Capabilities:
     """What DeepSpeed claims at one stage: CAPABILITIES and the stage's own refusals."""
-    return Capabilities(
-        stages=CAPABILITIES.stages,
-        dtypes=CAPABILITIES.dtypes,
-        refuses={**_COMMON, **_AT_STAGE.get(stage, {})},
-        own_kernels=CAPABILITIES.own_kernels,
-        variants=CAPABILITIES.variants,
-    )
+    return replace(CAPABILITIES, refuses={**_COMMON, **_AT_STAGE.get(stage, {})})

@@ -17,19 +17,24 @@ from zharness.errors import EngineContractError, MissingEngine
 _RENAMED = r"`torch\.distributed\.\w+` is deprecated"
 
 
-class LinearPatch:
-    """DeepSpeed's replacement of torch.nn.functional.linear, which outlives engine.destroy().
+class Leftovers:
+    """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
+    stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
 
     Undone by the last engine that found torch's own function in place: an engine that was built under another one's
     patch leaves it to that one.
     """
 
     def __init__(self) -> None:
-        self._before = torch.nn.functional.linear
+        self._linear = torch.nn.functional.linear
+        self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        self._was = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
 
     def undo(self) -> None:
-        if self._before.__module__.partition(".")[0] != "deepspeed":
-            torch.nn.functional.linear = self._before
+        """Put back what was there before."""
+        if self._linear.__module__.partition(".")[0] != "deepspeed":
+            torch.nn.functional.linear = self._linear
+        self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = self._was
 
 
 def prepare(device_type: str) -> Any:

@@ -29,13 +29,54 @@ class Reader:
         for name, param in self.params.items():
             grad = self._full_grad(param) if param.requires_grad else None
             if grad is not None:
-                found[name] = snapshot(grad)
+                found[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
         return found
+
+    def loss_scale(self) -> float | None:
+        """By which the gradients are too large: torch's scaler under torch_autocast in fp16, else DeepSpeed's own."""
+        zero = self.engine.optimizer
+        at_stage_0 = self.engine.torch_autocast_z0_gradscaler
+        scaler = getattr(zero, "torch_autocast_gradscaler", None) if at_stage_0 is None else at_stage_0
+        scale = getattr(zero, "loss_scale", None) if scaler is None else scaler.get_scale()
+        return None if scale is None else float(scale)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that the next forward uses (not the fp32 masters, which a broken copy-back would leave apart)."""
         with self.gathered(list(self.params.values())):
             return {name: snapshot(param) for name, param in self.params.items()}
+
+    def masters(self) -> dict[str, Tensor]:
+        """The weights that the optimizer works on under bf16; nothing where the parameters are as wide."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = {}
+        for name, param in self.params.items():
+            if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+                whole = self._unsharded(param) if self.stage == 0 else safe_get_full_fp32_param(param)
+                found[name] = snapshot(whole.to(self._master_dtype(whole)))
+        return found
+
+    def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """``module.state_dict()`` with whole tensors; a tied weight is one tensor under each of its names."""
+        with self.gathered(list(self.params.values())):
+            held = module.state_dict(keep_vars=True)
+            copies = {id(tensor): snapshot(tensor) for tensor in held.values()}
+            return {name: copies[id(tensor)] for name, tensor in held.items()}
+
+    @contextmanager
+    def edited(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """A block in which whole weights may be edited; rank 0's edits are every rank's, in the masters too."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        chosen = [self.params[name] for name in names]
+        with self.gathered(chosen, modifier_rank=0):
+            yield {name: self.params[name].detach() for name in names}
+            values = [param.detach().clone() for param in chosen]
+        for param, value in zip(chosen, values, strict=True):
+            dist.broadcast(value, src=0)
+            if self.stage < 3:
+                param.detach().copy_(value)
+            safe_set_full_fp32_param(param, value)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's, by parameter and key; empty before the first step."""
@@ -52,8 +93,9 @@ class Reader:
 
         if not self._has_partitions():
             return cast("Tensor | None", param.grad)
-        # Both ways run the same collective, so ranks that differ in having a param.grad do not wait for each other.
-        if self.stage == 0 or param.grad is None:
+        # Both ways run the same collective, so ranks that differ in having a param.grad do not wait for each other. A
+        # parameter that was frozen when the engine was built has no partitions.
+        if self.stage == 0 or param.grad is None or not (hasattr(param, "_hp_mapping") or hasattr(param, "ds_id")):
             return cast("Tensor | None", safe_get_full_grad(param))
         if self.stage == 3:
             return cast(Tensor, param._z3_optimizer.get_fp32_grad_for_param(param))
@@ -70,8 +112,28 @@ class Reader:
         held = self.engine.optimizer.averaged_gradients
         return all(held.get(index) is not None for index in range(len(self.engine.optimizer.bit16_groups)))
 
+    def _master_dtype(self, whole: Tensor) -> torch.dtype:
+        """The dtype of masters and their gradients, which DeepSpeed's own functions give in fp32 whatever it is."""
+        zero = self.engine.optimizer
+        if self.stage == 0:
+            return whole.dtype
+        flats: list[Tensor] = (
+            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        return flats[0].dtype
+
+    def _unsharded(self, param: nn.Parameter) -> Tensor:
+        """What the optimizer of stage 0 works on: the parameter, or its fp32 copy in DeepSpeed's low-precision one."""
+        groups = getattr(self.engine.optimizer, "fp16_groups", None)
+        if groups is None:
+            return param
+        masters: list[list[Tensor]] = self.engine.optimizer.fp32_groups
+        places = ((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
+        i, j = next(places)
+        return masters[i][j]
+
     def _whole_state(self, param: nn.Parameter) -> dict[str, Tensor]:
-        state = self.engine.optimizer.state.get(param, {})
+        state = self.engine.optimizer.state.get(self._unsharded(param), {})
         return {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def _partitioned_state(self, param: nn.Parameter) -> dict[str, Tensor]:

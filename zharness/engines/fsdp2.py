@@ -39,9 +39,10 @@ REFUSES = {
         "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
         f"accumulation without communication' ({DOCUMENTATION})"
     ),
-    Feature.OUTSIDE_FORWARD: (
+    **dict.fromkeys(
+        (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES),
         "outside the forward of its group a parameter is a shard: 'a module forward pre-hook on module all-gathers the "
-        f"parameters, and a module forward hook on module frees them' ({DOCUMENTATION})"
+        f"parameters, and a module forward hook on module frees them' ({DOCUMENTATION})",
     ),
     Feature.EDITS: (
         "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "

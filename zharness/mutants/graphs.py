@@ -160,16 +160,16 @@ class DrawsAtConstruction(Around):
 LOCAL, REDUCED = Part.LOCAL_GRADIENT, Part.REDUCTION
 
 
-def transforms(*names: str) -> tuple[Target, ...]:
+def transforms(*names: str, model: str = "mlp") -> tuple[Target, ...]:
     """Targets among the laws of torch.func."""
-    return tuple(Target(f"torch_func.{name}", LOCAL) for name in names)
+    return tuple(Target(f"torch_func.{name}", LOCAL, model) for name in names)
 
 
 MUTANTS = (
     Mutant(
         SilentTransform,
         Kind.GRAPH,
-        (*transforms("grad", "hessian"), Target("torch_func.vmap_grad", LOCAL, "conv")),
+        (*transforms("grad"), *transforms("hessian", model="exact"), Target("torch_func.vmap_grad", LOCAL, "conv")),
         imitates=deepspeed(8026),
     ),
     Mutant(
@@ -177,7 +177,8 @@ MUTANTS = (
         Kind.GRAPH,
         (
             Target("torch_func.grad", LOCAL, "exact"),
-            *transforms("grad_and_value", "has_aux", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "vmap"),
+            *transforms("grad_and_value", "has_aux", "vjp", "vmap"),
+            *transforms("jvp", "jacrev", "jacfwd", "hessian", model="exact"),
             Target("torch_func.identities", LOCAL, "exact"),
             Target("torch_func.through_transforms", LOCAL, "blocks"),
         ),
@@ -199,19 +200,19 @@ MUTANTS = (
     Mutant(
         ZerosForTheUnused,
         Kind.PARAMETERS,
-        (Target("parameters.branch", None, "odd", words="'unused.bias', 'unused.weight']"),),
+        (Target("parameters.branch", None, "changing", words="'unused.bias', 'unused.weight']"),),
     ),
-    Mutant(DecaysTheUnused, Kind.PARAMETERS, (Target("parameters.stay_put", Part.OPTIMIZER, "odd"),)),
+    Mutant(DecaysTheUnused, Kind.PARAMETERS, (Target("parameters.stay_put", Part.OPTIMIZER, "changing"),)),
     Mutant(
         FreezesForGood,
         Kind.PARAMETERS,
-        (Target("parameters.frozen_and_unfrozen", None, "odd", words="missing ['frozen.bias', 'frozen.weight']"),),
+        (Target("parameters.frozen_and_unfrozen", None, "changing", words="missing ['frozen.bias', 'frozen.weight']"),),
     ),
     Mutant(
         ReducesTiedTwice,
         Kind.PARAMETERS,
         (Target("training.grads", REDUCED, "transformer", parameter="tokens.weight"),),
     ),
-    Mutant(EditsStayLocal, Kind.PARAMETERS, (Target("parameters.edited", LOCAL, "odd"),)),
+    Mutant(EditsStayLocal, Kind.PARAMETERS, (Target("parameters.edited", LOCAL, "changing"),)),
     Mutant(DrawsAtConstruction, Kind.PARAMETERS, (Target("parameters.deferred", Part.GATHER),)),
 )

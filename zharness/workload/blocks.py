@@ -65,8 +65,8 @@ class Blocks(nn.Module):
         return output if pack is only else pack(output, self.head(x))
 
 
-class Odd(nn.Module):
-    """Parameters of every kind: (batch, 16) to (batch, 16). ``branch`` says whether the branch is used."""
+class Changing(nn.Module):
+    """Parameters whose use may change: (batch, 16) to (batch, 16). ``branch`` says whether the branch is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +78,24 @@ class Odd(nn.Module):
         self.branch = nn.Linear(HIDDEN, HIDDEN)
         self.unused = nn.Linear(HIDDEN, HIDDEN)
         self.by_attribute = nn.Linear(HIDDEN, WIDTH, bias=False)
+        make_ternary(self)
+
+    def hidden(self, x: Tensor, branch: bool) -> Tensor:
+        """(batch, 16) to (batch, 5)."""
+        hidden = torch.relu(self.first(x) + self.tied(x))
+        if branch:
+            hidden = hidden + self.branch(hidden)
+        return torch.relu(self.twice(torch.relu(self.twice(self.frozen(hidden)))))
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        return nn.functional.linear(self.hidden(x, branch), self.by_attribute.weight)
+
+
+class Odd(Changing):
+    """The same with parameters of every shape, layout and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.transposed = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
         self.one = nn.Parameter(torch.ones(1))
         self.scalar = nn.Parameter(torch.tensor(1.0))
@@ -87,10 +105,7 @@ class Odd(nn.Module):
         make_ternary(self)
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
-        hidden = torch.relu(self.first(x) + self.tied(x))
-        if branch:
-            hidden = hidden + self.branch(hidden)
-        hidden = torch.relu(self.twice(torch.relu(self.twice(self.frozen(hidden)))))
+        hidden = self.hidden(x, branch)
         output = nn.functional.linear(hidden, self.by_attribute.weight) + hidden @ self.transposed
         mixed = (self.narrow[:2].to(x.dtype) * self.wide[1:].to(x.dtype)).sum()
         return output * self.one + self.scalar + self.empty.sum() + mixed

@@ -131,6 +131,14 @@ MODELS: dict[str, ModelSpec] = {
             exact=True,
         ),
         ModelSpec(
+            name="changing",
+            summary="tied, frozen, unused and branched layers, and a weight read by attribute; exact",
+            build=blocks.Changing,
+            batch=_ternary,
+            loss=exact.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
             name="odd",
             summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
             build=blocks.Odd,
