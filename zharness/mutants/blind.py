@@ -46,7 +46,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.PARAMETERS,
-        Target("parameters.stay_put", OPTIMIZER, "odd", parameter="branch.*"),
+        Target("parameters.stay_put", OPTIMIZER, "changing", parameter="branch.*"),
     ),
     blind(
         sharded.unfrozen_stays_put,
@@ -60,7 +60,7 @@ MUTANTS = (
         "reference",
         (0, 1, 2),
         Kind.SCALE,
-        Target("parameters.used_on_some_ranks", Part.REDUCTION, "odd", parameter="branch.*"),
+        Target("parameters.used_on_some_ranks", Part.REDUCTION, "changing", parameter="branch.*"),
     ),
     blind(
         sharded.scalar_is_summed,
