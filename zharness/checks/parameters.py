@@ -141,7 +141,7 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
 def parameter_law(
     play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO, model: str = "changing"
 ) -> Check:
-    """The check of one play, by the mean: other plays ask for the sum, so that three ranks are exact too."""
+    """The check of one play, by the mean where that is exact; other plays ask for the sum."""
     name, scene = play.__name__, Scene(play, unused=unused, reduction=Reduction.MEAN)
     return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model)
 

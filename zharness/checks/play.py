@@ -27,7 +27,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduct
 from zharness.errors import HarnessFault
 from zharness.parity import Comparison, Part, Tier, identical
 from zharness.parity.baseline import Local
-from zharness.parity.certificate import division_by
+from zharness.parity.certificate import division_by, is_power_of_two
 from zharness.workload import Batch, ModelSpec
 
 AFTER = 1  # the micro-batch of the ordinary training after a play; plays use others
@@ -115,7 +115,8 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
         owns = scene.accumulation > 1 and AccumulationOwner.ENGINE in bench.owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scene.accumulation if owns else 1
-        reduction = scene.reduction if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
+        wanted = scene.reduction if is_power_of_two(bench.world_size) else Reduction.SUM  # a third is not exact
+        reduction = wanted if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
         bench.record(reduction.value, {})
         bench.record("setting", {"divisor": torch.tensor(divisor)})
         engines = [
