@@ -107,11 +107,13 @@ def test_a_test_that_removes_the_group_s_private_directory_is_told_so() -> None:
     def body(planted: bool) -> None:
         if planted:
             remove_their_directory()
+            if here().rank == 0:
+                raise RuntimeError("the others are now asked where they stand, which needs the directory")
             wait_for_ever()
 
     with RankServer(inherited=body) as server:
         with pytest.raises(WorldError, match=r"did a test remove .*\?") as told:
-            server.call(True, world_size=2, timeout=0.5, group=Group.NONE)
+            server.call(True, world_size=2, timeout=30.0, group=Group.NONE)
         assert "cannot start" not in str(told.value)
         assert server.call(False, world_size=2).values() == [None, None]
 
