@@ -252,7 +252,7 @@ CHECKS = (
             judge_scaler,
         ),
         needs=(),
-        variants=(("fp16", (Feature.LOSS_SCALER,)), ("autocast", (Feature.AUTOCAST,))),
+        variants=(("fp16", (Feature.LOSS_SCALER,)), ("autocast", (Feature.AUTOCAST_SCALER,))),
     ),
     check(
         "comm_dtype",

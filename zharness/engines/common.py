@@ -35,7 +35,7 @@ from zharness.errors import ConfigError, UsageError
 NO_STATE_LAWS = "not held to the state laws yet, so no claim is made"
 # Laws written beside the reference engine, to which the others are still to be held one by one.
 UNASKED = "this engine has not been held to these laws yet, so no claim is made"
-PRECISION = (Feature.AUTOCAST, Feature.LOSS_SCALER, Feature.MASTERS, Feature.WIRES)
+PRECISION = (Feature.AUTOCAST, Feature.LOSS_SCALER, Feature.AUTOCAST_SCALER, Feature.MASTERS, Feature.WIRES)
 NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
     (
         *(Feature.AUTOGRAD, Feature.TRANSFORMS, Feature.RECOMPUTATION, Feature.PARAMETERS, *PRECISION),
@@ -51,14 +51,16 @@ NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
     ),
     UNASKED,
 )
+_CALLERS_SCALER = (
+    "the loss scale belongs to the caller's torch.amp.GradScaler, of which torch's engines know nothing "
+    "(https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
+)
 # What torch's own engines leave to their caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
     Feature.RANK_BUFFERS: "torch.distributed.checkpoint keeps one copy of a tensor that is no DTensor, for all ranks",
     Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, of which torch's engines know nothing",
-    Feature.LOSS_SCALER: (
-        "the loss scale belongs to the caller's torch.amp.GradScaler, of which torch's engines know nothing "
-        "(https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
-    ),
+    Feature.LOSS_SCALER: _CALLERS_SCALER,
+    Feature.AUTOCAST_SCALER: _CALLERS_SCALER,
     Feature.WIRES: "torch's engines do not count what they send, by dtype or otherwise",
     Feature.TRAFFIC: "torch's engines do not count what they send and gather",
     Feature.MASTERS: (

@@ -56,6 +56,7 @@ class Feature(Enum):
     DEFERRED = "a model built on the meta device"
     AUTOCAST = "a section under which forwards run in torch.autocast's dtypes"
     LOSS_SCALER = "a dynamic loss scale, and steps skipped at an overflow"
+    AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
     MASTERS = "masters, gradients and optimizer state in the dtype that is asked for"
     WIRES = "a wire in the dtype that is asked for, counted by the engine"
     VARIATIONS = "training told by varying one thing"
