@@ -119,6 +119,26 @@ def check(
     return run(request, options, Outputs(jsonl, html), surroundings)
 
 
+@cli.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--contracts", is_flag=True, help="Where engines document that they differ, as a table in Markdown.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
+def report(files: tuple[Path, ...], contracts: bool, html: Path | None) -> int:
+    """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages."""
+    from zharness.report import overview
+    from zharness.report.matrix import exit_code
+    from zharness.report.page import check_writable, write_page
+    from zharness.run.record import read_records
+
+    if html:
+        check_writable(html)
+    records = [record for file in files for record in read_records(file)]
+    click.echo(overview.contracts(records) if contracts else overview.overview(records))
+    if html:
+        write_page(records, sum(record.seconds for record in records), html)
+    return exit_code(records)
+
+
 @cli.command(name="list")
 @click.argument("what", type=click.Choice(["engines", "checks", "models", "mutants", "repros"]))
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")

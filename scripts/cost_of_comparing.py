@@ -1,0 +1,166 @@
+"""What it costs to compare: (cell - engine's run - baseline's run) / engine's run, over the default matrix.
+
+    python scripts/cost_of_comparing.py
+
+The engine's run is what its slowest rank takes; the baseline's what it takes to build and run the plain model, in the
+cell's dtype and in float64. All of one cell is timed in one go, cells one after the other, on ranks that live on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from zharness import engines
+from zharness.case import Case
+from zharness.checks import play
+from zharness.engines import Capabilities
+from zharness.parity import certificate
+from zharness.parity.baseline import Baseline
+from zharness.run import Request, cell, plan
+from zharness.run.runner import surroundings
+from zharness.world import Group, Isolation, RankServer
+from zharness.world.work import Work
+
+BAR = 0.30
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Seconds of one cell: in all, of the engine's slowest rank, of the plain model's runs, and of the judge."""
+
+    case: Case
+    whole: float
+    engine: float
+    plain: float
+    judge: float
+
+    @property
+    def ratio(self) -> float:
+        """The figure."""
+        return (self.whole - self.engine - self.plain) / self.engine
+
+
+def observed(*arguments: Any) -> float:
+    """In a rank: its seconds."""
+    began = time.perf_counter()
+    cell.observe(*arguments)
+    return time.perf_counter() - began
+
+
+def judged(*arguments: Any) -> tuple[float, float]:
+    """In the judge's process: its seconds, and among them those in which the plain model was built and run."""
+    watch = Watch()
+    with ExitStack() as stack:
+        for owner, name in PLAIN:
+            stack.enter_context(patch.object(owner, name, watch.timed(getattr(owner, name))))
+        began = time.perf_counter()
+        cell.judge(*arguments)
+        return time.perf_counter() - began, watch.seconds
+
+
+PLAIN = (
+    *((Baseline, name) for name in ("module", "batch", "local")),
+    *((certificate, name) for name in ("run_local", "in_float64")),
+    (play, "play_plain"),
+)
+
+
+class Watch:
+    """Seconds within any of the functions that it times; one that calls another counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, on the clock."""
+
+        @wraps(function)
+        def on_the_clock(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            self._depth += 1
+            try:
+                return function(*args, **options)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += time.perf_counter() - began
+
+        return on_the_clock
+
+
+def cost(ranks: RankServer, judges: RankServer, case: Case, claims: Capabilities) -> Cost:
+    """One cell as ``zharness check --isolation pooled`` runs it."""
+    began = time.perf_counter()
+    room = tempfile.mkdtemp(dir=judges.room)
+    common = {"timeout": 60.0, "isolation": Isolation.POOLED}
+    seen = submitted(ranks, observed, (case, 0, room, claims, {}), case.world_size, group=Group.KEPT, **common)
+    judge, plain = submitted(judges, judged, (case, 0, room, claims), 1, group=Group.NONE, **common)[0]
+    shutil.rmtree(room)
+    return Cost(case, time.perf_counter() - began, max(seen), plain, judge)
+
+
+def submitted(
+    server: RankServer, function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, **options: Any
+) -> list[Any]:
+    """What every rank returned."""
+    stage = f"stage {arguments[0].stage}"
+    return server.submit(Work(function, arguments, ranks, pool=stage, **options)).values()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="reference", help="(%(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="every so manieth cell only (%(default)s)")
+    options = parser.parse_args()
+    importlib.import_module("torch._dynamo")  # here once, or in every process again
+    claimed = {stage: engines.capabilities(options.engine, stage) for stage in range(4)}
+    cells = [
+        planned.case
+        for planned in plan(Request(engines=(options.engine,)), lambda _, stage: claimed[stage])
+        if not planned.unsupported
+    ][:: options.every]
+    with RankServer(surroundings(options.engine)) as ranks, RankServer() as judges:
+        for case in {case.stage: case for case in cells}.values():
+            cost(ranks, judges, case, claimed[case.stage])  # the first of its stage starts the ranks
+        costs = [cost(ranks, judges, case, claimed[case.stage]) for case in tqdm(cells, unit="cell")]
+    return report(costs)
+
+
+def report(costs: list[Cost]) -> int:
+    """The table, and whether the median keeps to the bar."""
+    groups: dict[str, list[Cost]] = {}
+    for each in costs:
+        groups.setdefault(each.case.check.partition(".")[0], []).append(each)
+    rows = [
+        [
+            name,
+            len(found),
+            *(f"{1000 * statistics.median(getattr(each, part) for each in found):.1f}" for part in PARTS),
+            f"{statistics.median(each.ratio for each in found):.0%}",
+        ]
+        for name, found in {**groups, "all": costs}.items()
+    ]
+    print(tabulate(rows, ["group", "cells", *(f"{part}, ms" for part in PARTS), "cost of comparing"]))
+    return 1 if statistics.median(each.ratio for each in costs) > BAR else 0
+
+
+PARTS = ("whole", "engine", "plain", "judge")
+
+if __name__ == "__main__":
+    sys.exit(main())
