@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zharness.errors import HarnessFault, UsageError
 
 # Where the functions live that an engine, a model or an optimizer computes with.
+TORCH = os.path.dirname(torch.__file__) + os.sep
 OWNERS: Mapping[str, Any] = {
     "torch": torch,
     "torch.nn.functional": nn.functional,
@@ -80,7 +81,7 @@ def is_torch_s(function: Any) -> bool:
     if isinstance(function, types.FunctionType):
         # A wrapper keeps the name of what it wraps, and its own code: the file cannot be pretended.
         file = function.__code__.co_filename
-        inside = file.startswith(os.path.dirname(torch.__file__) + os.sep)
+        inside = file.startswith(TORCH)
         return inside or os.path.basename(file).removesuffix(".py") in STANDARD
     if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
         return True
