@@ -53,7 +53,7 @@ def whole_model(side: Side) -> Values:
 def two_regions(side: Side) -> None:
     """One layer in two regions of one loss."""
     inside = region(side)
-    backward(side.loss(side.call(side.leaf(), through=lambda block, h: inside(block, inside(block, h).clamp(-1, 1)))))
+    backward(side.loss(side.call(side.leaf(), through=lambda block, h: inside(block, inside(block, h)))))
 
 
 def frozen(side: Side) -> None:
@@ -61,7 +61,7 @@ def frozen(side: Side) -> None:
     inside = region(side)
 
     def through(block: Block, hidden: Tensor) -> Tensor:
-        return inside(lambda h: block(side.module.frozen(h).clamp(-1, 1)), inside(side.module.frozen, hidden))
+        return inside(lambda h: block(side.module.frozen(h)), inside(side.module.frozen, hidden))
 
     backward(side.loss(side.call(side.leaf(), through=through)))
 
