@@ -1,29 +1,81 @@
-"""FINDINGS.md and the excuses tell of the same failures."""
+"""FINDINGS.md and the excuses tell of the same failures, and an excuse says which failure it excuses."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from zharness.run.excuses import excuses_for
+import pytest
+
+from zharness.parity import Part
+from zharness.run.excuses import Excuse, excuses_for
+from zharness.workload import MODELS
 
 ROOT = Path(__file__).parents[2]
 ENGINE = re.compile(r"^## (?P<engine>\w+)$", re.MULTILINE)
-ENTRY = re.compile(r"^### (?P<checks>`[^\n]+)$", re.MULTILINE)
+ENTRY = re.compile(r"^### (?P<head>`[^\n]+)$", re.MULTILINE)
+STAGES = re.compile(r"stages? (\d)(?: (to|and) (\d))?")
+ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "excuses").glob("*.toml"))
+ALL = -1  # the stage of an entry, or of an excuse, that names none
+
+# What any failure of some kind says: a part, a name of an exception or a signal, a number.
+ANY_FAILURE = re.compile(r"(\w*Error|\w*Exception|NoneType|SIG[A-Z]+|(expected|got) -?\d*)(: ?)?")
 
 
-def entries() -> dict[str, set[str]]:
-    """The checks that FINDINGS.md has an entry for, by engine."""
+def entries() -> dict[str, set[tuple[str, int]]]:
+    """Check and stage of every entry of FINDINGS.md, by engine."""
     parts = ENGINE.split((ROOT / "FINDINGS.md").read_text(encoding="utf-8"))[1:]
     return {
-        engine: {check for line in ENTRY.findall(text) for check in re.findall(r"`([^`]+)`", line)}
+        engine: {pair for head in ENTRY.findall(text) for pair in told(head)}
         for engine, text in zip(parts[::2], parts[1::2], strict=True)
     }
 
 
-def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse() -> None:
-    engines = {path.stem for path in (ROOT / "zharness" / "excuses").glob("*.toml")}
-    written = entries()
-    for engine in sorted(engines | set(written)):
-        excused = {excuse.check for excuse in excuses_for(engine) if not excuse.documented}
-        assert written.get(engine, set()) == excused, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml"
+def told(head: str) -> Iterator[tuple[str, int]]:
+    """Each check of a heading with each of its stages: "stage 3", "stages 1 and 2", "stages 0 to 2"; parts by ";"."""
+    for part in head.split(";"):
+        named = STAGES.search(part)
+        first, word, last = named.groups() if named else (ALL, None, None)
+        stages = range(int(first), int(last if word else first) + 1)
+        for check in re.findall(r"`([^`]+)`", part):
+            yield from ((check, stage) for stage in stages)
+
+
+def excused(excuses: Iterable[Excuse]) -> set[tuple[str, int]]:
+    """Check and stage of every excuse that is no contract."""
+    return {(excuse.check, stage) for excuse in excuses if not excuse.documented for stage in excuse.stages or (ALL,)}
+
+
+def is_broad(signature: str) -> bool:
+    """Whether any wrong number of some part or parameter, or any exception of some kind, has this in its words."""
+    names = {"loss", "input", *(name for spec in MODELS.values() for name, _ in spec.model(0).named_parameters())}
+    bare = re.sub(r"^(step \d+, )?", "", signature).rstrip("[ ")
+    part, _, name = bare.partition(": ") if ": " in bare else (bare.rstrip(":"), "", "")
+    of_a_part = part in {part.value for part in Part} and any(known.startswith(name) for known in names)
+    return of_a_part or bare in names or bool(ANY_FAILURE.fullmatch(signature))
+
+
+@pytest.mark.parametrize("engine", sorted({*ENGINES, *entries()}))
+def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine: str) -> None:
+    written, known = entries().get(engine, set()), excused(excuses_for(engine))
+    assert written == known, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml: {written ^ known}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_signature_excuses_whatever_goes_wrong_in_a_part(engine: str) -> None:
+    broad = {
+        excuse.place: words for excuse in excuses_for(engine) if (words := list(filter(is_broad, excuse.signatures)))
+    }
+    assert not broad, f"say what is wrong (the hint behind the numbers), not where: {broad}"
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        *("reduction: ", "step 0, optimizer: ", "reduction: first.weight", "local gradient: input", "forward: loss"),
+        *("reduction: head", "by_attribute.weight", "KeyError", "NoneType", "SIGABRT", "expected 1", "got -1"),
+    ],
+)
+def test_such_signatures_are_refused(signature: str) -> None:
+    assert is_broad(signature)

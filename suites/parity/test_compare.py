@@ -116,6 +116,18 @@ def test_a_wrong_gradient_is_recognised_by_its_numbers(fault, part: Part, hint: 
     assert hint in found.hint
 
 
+def test_a_wrong_gradient_that_was_reduced_in_bf16_and_is_held_in_fp32_is_recognised() -> None:
+    generator = torch.Generator().manual_seed(3)
+    terms = [[torch.randn(30, generator=generator).bfloat16() for _ in range(2)] for _ in range(2)]
+    actual = ((terms[0][1] + terms[1][1]) / 2).float()
+    mean, bound = mean_and_bound([term for row in terms for term in row], torch.bfloat16, torch.float32)
+    wrong = within(Place("w", Part.REDUCTION), mean, actual, bound)
+    found = attribute(wrong, actual, terms, [actual, actual], {}, torch.bfloat16).mismatch
+    assert found is not None
+    assert found.part is Part.ACCUMULATION
+    assert found.hint == "it is the gradient of micro-batch 1 alone"
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_exact_model_is_certified_where_ranks_are_a_power_of_two(world_size: int) -> None:
     baseline = Baseline(model_spec("exact"), seed=5, world_size=world_size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
+from zharness.checks.optimizer_step import norm_told
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
@@ -266,7 +267,7 @@ def judge_norm(trial: Trial) -> Iterator[Comparison]:
     # The norm itself is a sum of squares in fp32 or wider, and a root.
     bound = torch.cat(bounds).norm() + norm * len(torch.cat(means)) * unit_roundoff(WIDE)
     for rank, copy in enumerate(trial.copies("norm")):
-        yield within(trial.place("loss", Part.OPTIMIZER, seen_on=rank), norm, copy["norm"], bound)
+        yield norm_told(within(trial.place("norm", Part.OPTIMIZER, seen_on=rank), norm, copy["norm"], bound))
 
 
 def check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -47,7 +48,8 @@ def judge_step(
     yield from same_count(trial, kept, made, step)
     for name, weight in before.items():
         if name not in grads:
-            yield identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
+            stayed = identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
+            yield told(stayed, "the step moved a parameter that has no gradient")
             continue
         own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
         grad = Bounded.exact(grads[name])
@@ -78,17 +80,29 @@ def same_count(trial: Trial, state: State, steps: int, at: int) -> Iterator[Comp
     for name, entries in state.items():
         for key, tensor in entries.items():
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, at)
-            if key == "step":
+            if steps == 0:
+                clean = torch.zeros_like(tensor)
+                yield told(identical(place, clean, tensor), "the optimizer has stepped before the first step")
+            elif key == "step":
                 yield identical(place, torch.tensor(float(steps)), tensor.double().reshape(()))
-            elif steps == 0:
-                yield identical(place, torch.zeros_like(tensor), tensor)
 
 
 def hinted(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
     """Say so when the wrong weight is a weight that did not move at all."""
-    if comparison.mismatch is None or not torch.equal(before, after):
+    return told(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
+
+
+def told(comparison: Comparison, hint: str) -> Comparison:
+    """``comparison`` with ``hint``, where it is a mismatch."""
+    if comparison.mismatch is None:
         return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, hint="the step did not move this parameter"))
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
+
+
+def norm_told(comparison: Comparison) -> Comparison:
+    """Say so when a norm is wrong because there is none: it is recorded as NaN."""
+    absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
+    return told(comparison, "the engine reports none") if absent else comparison
 
 
 def hyper(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:

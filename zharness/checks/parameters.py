@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.autograd import backward
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
-from zharness.checks.play import Play, Scene, Side, Unused, check
+from zharness.checks.play import Play, Scene, Side, Unused, check, gradients
 from zharness.checks.trajectory import ADAMW, initial_weights
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, Feature, Reduction
@@ -107,18 +108,39 @@ def steps_with_branches(bench: Bench, engine: Engine) -> None:
 
 
 def judge_stay_put(trial: Trial) -> Iterator[Comparison]:
-    """The engine's own gradients decide what moves; that they are right is other laws' matter."""
-    yield from initial_weights(trial)
-    for step in range(len(BRANCHES)):
-        yield from judge_step(trial, ADAMW, trial.copies("grads", step)[0], Moment(step, "masters"))
-        yield from everyone_agrees(trial, Moment(step + 1))
+    """The engine's own gradients decide how a used parameter moves; that they are right is other laws' matter.
+
+    Which are used is asked of the plain model: an engine that reports zeros for the others still may not move them.
+    """
+    yield from steps_judged(trial, trial.baseline.module())
 
 
 def judge_unfrozen(trial: Trial) -> Iterator[Comparison]:
     """The replay, and that there was a gradient to replay."""
-    yield from judge_stay_put(trial)
+    module: Any = trial.baseline.module()
+    module.frozen.requires_grad_(True)
+    yield from steps_judged(trial, module)
     moved = any(name.startswith("frozen.") for name in trial.copies("grads")[0])
     yield identical(trial.place("frozen", Part.LOCAL_GRADIENT), torch.tensor(1.0), torch.tensor(float(moved)))
+
+
+def steps_judged(trial: Trial, module: nn.Module) -> Iterator[Comparison]:
+    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise."""
+    yield from initial_weights(trial)
+    for step, branch in enumerate(BRANCHES):
+        used = used_by_any(trial, module, step, branch)
+        grads = {name: grad for name, grad in trial.copies("grads", step)[0].items() if name in used}
+        yield from judge_step(trial, ADAMW, grads, Moment(step, "masters"))
+        yield from everyone_agrees(trial, Moment(step + 1))
+
+
+def used_by_any(trial: Trial, module: nn.Module, step: int, branch: bool) -> set[str]:
+    """Names of the plain model's parameters that get a gradient, be it of zeros, from some rank's micro-batch."""
+    module.zero_grad()
+    for rank in range(trial.world_size):
+        batch = trial.baseline.batch(rank, step)
+        backward(trial.baseline.spec.loss(module(batch.inputs, branch=branch), batch.target))
+    return set(gradients(module))
 
 
 def observe_deferred(bench: Bench) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,11 +212,16 @@ def plain_weights(module: nn.Module, names: Sequence[str]) -> Values:
 
 @dataclass(frozen=True)
 class Played:
-    """What a play on the plain model leaves: values, each model's gradients, and those of the training after it."""
+    """What a play on the plain model leaves: values, each model's gradients, and those of the training after it.
+
+    ``last`` is what the last backward that reached a parameter gave it: all that is left of its gradient in an engine
+    that drops the others, which is worth a hint.
+    """
 
     values: Values
     grads: tuple[Values, ...]
     after: tuple[Values, ...]
+    last: tuple[Values, ...]
 
     def flat(self) -> dict[str, Tensor]:
         """Everything, by a name of its own."""
@@ -227,14 +233,29 @@ def play_plain(trial: Trial, scene: Scene, rank: int, dtype: torch.dtype) -> Pla
     sides: list[Side] = []
     for _ in range(scene.engines):
         sides.insert(0, of_plain(trial, rank, dtype, sides[0] if sides else None))
+    watched = [last_gradients(side.module) for side in sides]
     values = {name: tensor.detach() for name, tensor in (scene.play(sides[0]) or {}).items()}
+    last = tuple(dict(each) for each in watched)
     grads, after = [], []
     for side in sides:
         grads.append(gradients(side.module))
         side.zero_grad()
         ordinary(side)
         after.append(gradients(side.module))
-    return Played(values, tuple(grads), tuple(after))
+    return Played(values, tuple(grads), tuple(after), last)
+
+
+def last_gradients(module: nn.Module) -> Values:
+    """A dictionary that from now on holds, by parameter, the gradient of the last backward that reached it."""
+    last: dict[str, Tensor] = {}
+
+    def keep(name: str, grad: Tensor) -> None:
+        last[name] = grad.detach().clone()
+
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
+    return last
 
 
 def gradients(module: nn.Module) -> Values:
@@ -267,7 +288,11 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
                 if scene.unused is Unused.ZERO:
                     found = [{**zeros(trial, label, number), **grads} for grads in found]
                 local = [Local(torch.zeros(()), grads) for grads in found]
-                yield from trial.reduced(label, [local], number, exact, scale)
+                alone = [
+                    Local(torch.zeros(()), {n: scale * g for n, g in one.last[number].items()}) for one in everyone
+                ]
+                suspects = {"the gradient of the last backward alone": [alone]} if label == "grads" else {}
+                yield from trial.reduced(label, [local], number, exact, scale, suspects)
             for rank, held in enumerate(trial.copies("held", number)):
                 for name, count in held.items():
                     yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)

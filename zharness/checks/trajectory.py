@@ -165,19 +165,23 @@ def initial_weights(trial: Trial) -> Iterator[Comparison]:
         yield identical(trial.place(name, Part.GATHER), tensor.detach(), copy[name])
 
 
-def forward(trial: Trial, step: int, local: list[Local]) -> Iterator[Comparison]:
-    """The engine's forward uses the weights that it reports; where it does not, perhaps the ones before the step."""
-    for comparison in trial.same_loss(step, local):
+def forward(trial: Trial, step: int, local: list[Local], micro: int | None = None) -> Iterator[Comparison]:
+    """The engine's forward uses the weights that it reports; where it does not, perhaps the ones before the step.
+
+    ``micro`` is the micro-batch, where it has not the number of the step.
+    """
+    at = step if micro is None else micro
+    for comparison in trial.same_loss(at, local):
         if comparison.mismatch is None or step == 0:
             yield comparison
         else:
-            yield replace(comparison, mismatch=as_stale(trial, step, comparison.mismatch))
+            yield replace(comparison, mismatch=as_stale(trial, step, at, comparison.mismatch))
 
 
-def as_stale(trial: Trial, step: int, mismatch: Mismatch) -> Mismatch:
+def as_stale(trial: Trial, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
     """Blame the gather when the loss is the one that the weights before the last step give."""
     before = trial.copies("params", step - 1)[0]
-    stale = trial.baseline.local(mismatch.seen_on, step, before).loss
+    stale = trial.baseline.local(mismatch.seen_on, micro, before).loss
     if float(stale) != mismatch.actual:
         return mismatch
     return replace(mismatch, part=Part.GATHER, hint=f"the forward used the weights from before step {step - 1}")

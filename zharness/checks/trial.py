@@ -110,7 +110,7 @@ class Trial:
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         for rank, actual in enumerate(everyone):
             found = replace(within(self.place(name, Part.REDUCTION, step, rank), mean, actual, bound, tier), note=note)
-            yield attribute(found, actual, terms, everyone, suspects)
+            yield attribute(found, actual, terms, everyone, suspects, self.reduced_in)
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
 
     def exact(self, steps: range, objective: Objective | None = None) -> Exactness:

@@ -13,8 +13,9 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.double_backward import second_loss
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step
+from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step, norm_told
 from zharness.checks.pairwise import rows
+from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
@@ -260,7 +261,7 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
         # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
         error = norm * gamma(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
         for rank, copy in enumerate(trial.copies("norm", at)):
-            yield within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error)
+            yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error))
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
         for rank, copy in enumerate(trial.copies("masters-after", at)):
             for name, weight in before.items():
@@ -308,11 +309,10 @@ def judge_forward_alone(trial: Trial) -> Iterator[Comparison]:
     for step in range(STEPS):
         params = trial.copies("params", step)[0]
         for at in (10 + step, 20 + step):
-            yield from trial.same_loss(at, trial.locals(at, params))
+            yield from forward(trial, step, trial.locals(at, params), at)
         if trial.recorded("left"):
             for rank, copy in enumerate(trial.copies("left", step)):
-                place = trial.place("gathered", Part.GATHER, step, rank)
-                yield identical(place, torch.tensor(0), copy["gathered"])
+                yield identical(trial.place("gathered", Part.GATHER, step, rank), torch.tensor(0), copy["gathered"])
         local = trial.locals(step, params)
         yield from trial.same_loss(step, local)
         yield from trial.reduced("grads", [local], step)

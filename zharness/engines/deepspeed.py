@@ -24,8 +24,10 @@ from zharness.engines.deepspeed_tensors import Reader
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
 from zharness.errors import ConfigError, EngineContractError, UsageError
 
-# An option of this adapter: one ``coalesce_grad_reduction()`` block around everything between two steps, which is how
-# DeepSpeed documents several backwards before one step (https://github.com/deepspeedai/DeepSpeed/pull/7992).
+# An option of this adapter: one ``coalesce_grad_reduction()`` block around everything between two steps. DeepSpeed
+# documents that of several backwards before one step only 'the final forward/backward should have the boundary state
+# set to True' (set_gradient_accumulation_boundary). Which is the final one no adapter knows; the block need not know:
+# 'every backward inside leaves grads locally on params', and its end reduces them.
 COALESCE = "coalesce_grad_reduction"
 
 

@@ -13,8 +13,6 @@ _UNSYNCED = "no_sync is incompatible with ZeRO stage 2/3, which rely on reductio
 _COMMON: dict[Feature, str] = {
     Feature.RESHARD: "a checkpoint is loaded at its own stage and number of ranks; others take a universal one "
     "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
-    Feature.RANK_BUFFERS: "below stage 3 the first data-parallel rank saves the module for all "
-    "(engine.py, save_non_zero_checkpoint)",
     Feature.UNIVERSAL_CHECKPOINT: "load_universal reads what ds_to_universal wrote, the model's weights among it, "
     "which the files of this law lack",
     Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize makes none of the meta device "
@@ -41,7 +39,6 @@ _AT_STAGE: dict[int, dict[Feature, str]] = {
         "(https://github.com/deepspeedai/DeepSpeed/pull/8026)",
         Feature.OUTSIDE_FORWARD: "a parameter that is read outside its module's forward has to be gathered by the "
         f"caller, or registered ({_DOCUMENTATION}/zero3.html#registering-external-parameters)",
-        Feature.EDITS: "this engine has not been held to this law at stage 3 yet, so no claim is made",
     },
 }
 

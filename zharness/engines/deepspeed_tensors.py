@@ -79,8 +79,8 @@ class Reader:
             safe_set_full_fp32_param(param, value)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's, by parameter and key; empty before the first step."""
-        if self.engine.global_steps == 0:
+        """The optimizer's, by parameter and key; above stage 0 there is none to be read before the first step."""
+        if self.engine.global_steps == 0 and self.stage > 0:
             return {}
         read = (self._whole_state, self._partitioned_state, self._partitioned_state, self._stage3_state)
         return {name: read[self.stage](param) for name, param in self.params.items() if param.requires_grad}

@@ -23,31 +23,42 @@ EXPLAINED = 1 / 64  # a fitted factor is worth a hint when it leaves less than t
 
 
 def attribute(
-    comparison: Comparison, actual: Tensor, terms: Terms, copies: Sequence[Tensor], suspects: Suspects
+    comparison: Comparison,
+    actual: Tensor,
+    terms: Terms,
+    copies: Sequence[Tensor],
+    suspects: Suspects,
+    wire: torch.dtype | None = None,
 ) -> Comparison:
     """``comparison`` with the part and the hint that explain its mismatch best; unchanged where it has none.
 
-    ``actual`` is the copy that was compared, ``copies`` the full gradient as every rank reports it.
+    ``actual`` is the copy that was compared, ``copies`` the full gradient as every rank reports it, and ``wire`` the
+    dtype that gradients are reduced in, where it is not the copy's own: a wrong gradient is rounded in it like a right.
     """
     if comparison.mismatch is None:
         return comparison
-    part, hint = explain(actual, terms, copies, suspects, comparison.mismatch)
+    part, hint = explain(actual, terms, copies, suspects, comparison.mismatch, wire or actual.dtype)
     return replace(comparison, mismatch=replace(comparison.mismatch, part=part, hint=hint))
 
 
 def explain(
-    actual: Tensor, terms: Terms, copies: Sequence[Tensor], suspects: Suspects, mismatch: Mismatch
+    actual: Tensor,
+    terms: Terms,
+    copies: Sequence[Tensor],
+    suspects: Suspects,
+    mismatch: Mismatch,
+    wire: torch.dtype,
 ) -> tuple[Part, str]:
     """The first of the known ways to be wrong that gives just these numbers; a local gradient when none does."""
     for what, losses in suspects.items():
-        if close(actual, [term for row in losses for term in row], len(losses)):
+        if close(actual, [term for row in losses for term in row], len(losses), wire):
             return Part.REDUCTION, f"it is {what}"
     total = sum(len(row) for row in terms)
     for subset, (part, what) in candidates(terms).items():
         kept = [terms[rank][micro] for rank, micro in subset]
-        if close(actual, kept, 1):
+        if close(actual, kept, 1, wire):
             return part, f"it is {what}"
-        if close(actual, kept, len(kept) / total):
+        if close(actual, kept, len(kept) / total, wire):
             return part, f"it is {what}, divided as if nothing were missing"
     if any(not torch.equal(copies[0], copy) for copy in copies[1:]):
         return Part.REDUCTION, "the ranks report different gradients"
@@ -81,9 +92,9 @@ def candidates(terms: Terms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part,
     return found
 
 
-def close(actual: Tensor, terms: Sequence[Tensor], factor: float) -> bool:
-    """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean."""
-    mean, bound = mean_and_bound(list(terms), actual.dtype)
+def close(actual: Tensor, terms: Sequence[Tensor], factor: float, wire: torch.dtype) -> bool:
+    """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean in ``wire``."""
+    mean, bound = mean_and_bound(list(terms), wire, actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
 
