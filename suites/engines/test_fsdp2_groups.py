@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from zharness.engines import fsdp2
 from zharness.engines.protocol import Piece
@@ -56,3 +57,20 @@ def test_a_module_used_under_two_names_is_one_group() -> None:
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaf, root"):
         fsdp2.groups(nn.Identity(), "block")
+
+
+def of_torch_2_6(module: nn.Module, *, mesh: object = None) -> None:
+    """``fully_shard`` before it had ``ignored_params``."""
+
+
+def test_what_an_older_torch_lacks_is_asked_of_it_only_where_it_is_needed() -> None:
+    assert fsdp2.keeping_apart([], of_torch_2_6) == {}
+    with pytest.raises(ConfigError, match="has no ignored_params; take torch"):
+        fsdp2.keeping_apart([nn.Parameter(torch.tensor(1.0))], of_torch_2_6)
+    with pytest.raises(ConfigError, match="has no reset_iter_state"):
+        fsdp2.method("reset_iter_state", nn.Identity())
+
+
+def test_the_installed_fully_shard_takes_what_is_left_to_the_caller() -> None:
+    scalar = nn.Parameter(torch.tensor(1.0))
+    assert fsdp2.keeping_apart([scalar], fully_shard) == {"ignored_params": {scalar}}

@@ -1,9 +1,9 @@
 """The one engine class behind torch's own engines; an adapter hands it the parts in which it differs.
 
 [Note: what does not differ]
-Plain, DDP and FSDP2 all leave the update to ``torch.optim``, keep gradients in ``.grad`` of leaf parameters that carry
-the original names, and train in fp32. What differs is how the module is called, how synchronisation is put off, how a
-whole tensor is had from a shard, and who owns what: that is ``Parts``.
+Plain, DDP and FSDP2 all leave the update to ``torch.optim``, and keep gradients in ``.grad`` of leaf parameters that
+carry the original names. What differs is how the module is called, how synchronisation is put off, how a whole tensor
+is had from a shard, and who owns what: that is ``Parts``.
 """
 
 from __future__ import annotations
@@ -33,31 +33,12 @@ from zharness.engines.saving import Kept, Saving
 from zharness.errors import ConfigError, UsageError
 
 NO_STATE_LAWS = "not held to the state laws yet, so no claim is made"
-# Laws written beside the reference engine, to which the others are still to be held one by one.
-UNASKED = "this engine has not been held to these laws yet, so no claim is made"
-PRECISION = (Feature.AUTOCAST, Feature.LOSS_SCALER, Feature.AUTOCAST_SCALER, Feature.MASTERS, Feature.WIRES)
-NOT_JOINED: Mapping[Feature, str] = dict.fromkeys(
-    (
-        *(Feature.AUTOGRAD, Feature.TRANSFORMS, Feature.RECOMPUTATION, Feature.PARAMETERS, *PRECISION),
-        *(
-            Feature.OUTSIDE_FORWARD,
-            Feature.SUBMODULES,
-            Feature.UNFREEZING,
-            Feature.EDITS,
-            Feature.DEFERRED,
-            Feature.UNIVERSAL_CHECKPOINT,
-        ),
-        *(Feature.VARIATIONS, Feature.STEADINESS, Feature.RESOURCES, Feature.TRAFFIC),
-    ),
-    UNASKED,
-)
 _CALLERS_SCALER = (
     "the loss scale belongs to the caller's torch.amp.GradScaler, of which torch's engines know nothing "
     "(https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
 )
 # What torch's own engines leave to their caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
-    Feature.RANK_BUFFERS: "torch.distributed.checkpoint keeps one copy of a tensor that is no DTensor, for all ranks",
     Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, of which torch's engines know nothing",
     Feature.LOSS_SCALER: _CALLERS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLERS_SCALER,
@@ -231,7 +212,7 @@ class TorchEngine:
 
     def observe(self) -> Observations:
         return Observations(
-            loss_scale=Absent("trains in fp32 without a loss scale"),
+            loss_scale=Absent("the loss scale belongs to the caller's torch.amp.GradScaler"),
             skipped_steps=Absent("never skips a step"),
             learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
             masters=self._masters()

@@ -24,6 +24,10 @@ from zharness.engines.saving import IN_ONE_FILE
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 REFUSES = {
     **TORCH_REFUSES,
+    Feature.RANK_BUFFERS: (
+        "one rank saves for all: 'save the model in only one process and then load it on all processes' "
+        "(https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html)"
+    ),
     Feature.ENGINE_ACCUMULATION: (
         "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
         f"forward-backward pass exiting the context' ({DOCUMENTATION})"

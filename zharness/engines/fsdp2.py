@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from zharness.engines.common import (
     AUTOCAST_OPTION,
     TORCH_REFUSES,
-    UNASKED,
     Parts,
     TorchEngine,
     leaves,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 REFUSES = {
     **TORCH_REFUSES,
+    Feature.RANK_BUFFERS: "torch.distributed.checkpoint keeps one copy of a tensor that is no DTensor, for all ranks",
     Feature.ENGINE_ACCUMULATION: (
         "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
         f"accumulation without communication' ({DOCUMENTATION})"
@@ -52,7 +53,7 @@ REFUSES = {
         "it shards a model on the meta device and leaves its values to the caller, who materializes the shards "
         f"({DOCUMENTATION})"
     ),
-    Feature.RESOURCES: UNASKED,
+    Feature.RESOURCES: "it does not count the bytes that it holds: shards, gathered weights and the copies that it reduces",
 }
 LEAF, ROOT = "leaf", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -89,18 +90,19 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     ignored = unshardable(model) if config.options.get("ignored_params") else {}
     reduce_at_once(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
+    kept_apart = keeping_apart(ignored.values(), fully_shard)
     for module in [*groups(model, str(config.options.get("grouping", LEAF))), model]:
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=config.stage == 3,
             mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype]),
-            ignored_params=set(ignored.values()),
+            **kept_apart,
         )
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
     sync = Synchronisation(model, sharded)
-    reset = cast("FSDPModule", model).reset_iter_state if config.options.get("reset_iter_state") else nothing
+    reset = method("reset_iter_state", model) if config.options.get("reset_iter_state") else nothing
     parts = Parts(
         forward=model.__call__,
         no_sync=sync.off,
@@ -131,6 +133,22 @@ def unshardable(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, param in found.items()
         if not (param.dim() and param.numel() and param.is_contiguous() and param.dtype == usual)
     }
+
+
+def keeping_apart(ignored: Iterable[nn.Parameter], fully_shard: Callable[..., Any]) -> dict[str, Any]:
+    """The argument of ``fully_shard`` that leaves ``ignored`` alone. Raises ConfigError where this torch lacks it."""
+    params = set(ignored)
+    if params and "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ConfigError(f"fully_shard of torch {torch.__version__} has no ignored_params; take torch 2.7 or newer")
+    return {"ignored_params": params} if params else {}
+
+
+def method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
+    """A method of an FSDPModule. Raises ConfigError where this torch lacks it."""
+    found: Callable[..., None] | None = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"FSDPModule of torch {torch.__version__} has no {name}; take a newer torch")
+    return found
 
 
 def reduce_at_once(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
@@ -229,10 +247,7 @@ def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
     for name, value in options.items():
         for module in sharded:
-            setter = getattr(module, f"set_{name}", None)
-            if setter is None:
-                raise ConfigError(f"FSDPModule of torch {torch.__version__} has no set_{name}; take a newer torch")
-            setter(value)
+            method(f"set_{name}", module)(value)
 
 
 def reshard(sharded: list[FSDPModule]) -> None:

@@ -1,22 +1,26 @@
-"""How torch's own engines keep their state: one file of torch.save, or torch.distributed.checkpoint for shards."""
+"""How torch's own engines keep their state: one file of torch.save, or torch.distributed.checkpoint for shards.
+
+Whatever interrupts a save, the checkpoint before it is whole and is found; whatever fails on one rank fails on all.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from zharness.errors import UsageError
+from zharness.comm import Comm
+from zharness.errors import CheckpointError
+from zharness.reference.together import together
 
 FILE, FOLDER = "engine.pt", "engine"
-PARTIAL = ".partial"
+PARTIAL, PREVIOUS = ".partial", ".previous"
 
 
 @dataclass(frozen=True)
@@ -37,83 +41,154 @@ class Saving:
 
 
 def save_file(path: Path, kept: Kept) -> None:
-    """Rank 0 writes everything, which every rank has whole; until it is complete the checkpoint before it stays."""
+    """Rank 0 writes everything, which every rank has whole; until it is complete the checkpoint before it stays.
+
+    Raises CheckpointError, on every rank, where it cannot be written.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    comm = Comm()
     if isinstance(kept.optimizer, ZeroRedundancyOptimizer):
         kept.optimizer.consolidate_state_dict(to=0)
-    if dist.get_rank() == 0:
-        content = {
-            "model": kept.module.state_dict(),
-            "optimizer": kept.optimizer.state_dict(),
-            "schedule": kept.schedule.state_dict(),
-        }
-        path.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path / (FILE + PARTIAL))
-        os.replace(path / (FILE + PARTIAL), path / FILE)
-    dist.barrier()
+    with together(comm):
+        if comm.rank == 0:
+            content = {
+                "model": kept.module.state_dict(),
+                "optimizer": kept.optimizer.state_dict(),
+                "schedule": kept.schedule.state_dict(),
+            }
+            path.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path / (FILE + PARTIAL))
+            os.replace(path / (FILE + PARTIAL), path / FILE)
 
 
 def load_file(path: Path, kept: Kept) -> None:
-    """Read on every rank, with weights_only; nothing is loaded before all of it was read.
+    """Read on every rank, with weights_only; nothing is loaded before all ranks have read all of it, and it fits.
 
-    Raises UsageError when there is no checkpoint; what torch.load raises for one that is damaged or carries code.
+    Raises CheckpointError, on every rank, when there is no checkpoint, or one that is damaged, carries code or is
+    another model's.
     """
-    if not (path / FILE).is_file():
-        raise UsageError(f"load from {path}: no {FILE} in there; expected the folder that an engine of this kind saved")
-    content = torch.load(path / FILE, map_location="cpu", weights_only=True)
+    from zharness.reference import unpickling
+
+    with together(Comm()):
+        if not (path / FILE).is_file():
+            raise missing(path, FILE)
+        content = unpickling.load(path / FILE, str(path / FILE))
+        require_fitting(content, kept, path / FILE)
     kept.module.load_state_dict(content["model"])
     kept.optimizer.load_state_dict(content["optimizer"])
     kept.schedule.load_state_dict(content["schedule"])
 
 
+def require_fitting(content: Any, kept: Kept, file: Path) -> None:
+    """Raises CheckpointError unless ``content`` is of this model and optimizer: torch copies what fits, then raises."""
+    # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has none before its ranks have consolidated it.
+    parts: tuple[tuple[str, Mapping[str, Any], Callable[[Mapping[str, Any]], object]], ...] = (
+        ("model", kept.module.state_dict(), shapes),
+        ("optimizer", {"param_groups": kept.optimizer.param_groups}, sizes),
+        ("schedule", kept.schedule.state_dict(), sorted),
+    )
+    for part, own, facts in parts:
+        got = content.get(part) if isinstance(content, Mapping) else None
+        if not isinstance(got, Mapping) or facts(got) != facts(own):
+            raise CheckpointError(f"load from {file}: its {part} is not this engine's; expected what this engine saved")
+
+
+def shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's state has to have in common with the model."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
+def sizes(state: Mapping[str, Any]) -> list[int]:
+    """How many parameters each group of an optimizer's state has."""
+    return [len(group["params"]) for group in state["param_groups"]]
+
+
 def save_shards(path: Path, kept: Kept) -> None:
-    """Every rank writes its shards by torch.distributed.checkpoint; the folder appears when all are written."""
+    """Every rank writes its shards by torch.distributed.checkpoint; the folder appears when all are written.
+
+    Raises CheckpointError, on every rank, where they cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    path.mkdir(parents=True, exist_ok=True)
-    partial, place = path / (FOLDER + PARTIAL), path / FOLDER
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
-    save(sharded(kept), checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        shutil.rmtree(place, ignore_errors=True)
-        os.replace(partial, place)
-    dist.barrier()
+    comm, partial = Comm(), path / (FOLDER + PARTIAL)
+    with together(comm):
+        if comm.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save(sharded(kept), checkpoint_id=partial)
+    except CheckpointException as error:  # no Exception of Python's: it would pass every handler of a caller
+        raise CheckpointError(f"save to {path}: {error}") from error
+    with together(comm):
+        if comm.rank == 0:
+            publish(partial, path)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give the complete folder its name. Of the checkpoint before, one or the other is always there."""
+    place, previous = path / FOLDER, path / (FOLDER + PREVIOUS)
+    if place.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.replace(place, previous)
+    os.replace(partial, place)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def load_shards(path: Path, kept: Kept) -> None:
-    """Read what ``save_shards`` wrote, at any number of ranks.
+    """Read what ``save_shards`` wrote, at any number of ranks; nothing is loaded before all ranks have read theirs.
 
-    Raises UsageError when there is none, or a damaged one. torch.distributed.checkpoint reads ``.metadata`` with plain
-    pickle: load no checkpoint that you did not write.
+    Raises CheckpointError, on every rank, when there is none, or a damaged one. torch's own reader is what a user of
+    FSDP2 has, so it is what the laws are asked of: it reads ``.metadata`` with plain pickle (pytorch/pytorch#189308).
+    Load no checkpoint that you did not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    if not (path / FOLDER).is_dir():
-        raise UsageError(
-            f"load from {path}: no {FOLDER} in there; expected the folder that an engine of this kind saved"
-        )
-    state = sharded(kept)
+    with together(Comm()):
+        # The second after a save that died between two renames.
+        found = next((place for place in (path / FOLDER, path / (FOLDER + PREVIOUS)) if place.is_dir()), None)
+        if found is None:
+            raise missing(path, FOLDER)
+    state = copied(sharded(kept))  # the engine's own tensors would be half read when a file turns out damaged
     try:
-        load(state, checkpoint_id=path / FOLDER)
-    except CheckpointException as error:  # no Exception of Python's: it would pass every handler of a caller
-        raise UsageError(
+        load(state, checkpoint_id=found)
+    except CheckpointException as error:
+        raise CheckpointError(
             f"load from {path}: damaged, or of another kind ({error}); expected what this engine saved"
         ) from error
     set_state_dict(kept.module, kept.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     kept.schedule.load_state_dict(state["schedule"])
 
 
+def missing(path: Path, name: str) -> CheckpointError:
+    """That there is no checkpoint."""
+    return CheckpointError(
+        f"load from {path}: no {name} in there; expected the folder that an engine of this kind saved"
+    )
+
+
 def sharded(kept: Kept) -> dict[str, Any]:
     """The state as torch.distributed.checkpoint takes it: shards, by the original names."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    untouched = not kept.optimizer.state
     model, optimizer = get_state_dict(kept.module, kept.optimizer)
+    if untouched:
+        # get_state_dict makes the state by a step of zero gradients, which Adam would go on counting.
+        kept.optimizer.state.clear()
     return {"model": model, "optimizer": optimizer, "schedule": kept.schedule.state_dict()}
+
+
+def copied(value: Any) -> Any:
+    """``value``, a tensor or containers of them, with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(entry) for key, entry in value.items()}
+    return [copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 IN_ONE_FILE = Saving(save_file, load_file)
