@@ -54,6 +54,14 @@ def test_a_module_used_under_two_names_is_one_group() -> None:
         assert named_groups(nn.Sequential(layer, nn.Sequential(layer, nn.Linear(4, 4)))) == ["0", "1.1"]
 
 
+def test_a_module_whose_weight_the_root_reads_falls_to_the_root() -> None:
+    with torch.device("meta"):
+        model = Holder()
+    assert [type(module) for module in fsdp2.groups(model, "leaf", ["blocks.2"])] == [nn.MultiheadAttention, nn.Linear]
+    with pytest.raises(ConfigError, match=r"unknown module in in_root 'head'; allowed: attention"):
+        fsdp2.groups(model, "leaf", ["head"])
+
+
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaf, root"):
         fsdp2.groups(nn.Identity(), "block")

@@ -131,16 +131,3 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(
     name: str, stage: int, spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
     assert on_ranks(after_a_load_that_failed, name, stage, tmp_path / "kept", spoil) == [True] * WORLD_SIZE
-
-
-def after_an_early_save(name: str, stage: int, folder: Path) -> bool:
-    engine, other = build(name, stage), build(name, stage)
-    engine.save(folder)
-    for one in (engine, other):
-        step(one)
-    return same(state(engine), state(other))
-
-
-@pytest.mark.parametrize(("name", "stage"), [("ddp", 0), ("fsdp2", 2)])
-def test_a_save_before_the_first_step_leaves_the_optimizer_as_it_was(name: str, stage: int, tmp_path: Path) -> None:
-    assert on_ranks(after_an_early_save, name, stage, tmp_path / "kept") == [True] * WORLD_SIZE

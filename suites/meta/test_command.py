@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -25,41 +27,46 @@ def started(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def zharness(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a fork of this process, which has imported torch: that is most of what a short command costs."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, warnings.catch_warnings():
-        # As in zharness.world.server: a worker of xdist has a thread, which holds nothing that the command needs.
-        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                code = as_the_command(arguments, out.fileno(), errors.fileno())
-            finally:
-                os._exit(code)  # whatever comes: a fork that returned would go on with the test session
-        _, status = os.waitpid(child, 0)
-        for file in (out, errors):
-            file.seek(0)
-        code = os.waitstatus_to_exitcode(status)
-        return subprocess.CompletedProcess(arguments, code, out.read().decode(), errors.read().decode())
+SEVERAL = """
+import contextlib, io, json, sys
+from zharness.cli import main
+done = []
+for arguments in json.load(sys.stdin):
+    sys.argv, out, errors = ["zharness", *arguments], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as ended:
+            done.append([ended.code, out.getvalue(), errors.getvalue()])
+print(json.dumps(done))
+"""
 
 
-def as_the_command(arguments: tuple[str, ...], out: int, errors: int) -> int:
-    """In the fork: what the console script does, on these streams; its exit code."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(300)
-    os.dup2(out, 1)
-    os.dup2(errors, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    sys.argv = ["zharness", *arguments]
-    os.chdir(ROOT)
-    try:
-        main()
-    except SystemExit as ended:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return ended.code if isinstance(ended.code, int) else 99
-    return 99
+@cache
+def all_wrong() -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of every command of WRONG: one after the other in one process, which loads torch."""
+    asked = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
+    command = [sys.executable, "-c", SEVERAL]
+    done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
+
+
+def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, for what it says without starting a rank: torch is imported here already."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(os, "fork", no_fork)
+        patch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process are the test session's
+        patch.setattr(sys, "argv", ["zharness", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert isinstance(ended.value.code, int)
+    return subprocess.CompletedProcess(arguments, ended.value.code, out.getvalue(), errors.getvalue())
+
+
+def no_fork() -> NoReturn:
+    raise AssertionError("the command starts a process: test it in one of its own, by started()")
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -80,23 +87,21 @@ def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> 
 
 def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_shows_it_again(tmp_path: Path) -> None:
     engine = "zharness.mutants:never_reduces"
-    done = zharness("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
+    done = started("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
     assert done.returncode == 1, done.stderr
     assert "step 0, reduction: first.weight[" in done.stdout
     assert "it is the gradient of rank 0 alone, not reduced" in done.stdout
     (record,) = records(tmp_path / "r")
     assert record["command"] in done.stdout
     assert record["divergence"]["part"] == "reduction"  # type: ignore[index]
-    again = zharness(*str(record["command"]).replace("'", "").split()[1:])
+    again = started(*str(record["command"]).replace("'", "").split()[1:])
     assert again.returncode == 1
     assert record["divergence"]["words"] in again.stdout  # type: ignore[index]
 
 
 def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
-    done = zharness("check", "trajectory", "training.trajectory", "--model", "mlp")
-    assert done.returncode == 2, "a pattern that matches nothing is wrong usage"
     engine = "zharness.mutants:wrong_epsilon"
-    done = zharness("check", "training.trajectory", "--model", "mlp", "--engine", engine)
+    done = started("check", "training.trajectory", "--model", "mlp", "--engine", engine)
     assert done.returncode == 1, done.stderr
     assert "step 0, optimizer: " in done.stdout
 
@@ -106,12 +111,13 @@ WRONG = {
         ["--engine", "zero9"],
         ["unknown engine 'zero9'", "allowed: plain, reference", "zharness list"],
     ),
+    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown check 'trajectory'"]),
     "an unknown check": (["nonsense"], ["unknown check 'nonsense'", "allowed: training.grads"]),
     "an unknown stage": (["--stage", "7"], ["unknown stage '7'", "allowed: 0, 1, 2, 3"]),
     "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
     "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected whole numbers"]),
     "an unknown dtype": (["--dtype", "fp8"], ["unknown dtype 'fp8'", "allowed: fp32, bf16, fp16"]),
-    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: blocks, conv, exact"]),
+    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: blocks, changing, conv"]),
     "a world size of nothing": (["--world-size", "0"], ["world size 0 cannot be started here", "allowed: 1 to"]),
     "a world size too large": (["--world-size", "99999"], ["world size 99999 cannot be started", "allowed: 1 to"]),
     "a factory that does not import": (
@@ -141,14 +147,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "sentences"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_input_gets_one_clear_error_and_exit_2(arguments: list[str], sentences: list[str]) -> None:
-    done = zharness("check", *arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    for sentence in sentences:
-        assert sentence in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert len(done.stderr.strip().splitlines()) <= 4, "an error is a sentence, not a page"
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_gets_one_clear_error_and_exit_2(name: str) -> None:
+    code, out, errors = all_wrong()[name]
+    assert code == 2, out + errors
+    for sentence in WRONG[name][1]:
+        assert sentence in errors
+    assert "Traceback" not in errors + out
+    assert len(errors.strip().splitlines()) <= 4, "an error is a sentence, not a page"
 
 
 def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
@@ -228,23 +234,23 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
 
 
 def test_help_teaches() -> None:
-    done = zharness("check", "--help")
+    done = told("check", "--help")
     assert done.returncode == 0
     for word in ("PATTERN", "--engine", "--stage", "--world-size", "--dtype", "--jsonl", "--seed", "--timeout"):
         assert word in done.stdout
 
 
 def test_the_list_of_laws_is_narrowed_and_names_the_mutants_that_each_has_to_kill() -> None:
-    (row,) = json.loads(zharness("list", "checks", "training.grads", "--long", "--json").stdout)
+    (row,) = json.loads(told("list", "checks", "training.grads", "--long", "--json").stdout)
     assert (row["group"], row["tier"]) == ("training", "S")
     assert "never_reduces" in row["kills"].split(", ")
-    done = zharness("list", "checks", "nonsense")
+    done = told("list", "checks", "nonsense")
     assert (done.returncode, "unknown check 'nonsense'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("what", ["engines", "checks", "models", "mutants", "repros"])
 def test_lists_are_tables_and_json(what: str) -> None:
-    assert zharness("list", what).returncode == 0
-    rows = json.loads(zharness("list", what, "--json").stdout)
+    assert told("list", what).returncode == 0
+    rows = json.loads(told("list", what, "--json").stdout)
     assert rows
     assert all(isinstance(value, str) for row in rows for value in row.values())

@@ -63,7 +63,9 @@ def is_broad(signature: str) -> bool:
 
 @pytest.mark.parametrize("engine", sorted({*ENGINES, *entries()}))
 def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine: str) -> None:
-    written, known = entries().get(engine, set()), excused(excuses_for(engine))
+    # What an engine shares with another stands in the other's section, as it does in the other's file.
+    own = [excuse for excuse in excuses_for(engine) if f"/{engine}.toml" in excuse.place]
+    written, known = entries().get(engine, set()), excused(own)
     assert written == known, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml: {written ^ known}"
 
 

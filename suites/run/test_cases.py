@@ -12,8 +12,9 @@ import pytest
 from zharness import engines
 from zharness.case import Case
 from zharness.checks import CHECKS
-from zharness.checks.pairwise import laid_over, rows
+from zharness.checks.pairwise import rows
 from zharness.engines import Capabilities, Feature
+from zharness.engines.options import laid_over
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part, Tier
 from zharness.report import failures, matrix, summary

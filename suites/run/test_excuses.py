@@ -51,6 +51,14 @@ def test_a_user_s_file_names_engine_and_releases_once_and_each_entry_has_its_lin
     assert not replace(second, releases="<2").covers(CASE, "(no release)"), "what has no release is not in a range"
 
 
+def test_an_entry_of_several_engines_is_an_excuse_of_each(tmp_path: Path) -> None:
+    both = own(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
+    assert [excuse.engine for excuse in both] == ["ddp", "zero1"]
+    assert len({excuse.place for excuse in both}) == 1
+    shared = {excuse.place for excuse in excuses_for("ddp")}
+    assert shared < {excuse.place for excuse in excuses_for("zero1")}, "the backwards of zero1 are DDP's"
+
+
 def test_a_user_s_own_excuse_comes_before_the_shipped_one(tmp_path: Path) -> None:
     (mine,) = own(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
     assert excuses_for("fsdp2", (mine,))[0] is mine

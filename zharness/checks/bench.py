@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zharness.checks.construction import as_dict, constructed, on_cpu
 from zharness.checks.dtypes import DTYPES
-from zharness.checks.pairwise import laid_over
+from zharness.engines.options import laid_over
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,

@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-Options = Mapping[str, Any]
-
-
-def laid_over(base: Options, over: Options) -> dict[str, Any]:
-    """``base`` with other options laid over it, section by section."""
-    deep = {
-        key: laid_over(base[key], value)
-        for key, value in over.items()
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
-    }
-    return {**base, **over, **deep}
+from zharness.engines.options import Options, laid_over
 
 
 def rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:

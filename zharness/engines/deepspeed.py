@@ -21,6 +21,7 @@ from zharness.engines import optimizers, warm
 from zharness.engines.deepspeed_claims import CAPABILITIES, capabilities_at
 from zharness.engines.deepspeed_process import Leftovers, imported, prepare
 from zharness.engines.deepspeed_tensors import Reader
+from zharness.engines.options import laid_over
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
 from zharness.errors import ConfigError, EngineContractError, UsageError
 
@@ -61,16 +62,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # With the default of 100,000 elements every small model stays whole on every rank.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return _merged(base, {key: value for key, value in config.options.items() if key != COALESCE})
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in over.items():
-        below = result.get(key)
-        nested = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = _merged(below, value) if nested else value  # type: ignore[arg-type]
-    return result
+    return laid_over(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
 class DeepSpeedEngine:

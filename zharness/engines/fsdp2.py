@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -53,7 +53,7 @@ REFUSES = {
         "it shards a model on the meta device and leaves its values to the caller, who materializes the shards "
         f"({DOCUMENTATION})"
     ),
-    Feature.RESOURCES: "it does not count the bytes that it holds: shards, gathered weights and the copies that it reduces",
+    Feature.RESOURCES: "it does not count the bytes that it holds: shards, gathered weights and copies to reduce",
 }
 LEAF, ROOT = "leaf", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,9 +64,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # the shards that the optimizer works on, and their gradients, stay fp32.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 CAPABILITIES = Capabilities(stages=frozenset({2, 3}), dtypes=frozenset(DTYPES), refuses=REFUSES, variants=VARIANTS)
-OWN_OPTIONS = ("grouping", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
+OWN_OPTIONS = ("grouping", "in_root", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
+    "in_root": "modules by name that get no group of their own, as the root's forward reads their weights; default []",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
     "reduce_scatter_unused_params": "zeros for parameters without gradient on this rank",
     "reshard_after_backward": "free the gathered weights at the end of backward; default true",
@@ -91,7 +92,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     reduce_at_once(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
     kept_apart = keeping_apart(ignored.values(), fully_shard)
-    for module in [*groups(model, str(config.options.get("grouping", LEAF))), model]:
+    for module in [*groups(model, str(config.options.get("grouping", LEAF)), config.options.get("in_root", ())), model]:
         fully_shard(
             module,
             mesh=mesh,
@@ -200,8 +201,8 @@ class Synchronisation:
             module.set_requires_gradient_sync(on, recurse=False)
 
 
-def groups(model: nn.Module, grouping: str) -> list[nn.Module]:
-    """The modules below ``model`` that get a group of their own; every other parameter falls to the root's.
+def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list[nn.Module]:
+    """The modules below ``model`` that get a group of their own, but those of ``in_root``: the rest is the root's.
 
     FSDP2 gathers a group around the forward of its module. So a module that owns parameters takes all below it along
     (its forward may read them without calling the owner, as MultiheadAttention reads out_proj.weight), a container
@@ -209,11 +210,17 @@ def groups(model: nn.Module, grouping: str) -> list[nn.Module]:
     """
     if grouping not in (LEAF, ROOT):
         raise ConfigError.unknown("grouping", grouping, [LEAF, ROOT])
+    modules = dict(model.named_modules())
+    for name in in_root:
+        if name not in modules:
+            raise ConfigError.unknown("module in in_root", name, sorted(filter(None, modules)))
     if grouping == ROOT:
         return []
+    left_out = {id(modules[name]) for name in in_root}
     owners = Counter(id(param) for module in model.modules() for param in own_parameters(module))
     tied = frozenset(key for key, count in owners.items() if count > 1)
-    return list({id(module): module for child in model.children() for module in topmost_owners(child, tied)}.values())
+    found = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
+    return [module for key, module in found.items() if key not in left_out]
 
 
 def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:

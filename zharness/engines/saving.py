@@ -174,11 +174,7 @@ def sharded(kept: Kept) -> dict[str, Any]:
     """The state as torch.distributed.checkpoint takes it: shards, by the original names."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    untouched = not kept.optimizer.state
     model, optimizer = get_state_dict(kept.module, kept.optimizer)
-    if untouched:
-        # get_state_dict makes the state by a step of zero gradients, which Adam would go on counting.
-        kept.optimizer.state.clear()
     return {"model": model, "optimizer": optimizer, "schedule": kept.schedule.state_dict()}
 
 

@@ -19,10 +19,6 @@ from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Optim
 # parameter and broadcasts it.
 REFUSES = {
     **ddp.REFUSES,
-    Feature.PARAMETERS: (
-        "'ZeroRedundancyOptimizer requires that all of the passed-in parameters are the same dense type', and the "
-        "model of these laws mixes them (https://docs.pytorch.org/docs/stable/distributed.optim.html)"
-    ),
     Feature.RESOURCES: (
         "its shares are of uneven size: 'Each parameter belongs to a single rank and is not divided among ranks' "
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"

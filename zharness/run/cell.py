@@ -16,8 +16,8 @@ from zharness import engines
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial, check_named
 from zharness.checks.construction import constructed, require_initial
-from zharness.checks.pairwise import laid_over
 from zharness.engines import Capabilities, EngineConfig
+from zharness.engines.options import laid_over
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline

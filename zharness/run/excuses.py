@@ -89,12 +89,16 @@ class Excuse:
 
 @cache
 def shipped(engine: str) -> tuple[Excuse, ...]:
-    """The excuses for one engine that come with the package, in the order of their file. Read once a process."""
+    """The excuses for one engine that come with the package, those of its own file first. Read once a process."""
     name = split(engine)[0]
-    file = importlib.resources.files("zharness") / "excuses" / f"{name}.toml"
-    if not file.is_file():
-        return ()
-    return parsed(file.read_text(encoding="utf-8"), f"zharness/excuses/{name}.toml", name)
+    folder = importlib.resources.files("zharness") / "excuses"
+    stems = (file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+    return tuple(
+        excuse
+        for stem in sorted(stems, key=lambda stem: (stem != name, stem))
+        for excuse in parsed((folder / f"{stem}.toml").read_text("utf-8"), f"zharness/excuses/{stem}.toml", stem)
+        if excuse.engine == name
+    )
 
 
 def read_excuses(paths: Iterable[Path]) -> tuple[Excuse, ...]:
@@ -112,7 +116,7 @@ def read_excuses(paths: Iterable[Path]) -> tuple[Excuse, ...]:
 def parsed(text: str, source: str, engine: str = "") -> tuple[Excuse, ...]:
     """The tables ``[[excuse]]`` of one file; ``engine`` and ``releases`` above them hold for those that have none.
 
-    Raises UsageError naming file and line.
+    A table whose ``engine`` is a list is an excuse of each of them. Raises UsageError naming file and line.
     """
     try:
         content = tomllib.loads(text)
@@ -125,7 +129,17 @@ def parsed(text: str, source: str, engine: str = "") -> tuple[Excuse, ...]:
     entries = content.get("excuse", [])
     lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.fullmatch(line)]
     places = [f"{source}:{line}" for line in lines] if len(lines) == len(entries) else [source] * len(entries)
-    return tuple(parse({**above, **entry}, place) for entry, place in zip(entries, places, strict=True))
+    return tuple(
+        parse(one, place)
+        for entry, place in zip(entries, places, strict=True)
+        for one in for_each_engine({**above, **entry})
+    )
+
+
+def for_each_engine(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """``entry`` as it is, or once for each engine of the list that it names."""
+    named = entry.get("engine")
+    return [{**entry, "engine": engine} for engine in named] if isinstance(named, list) and named else [entry]
 
 
 def parse(entry: Mapping[str, Any], place: str) -> Excuse:
