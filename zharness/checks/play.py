@@ -288,16 +288,25 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
                 if scene.unused is Unused.ZERO:
                     found = [{**zeros(trial, label, number), **grads} for grads in found]
                 local = [Local(torch.zeros(()), grads) for grads in found]
-                alone = [
-                    Local(torch.zeros(()), {n: scale * g for n, g in one.last[number].items()}) for one in everyone
-                ]
-                suspects = {"the gradient of the last backward alone": [alone]} if label == "grads" else {}
+                suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
                 yield from trial.reduced(label, [local], number, exact, scale, suspects)
             for rank, held in enumerate(trial.copies("held", number)):
                 for name, count in held.items():
                     yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
 
     return judge
+
+
+def of_one_backward(everyone: Sequence[Played], number: int, scale: float) -> Mapping[str, Sequence[Sequence[Local]]]:
+    """What is left where an engine keeps one of several backwards, or drops one: the gradients to recognise it by."""
+    alone, without = [], []
+    for played in everyone:
+        last = {name: scale * grad for name, grad in played.last[number].items()}
+        grads = played.grads[number]
+        alone.append(Local(torch.zeros(()), last))
+        rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
+        without.append(Local(torch.zeros(()), rest))
+    return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
 
 
 def zeros(trial: Trial, label: str, number: int) -> Values:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
-from zharness.parity.attribution import Suspects, attribute
+from zharness.parity.attribution import Suspects, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import Exactness, certified
@@ -60,7 +60,8 @@ class Trial:
         for rank, copy in enumerate(self.copies(label, step)):
             check_names(label, expected[rank], copy)
             for name, tensor in expected[rank].items():
-                yield identical(self.place(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
+                found = identical(self.place(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
+                yield scaled(found, tensor, copy[name])
 
     def reduced(
         self,
@@ -130,6 +131,15 @@ def grad_of(local: Local, name: str, micros: Sequence[Sequence[Local]]) -> Tenso
         return local.grads[name]
     other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
     return torch.zeros_like(other)
+
+
+def scaled(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
+    """Say so when wrong values are the right ones times a factor."""
+    if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
+        return comparison
+    factor = scale_of(actual, [expected])
+    hint = "" if factor is None else f"it is {factor:.7g} x the right value"
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
 
 
 def times(trial: Trial, factor: int, divisor: int) -> Objective:
