@@ -32,6 +32,12 @@ def non_scalar(side: Side) -> None:
 
 
 def joint_loss(side: Side) -> None:
+    """One loss over two engines."""
+    assert side.other is not None
+    backward(side.loss(side.call(side.x()) + 2 * side.other.call(side.x(2))))
+
+
+def bypass(side: Side) -> None:
     """One loss over two engines, with a branch that never passed through either's output."""
     assert side.other is not None
     together = side.call(side.x()) + 2 * side.other.call(side.x(2))
@@ -213,6 +219,11 @@ CHECKS = (
     backward_law(non_scalar, "out.backward(g) is vanilla's"),
     backward_law(
         joint_loss,
+        "a loss over two engines gives each its gradients",
+        engines=2,
+    ),
+    backward_law(
+        bypass,
         "a loss over two engines, with a branch that bypasses both, gives each its gradients",
         Feature.SUBMODULES,
         engines=2,

@@ -161,7 +161,7 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
 
 
 def parameter_law(
-    play: Play, words: str, *needs: Feature, unused: Unused = Unused.ZERO, model: str = "changing"
+    play: Play, words: str, *needs: Feature, unused: Unused = Unused.CLAIMED, model: str = "changing"
 ) -> Check:
     """The check of one play, by the mean where that is exact; other plays ask for the sum."""
     name, scene = play.__name__, Scene(play, unused=unused, reduction=Reduction.MEAN)

@@ -91,8 +91,8 @@ def ordinary(side: Side) -> None:
 class Unused(Enum):
     """What an engine may report as the gradient of a parameter that no rank used, of which vanilla has none."""
 
-    NONE = "none, as vanilla"
-    ZERO = "none, or zeros: which of them is asked by the laws of parameters"
+    CLAIMED = "none, as vanilla, where Feature.NO_GRADIENT is claimed; else zeros will do"
+    NONE = "none, as vanilla, whatever is claimed"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Scene:
     play: Play
     engines: int = 1
     accumulation: int = 1
-    unused: Unused = Unused.ZERO
+    unused: Unused = Unused.CLAIMED
     reduction: Reduction = Reduction.SUM
 
 
@@ -119,7 +119,6 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
         wanted = scene.reduction if is_power_of_two(bench.world_size) else Reduction.SUM  # a third is not exact
         reduction = wanted if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
         bench.record(reduction.value, {})
-        bench.record("setting", {"divisor": torch.tensor(divisor)})
         engines = [
             bench.engine(
                 optimizer=FROZEN,
@@ -129,6 +128,10 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
             )
             for _ in range(scene.engines)
         ]
+        # The engine's own word, which an option may have changed.
+        refused = engines[0].capabilities.refusal(Feature.NO_GRADIENT) is not None
+        zeros = scene.unused is Unused.CLAIMED and refused
+        bench.record("setting", {"divisor": torch.tensor(divisor), "zeros": torch.tensor(zeros)})
         side: Side | None = None
         for engine in reversed(engines):
             side = of_engine(bench, engine, side)
@@ -279,14 +282,15 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
         everyone = [played_exactly(trial, scene, rank) for rank in range(trial.world_size)]
         yield from trial.same_value("values", [played.values for played in everyone])
         summed = trial.recorded(Reduction.SUM.value)
-        divisor = int(trial.copies("setting")[0]["divisor"])
+        setting = trial.copies("setting")[0]
+        divisor = int(setting["divisor"])
         scale = (trial.world_size if summed else 1) / divisor
         exact = summed or division_by(trial.world_size)
         for number in range(scene.engines):
             for label in ("grads", "after"):
                 found = [getattr(played, label)[number] for played in everyone]
-                if scene.unused is Unused.ZERO:
-                    found = [{**zeros(trial, label, number), **grads} for grads in found]
+                if setting["zeros"]:
+                    found = [{**unused(trial, label, number), **grads} for grads in found]
                 local = [Local(torch.zeros(()), grads) for grads in found]
                 suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
                 yield from trial.reduced(label, [local], number, exact, scale, suspects)
@@ -309,7 +313,7 @@ def of_one_backward(everyone: Sequence[Played], number: int, scale: float) -> Ma
     return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
 
 
-def zeros(trial: Trial, label: str, number: int) -> Values:
+def unused(trial: Trial, label: str, number: int) -> Values:
     """Zeros for every trained parameter that rank 0 reports a gradient of: what it has to be where no rank used it."""
     reported = trial.copies(label, number)[0]
     parameters = trial.baseline.module().named_parameters()

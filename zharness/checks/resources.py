@@ -257,7 +257,7 @@ def judge_poisoned_memory(trial: Trial) -> Iterator[Comparison]:
 
 
 COUNTS = (10, 100, 1000)
-REGIONS = (10, 30, 50)
+REGIONS = (10, 30, 100)
 
 
 class Pointwise(nn.Module):
@@ -314,15 +314,17 @@ def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
 
 
 def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
-    """O(parameters): from 100 to 1000 tensors, at most twice the calls for each further tensor than from 10 to 100.
+    """O(parameters): from 100 to 1000 tensors, less than one more call for each further tensor than from 10 to 100.
 
-    So too with as many checkpoints, at 10, 30 and 50 of them. Twice, because buckets and lists grow in steps; what
-    looks at every tensor for each would make ten times as many.
+    So too with as many checkpoints, at 10, 30 and 100 of them. One, because lists and buckets grow in steps: what they
+    cost is a part of a call for each tensor. With a + bn + cn^2 calls the two slopes differ by c times (1000 - 10), for
+    checkpoints c times (100 - 10), so what makes one call for every pair of them is far above it.
     """
     for name, counts in (("calls", COUNTS), ("recomputed", REGIONS)):
         for rank in range(trial.world_size):
             few, some, many = (trial.copies(name, count)[rank]["calls"] for count in counts)
-            allowed = some + 2 * (some - few) * (counts[2] - counts[1]) / (counts[1] - counts[0])
+            each = (some - few) / (counts[1] - counts[0])
+            allowed = some + (each + 1) * (counts[2] - counts[1])
             yield between(trial.place(name, Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed)
 
 

@@ -287,7 +287,7 @@ FORWARDS: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
 
 
 def observe_forward_alone(bench: Bench) -> None:
-    """A forward without backward before each backward, and between backward and step."""
+    """A forward without backward before each backward, and before a step: weights move, which no certificate is of."""
     engine = bench.engine(optimizer=SGD)
     for step in range(STEPS):
         bench.record("params", engine.full_params(), step)

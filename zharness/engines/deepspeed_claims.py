@@ -21,6 +21,8 @@ _COMMON: dict[Feature, str] = {
     "(engine.py, _do_sanity_check)",
     Feature.WIRES: "its comms_logger counts calls and bytes of each collective, and no dtypes "
     "(https://www.deepspeed.ai/tutorials/comms-logging/)",
+    Feature.NO_GRADIENT: "missing gradients are filled with zeros for the flat partition; parameters.branch asks for "
+    "none all the same, and is excused",
     Feature.RESOURCES: "it does not count the bytes that it holds by what they are",
     Feature.TRAFFIC: "it does not count what it gathers, and its comms_logger no bytes that a rank has to send",
 }

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,6 +64,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are gathered, and gradients reduced, in bf16;
 # the shards that the optimizer works on, and their gradients, stay fp32.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+FILLED = (
+    "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
+    "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
+)
 CAPABILITIES = Capabilities(stages=frozenset({2, 3}), dtypes=frozenset(DTYPES), refuses=REFUSES, variants=VARIANTS)
 OWN_OPTIONS = ("grouping", "in_root", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
@@ -116,7 +121,10 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         release=partial(reshard, sharded),
         saving=IN_SHARDS,
     )
-    return TorchEngine(model, CAPABILITIES, config, parts)
+    capabilities = CAPABILITIES
+    if config.options.get("reduce_scatter_unused_params"):
+        capabilities = replace(CAPABILITIES, refuses={**REFUSES, Feature.NO_GRADIENT: FILLED})
+    return TorchEngine(model, capabilities, config, parts)
 
 
 def in_turn(*actions: Callable[[], None]) -> None:

@@ -51,6 +51,7 @@ class Feature(Enum):
     PARAMETERS = "parameters of every kind"
     OUTSIDE_FORWARD = "weights read outside the model's own forward"
     SUBMODULES = "submodules called outside the model's own forward"
+    NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"
     UNFREEZING = "parameters unfrozen after construction"
     EDITS = "full weights edited by one rank and seen by all"
     DEFERRED = "a model built on the meta device"

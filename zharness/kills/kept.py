@@ -23,6 +23,7 @@ KEPT = {
     "backward.tensor_backward": "torch's own spelling, of which an engine hears only by its hooks",
     "backward.non_scalar": "the only backward that begins with a gradient of the caller's",
     "backward.joint_loss": "the only backward that runs through two engines",
+    "backward.bypass": "the only loss with a part that no output of an engine leads to",
     "backward.auxiliary_loss": "the only loss that does not hang on the output: engines that hook outputs miss it",
     "backward.without_grad": "forwards under no_grad between a forward and its backward: state by module breaks in it",
     "backward.autograd_grad": "gradients that are no training: engines that count backwards count it too",

@@ -200,7 +200,10 @@ MUTANTS = (
     Mutant(
         ZerosForTheUnused,
         Kind.PARAMETERS,
-        (Target("parameters.branch", None, "changing", words="'unused.bias', 'unused.weight']"),),
+        (
+            Target("parameters.branch", None, "changing", words="'unused.bias', 'unused.weight']"),
+            Target("backward.engine_backward", None, "blocks", words="unknown ['head.bias', 'head.weight']"),
+        ),
     ),
     Mutant(DecaysTheUnused, Kind.PARAMETERS, (Target("parameters.stay_put", Part.OPTIMIZER, "changing"),)),
     Mutant(

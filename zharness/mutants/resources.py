@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed
 from zharness.parity import Part
 
@@ -96,6 +96,21 @@ class LooksAtAllForEach(Around):
                 other.numel()
 
 
+class LooksAtAllWhenItRecomputes(Around):
+    """Looks at every layer for each layer that a backward computes anew."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in self.module.modules():
+            module.register_forward_pre_hook(self.look)
+
+    def look(self, *_: Any) -> None:
+        """Ask each of them, where a backward runs."""
+        if in_backward() != -1:
+            for module in self.module.modules():
+                module.extra_repr()
+
+
 def held(check: str, part: Part = Part.GATHER, parameter: str = "*") -> Target:
     """A target among the laws of resources."""
     return Target(f"resources.{check}", part, parameter=parameter)
@@ -109,4 +124,5 @@ MUTANTS = (
     Mutant(GathersUntilBackward, Kind.RESOURCES, (held("gathered_bytes", parameter="peak"),)),
     Mutant(LeavesTensorsBehind, Kind.RESOURCES, (held("no_leak"),)),
     Mutant(LooksAtAllForEach, Kind.RESOURCES, (held("hook_count", Part.REDUCTION, "calls"),), deepspeed(7882)),
+    Mutant(LooksAtAllWhenItRecomputes, Kind.RESOURCES, (held("hook_count", Part.REDUCTION, "recomputed"),)),
 )

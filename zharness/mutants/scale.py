@@ -194,6 +194,7 @@ MUTANTS = (
         Kind.SCALE,
         (
             Target("backward.joint_loss", REDUCED, "blocks"),
+            Target("backward.bypass", REDUCED, "blocks"),
             Target("backward.recurrent", REDUCED, "blocks"),
             Target("backward.backward_inputs", LOCAL, "blocks"),
         ),
