@@ -9,8 +9,9 @@ from tabulate import tabulate
 from zharness.report.matrix import ORDER, outcome
 from zharness.run.record import Record
 
-# A letter stands for all cells of one law on one engine and stage: the gravest of those that were run, and "-" only
-# where none was.
+# A letter stands for all cells of one law on one engine and stage: the gravest of those that were run, "-" where none
+# was, and PARTLY where those that were run pass.
+PARTLY = ":"
 LETTERS = {
     "stale": "S",
     "error": "E",
@@ -25,8 +26,9 @@ LETTERS = {
 }
 LEGEND = """\
 .  the law holds                                          F  it does not
+:  it holds where the engine claims it, in part of the cells
 c  it holds with the remedy that the engine documents     S  an excuse that no longer holds
-x  it does not, as FINDINGS.md says                       U  undetermined: nothing was shown
+x  it does not, and an excuse says so                     U  undetermined: nothing was shown
 -  not claimed, or not stated for this dtype              E  the harness failed"""
 Column = tuple[str, str, str]
 
@@ -58,6 +60,8 @@ def stages_of(records: Sequence[Record], column: Column) -> list[int]:
 
 def letter(outcomes: Sequence[str]) -> str:
     """The letter of several cells; a blank where there is none."""
+    if set(outcomes) == {"pass", "unsupported"}:
+        return PARTLY
     ranked = [*(word for word in ORDER if word != "unsupported"), "unsupported"]
     return next((LETTERS[word] for word in ranked if word in outcomes), " ")
 
