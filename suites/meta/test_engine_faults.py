@@ -16,13 +16,13 @@ FAULTS = {
     "raises_in_backward": (Verdict.CRASH, "IndexError: list index out of range"),
     "dies_in_backward": (Verdict.CRASH, "rank 1 was ended by a signal: SIGSEGV"),
     "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
-    "wrong_names": (Verdict.FAIL, "full_grads has the wrong names"),
-    "wrong_shapes": (Verdict.FAIL, "first.weight: the engine returned shape"),
     "changes_weights": (Verdict.FAIL, "rank 1 raised: EngineContractError: the engine changed the initial weights of"),
-    "returns_nothing": (Verdict.FAIL, "grads: the engine returned a NoneType, expected a dictionary"),
 }
 AT_ONCE = {
     "changes_weights_inside": "full_params() of the engine of '{}': the engine changed the initial weights of 'first",
+    "wrong_names": "full_grads() of the engine of '{}': full_grads has the wrong names: missing",
+    "wrong_shapes": "full_grads['first.weight']: the engine returned shape (",
+    "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
     "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
     "stops_training": "the engine changed the training flag of first",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",

@@ -103,12 +103,29 @@ def require_initial(params: Any, model: nn.Module) -> None:
     check_names("full_params", expected, found)
     for name, weight in expected.items():
         got = on_cpu("full_params", name, found[name])
-        if got.shape != weight.shape:
-            raise EngineContractError(
-                f"full_params[{name!r}]: the engine returned shape {tuple(got.shape)}, expected {tuple(weight.shape)}"
-            )
+        require_shape("full_params", name, got, weight)
         if not torch.equal(got.double(), weight.detach().double()):
             raise EngineContractError(changed(name))
+
+
+def require_gradients(grads: Any, model: nn.Module) -> None:
+    """Raises EngineContractError unless ``full_grads`` have names and shapes of parameters of ``model``.
+
+    Gradients that are not there are not asked for: an engine without them is told by the laws.
+    """
+    found, expected = as_dict("full_grads", grads), dict(model.named_parameters())
+    if not found.keys() <= expected.keys():
+        check_names("full_grads", expected, found)
+    for name, grad in found.items():
+        require_shape("full_grads", name, on_cpu("full_grads", name, grad), expected[name])
+
+
+def require_shape(what: str, name: str, got: Tensor, expected: Tensor) -> None:
+    """Raises EngineContractError for a shape that is not the parameter's."""
+    if got.shape != expected.shape:
+        raise EngineContractError(
+            f"{what}[{name!r}]: the engine returned shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        )
 
 
 def as_dict(what: str, value: Any) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zharness import engines
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial, check_named
-from zharness.checks.construction import constructed, require_initial
+from zharness.checks.construction import constructed, require_gradients, require_initial
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
 from zharness.errors import EngineContractError, HarnessFault, UsageError
@@ -137,15 +137,22 @@ def probe(engine: str, stage: int) -> Capabilities:
     """In a rank: build the engine once, and return what it claims.
 
     Raises UsageError for a factory that does not import, raises, returns something that is not an Engine, or changes
-    the model that it was given.
+    the model that it was given; and for gradients of one backward under names or in shapes that are not the model's.
     """
     factory = engines.get(engine)
     config = EngineConfig(stage=stage)
+    spec = model_spec("mlp")
     with blamed(f"factory {engine!r}"):
-        built = constructed(factory, model_spec("mlp").model(0), config)
+        built = constructed(factory, spec.model(0), config)
     claims = built.capabilities
     with blamed(f"full_params() of the engine of {engine!r}"):
-        require_initial(built.full_params(), model_spec("mlp").model(0))
+        require_initial(built.full_params(), spec.model(0))
+    # What a forward or a backward raises is the matter of the cells, which show it with every rank's report.
+    with suppress(Exception):
+        batch = spec.micro_batch(0, 0, 0)
+        built.backward(spec.loss(built(batch.inputs), batch.target))
+    with blamed(f"full_grads() of the engine of {engine!r}"):
+        require_gradients(built.full_grads(), spec.model(0))
     with blamed(f"close() of the engine of {engine!r}"):
         built.close()
     return claims
