@@ -116,6 +116,14 @@ def test_a_wrong_gradient_is_recognised_by_its_numbers(fault, part: Part, hint: 
     assert hint in found.hint
 
 
+def test_a_suspect_that_no_rank_has_a_gradient_for_is_passed_over() -> None:
+    zero, actual = torch.zeros(3), torch.tensor([0.0, 2.0, 0.0])
+    wrong = within(Place("w", Part.REDUCTION), zero.double(), actual, zero.double())
+    found = attribute(wrong, actual, [[zero], [zero]], [actual, actual], {"nobody's": [[]]}).mismatch
+    assert found is not None
+    assert "nobody's" not in found.hint
+
+
 def test_a_wrong_gradient_that_was_reduced_in_bf16_and_is_held_in_fp32_is_recognised() -> None:
     generator = torch.Generator().manual_seed(3)
     terms = [[torch.randn(30, generator=generator).bfloat16() for _ in range(2)] for _ in range(2)]

@@ -309,7 +309,8 @@ def of_one_backward(everyone: Sequence[Played], number: int, scale: float) -> Ma
         grads = played.grads[number]
         alone.append(Local(torch.zeros(()), last))
         rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
-        without.append(Local(torch.zeros(()), rest))
+        # Nothing but zeros is left where only one backward reached a parameter: then none was dropped of several.
+        without.append(Local(torch.zeros(()), {name: grad for name, grad in rest.items() if bool(grad.any())}))
     return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
 
 

@@ -51,7 +51,8 @@ def explain(
 ) -> tuple[Part, str]:
     """The first of the known ways to be wrong that gives just these numbers; a local gradient when none does."""
     for what, losses in suspects.items():
-        if close(actual, [term for row in losses for term in row], len(losses), wire):
+        suspected = [term for row in losses for term in row]
+        if suspected and close(actual, suspected, len(losses), wire):
             return Part.REDUCTION, f"it is {what}"
     total = sum(len(row) for row in terms)
     for subset, (part, what) in candidates(terms).items():
