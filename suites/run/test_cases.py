@@ -86,7 +86,7 @@ def test_kernels_of_the_engine_s_own_leave_only_the_exact_model() -> None:
 
     cells = plan(Request(patterns=("training",), engines=("deepspeed",), stages=(3,)), claims)
     runs = {(cell.case.check, cell.case.model) for cell in cells if not cell.unsupported}
-    exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation")}
+    exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation", "config_invariance")}
     assert runs == exact | {("training.kernels", "mlp"), ("training.kernels", "transformer")}
     left_out = [cell for cell in cells if cell.unsupported and claimed(cell)]
     assert all("tier C in training.kernels" in cell.unsupported for cell in left_out)
