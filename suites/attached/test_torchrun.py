@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
 import xml.etree.ElementTree as ElementTree
@@ -218,7 +219,9 @@ def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path
     assert 0 not in done.statuses, done.output
     assert "= 2 failed, 2 passed in " in done.outputs[0], done.output
     assert "rank 3 failed first, in call: assert 3 != 3" in done.outputs[0]
-    assert "rank 2 exited without a result: exit status 5, in call" in done.outputs[0], done.outputs[0]
+    # Its status is to be had until the launcher, its parent, has asked for it: whichever comes first.
+    status = r"(exit status 5, in call|its process is gone, and its launcher knows how it ended)"
+    assert re.search(f"rank 2 exited without a result: {status}", done.outputs[0]), done.outputs[0]
     assert "test session starts" not in done.outputs[1]
     assert not done.left
 
