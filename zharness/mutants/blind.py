@@ -37,7 +37,7 @@ def blind(factory: EngineFactory, over: str, stages: tuple[int, ...], kind: Kind
 
 
 ALL, SHARDED = (0, 1, 2, 3), (1, 2, 3)
-FORWARD, LOCAL, GATHER, OPTIMIZER = Part.FORWARD, Part.LOCAL_GRADIENT, Part.GATHER, Part.OPTIMIZER
+LOCAL, GATHER, OPTIMIZER = Part.LOCAL_GRADIENT, Part.GATHER, Part.OPTIMIZER
 sharded, replicated = blind_sharded, blind_replicated
 
 MUTANTS = (
@@ -200,7 +200,7 @@ MUTANTS = (
         "fsdp2",
         (3,),
         Kind.STALE,
-        Target("training.forward_alone", FORWARD, variant="no_grad"),
+        Target("training.forward_alone", GATHER, variant="no_grad"),
     ),
     blind(
         replicated.fsdp2_clips_by_group,
