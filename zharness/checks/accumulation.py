@@ -36,14 +36,12 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     label = f"{chosen}-{steps}"
     engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=OPTIMIZERS[chosen])
     for boundary in range(BOUNDARIES):
-        bench.record_weights(engine, boundary, f"-{label}")
-        bench.record_state(f"state-{label}", engine, boundary)
+        bench.record_trained(engine, boundary, f"-{label}")
         accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps), f"loss-{label}")
         bench.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
         engine.zero_grad()
-    bench.record_weights(engine, BOUNDARIES, f"-{label}")
-    bench.record_state(f"state-{label}", engine, BOUNDARIES)
+    bench.record_trained(engine, BOUNDARIES, f"-{label}")
     engine.close()
 
 

@@ -114,6 +114,11 @@ class Bench:
         self.record(f"params{suffix}", weights, step)
         self.record(f"masters{suffix}", {**weights, **masters}, step)
 
+    def record_trained(self, engine: Engine, step: int, suffix: str = "") -> None:
+        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``."""
+        self.record_weights(engine, step, suffix)
+        self.record_state(f"state{suffix}", engine, step)
+
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
         state = as_dict("full_optimizer_state", engine.full_optimizer_state())

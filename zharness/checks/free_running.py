@@ -26,8 +26,7 @@ ENDLESS = torch.finfo(torch.float64).max  # the bound of what is not known at al
 
 def observe_free_running(bench: Bench) -> None:
     engine = bench.engine(optimizer=ADAMW)
-    bench.record_weights(engine, 0)
-    bench.record_state("state", engine, 0)
+    bench.record_trained(engine, 0)
     for step in range(STEPS):
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)

@@ -95,15 +95,13 @@ def observe_unfrozen(bench: Bench) -> None:
 def steps_with_branches(bench: Bench, engine: Engine) -> None:
     """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
     for step, branch in enumerate(BRANCHES):
-        bench.record_weights(engine, step)
-        bench.record_state("state", engine, step)
+        bench.record_trained(engine, step)
         batch = bench.batch(step)
         engine.backward(bench.spec.loss(engine(batch.inputs, branch=branch), batch.target))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-    bench.record_weights(engine, len(BRANCHES))
-    bench.record_state("state", engine, len(BRANCHES))
+    bench.record_trained(engine, len(BRANCHES))
     engine.close()
 
 

@@ -54,8 +54,7 @@ def observe_scaler(bench: Bench) -> None:
     options, _, _ = SCALERS[bench.variant]
     engine = bench.engine(optimizer=ADAMW, options=options)
     for step in range(STEPS):
-        bench.record_weights(engine, step)
-        bench.record_state("state", engine, step)
+        bench.record_trained(engine, step)
         bad = overflows(step, bench.rank, bench.world_size)
         engine.backward(bench.loss(engine, step) * (float("inf") if bad else 1.0))
         bench.record("grads", engine.full_grads(), step)
@@ -64,8 +63,7 @@ def observe_scaler(bench: Bench) -> None:
         seen = engine.observe()
         scale, skipped = (x if isinstance(x, (int, float)) else -1 for x in (seen.loss_scale, seen.skipped_steps))
         bench.record("scaler", {"scale": number(scale), "skipped": number(skipped)}, step)
-    bench.record_weights(engine, STEPS)
-    bench.record_state("state", engine, STEPS)
+    bench.record_trained(engine, STEPS)
     engine.close()
 
 
@@ -179,14 +177,12 @@ def observe_masters(bench: Bench) -> None:
         return
     engine, batch = bench.engine(optimizer=ADAMW, options=options), bench.batch(0).to(LOW)
     for step in range(2):
-        bench.record_weights(engine, step)
-        bench.record_state("state", engine, step)
+        bench.record_trained(engine, step)
         engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-    bench.record_weights(engine, 2)
-    bench.record_state("state", engine, 2)
+    bench.record_trained(engine, 2)
     engine.close()
 
 

@@ -24,7 +24,7 @@ from zharness.checks.trajectory import OPTIMIZERS, initial_weights
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Capabilities, Engine, Feature, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, within
-from zharness.parity.baseline import Local
+from zharness.parity.baseline import Local, differentiated
 from zharness.parity.compare import check_names
 from zharness.parity.replay import replay
 from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Program, Verb, played
@@ -143,8 +143,7 @@ class Player:
 
     def look(self) -> None:
         """Record weights and optimizer state as they are now."""
-        self.bench.record_weights(self.engine, self.era)
-        self.bench.record_state("state", self.engine, self.era)
+        self.bench.record_trained(self.engine, self.era)
 
 
 NEW_WEIGHTS = (Act.STEP, Act.LOAD)
@@ -272,15 +271,6 @@ class Judge:
         """All ranks report the same, and the model computes with the optimizer's weights."""
         yield from everyone_agrees(self.trial, Moment(self.era))
         yield from published(self.trial, Moment(self.era, "masters"), "params")
-
-
-def differentiated(module: torch.nn.Module, loss: Tensor, loss_scale: float) -> Local:
-    """``loss`` and the gradients of ``module``, whose gradients must be None before; as ``run_local`` scales them."""
-    torch.autograd.backward(loss if loss_scale == 1 else loss * torch.tensor(loss_scale))
-    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    if loss_scale != 1:
-        grads = {name: grad.float() / loss_scale for name, grad in grads.items()}
-    return Local(loss.detach(), grads)
 
 
 def updated(

@@ -51,8 +51,7 @@ def train(bench: Bench, engine: Engine, steps: range, label: str) -> None:
 
 def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
     """Weights, as the model and as the optimizer has them, and optimizer state under labels of their own."""
-    bench.record_weights(engine, step, f"-{label}")
-    bench.record_state(f"state-{label}", engine, step)
+    bench.record_trained(engine, step, f"-{label}")
 
 
 FALLING = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a factor of its own for every step, and for one more

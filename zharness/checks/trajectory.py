@@ -15,7 +15,7 @@ from torch import Tensor
 from zharness.checks.bench import Bench
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Engine, GroupSpec, OptimizerSpec
+from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical, within
 from zharness.parity.baseline import Local
 from zharness.parity.bounds import gamma
@@ -88,32 +88,26 @@ def observe_optimizers(bench: Bench) -> None:
     for spec in OTHERS[bench.variant]:
         engine, suffix = bench.engine(optimizer=spec), f".{spec.name}"
         for step in range(OTHER_STEPS):
-            recorded(bench, engine, step, suffix)
+            bench.record_trained(engine, step, suffix)
             engine.backward(bench.loss(engine, step, f"loss{suffix}"))
             bench.record(f"grads{suffix}", engine.full_grads(), step)
             engine.step()
             engine.zero_grad()
-        recorded(bench, engine, OTHER_STEPS, suffix)
+        bench.record_trained(engine, OTHER_STEPS, suffix)
         engine.close()
-
-
-def recorded(bench: Bench, engine: Engine, step: int, suffix: str = "") -> None:
-    """Keep the weights and the optimizer's state before ``step``."""
-    bench.record_weights(engine, step, suffix)
-    bench.record_state(f"state{suffix}", engine, step)
 
 
 def observe_course(bench: Bench, course: Course) -> None:
     engine = bench.engine(optimizer=course.optimizer, clip=course.clip)
     for step in range(course.steps):
-        recorded(bench, engine, step)
+        bench.record_trained(engine, step)
         engine.backward(bench.loss(engine, step))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
         norm = engine.grad_norm()
         bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
-    recorded(bench, engine, course.steps)
+    bench.record_trained(engine, course.steps)
     engine.close()
 
 

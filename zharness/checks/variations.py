@@ -34,14 +34,12 @@ STEPS = 2
 
 def trained_step(bench: Bench, engine: Engine, step: int = 0) -> None:
     """One step, with everything recorded that ``judge_step`` asks for."""
-    bench.record_weights(engine, step)
-    bench.record_state("state", engine, step)
+    bench.record_trained(engine, step)
     engine.backward(bench.loss(engine, step))
     bench.record("grads", engine.full_grads(), step)
     engine.step()
     engine.zero_grad()
-    bench.record_weights(engine, step + 1)
-    bench.record_state("state", engine, step + 1)
+    bench.record_trained(engine, step + 1)
 
 
 def observe_loss_scale_power(bench: Bench) -> None:

@@ -75,8 +75,12 @@ class Baseline:
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:
     """One forward and backward of ``model``, whose gradients must be None before."""
-    loss = objective(model(batch.inputs), batch)
-    (loss if loss_scale == 1 else loss * torch.tensor(loss_scale)).backward()  # type: ignore[no-untyped-call]
+    return differentiated(model, objective(model(batch.inputs), batch), loss_scale)
+
+
+def differentiated(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Local:
+    """``loss`` and the gradients of ``model``, which must be None before; backward runs on the scaled loss."""
+    torch.autograd.backward(loss if loss_scale == 1 else loss * torch.tensor(loss_scale))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if loss_scale != 1:
         grads = {name: grad.float() / loss_scale for name, grad in grads.items()}

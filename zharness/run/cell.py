@@ -23,7 +23,7 @@ from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
 from zharness.parity.snapshot import read, write
-from zharness.workload import model_spec
+from zharness.workload import ModelSpec, model_spec
 from zharness.world.rank import rank_device
 
 MOST_UNDETERMINED = 1 / 2  # the share of elements beyond which a cell that found nothing has shown nothing
@@ -64,21 +64,29 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
 
 def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> Bench:
     """This rank of the cell."""
+    config = EngineConfig(
+        stage=case.stage,
+        dtype=case.dtype,
+        loss_scale=LOSS_SCALES[case.dtype],
+        options=laid_over(capabilities.variants[case.engine_variant] if case.engine_variant else {}, options),
+    )
+    return bench_here(case.engine, model_spec(case.model), case.seed(salt), config, capabilities, case.variant)
+
+
+def bench_here(
+    engine: str, spec: ModelSpec, seed: int, config: EngineConfig, capabilities: Capabilities, variant: str = ""
+) -> Bench:
+    """A bench on this rank of the default group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return Bench(
-        spec=model_spec(case.model),
-        seed=case.seed(salt),
+        spec=spec,
+        seed=seed,
         rank=rank,
         world_size=world_size,
-        config=EngineConfig(
-            stage=case.stage,
-            dtype=case.dtype,
-            loss_scale=LOSS_SCALES[case.dtype],
-            options=laid_over(capabilities.variants[case.engine_variant] if case.engine_variant else {}, options),
-        ),
-        factory=engines.get(case.engine),
+        config=config,
+        factory=engines.get(engine),
         capabilities=capabilities,
-        variant=case.variant,
+        variant=variant,
         device=rank_device(rank, world_size),
     )
 
@@ -97,16 +105,22 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
     """
     here = conditions()
     require_clean(here)
-    trial = Trial(
-        baseline=baseline_of(case, salt),
-        evidence=tuple(read(Path(room), rank) for rank in range(case.world_size)),
-        dtype=DTYPES[case.dtype],
-        variant=case.variant,
-        wire=DTYPES[capabilities.wires[case.dtype]] if case.dtype in capabilities.wires else None,
-    )
+    trial = trial_of(baseline_of(case, salt), Path(room), case.dtype, capabilities, case.variant)
     found = summarize(check_named(case.check).judge(trial))
     unlike = (words for evidence in trial.evidence for words in evidence.conditions.beside(here))
     return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
+
+
+def trial_of(baseline: Baseline, room: Path, dtype: str, capabilities: Capabilities, variant: str = "") -> Trial:
+    """What every rank wrote into ``room``, and the baseline that it has to match."""
+    wire = capabilities.wires.get(dtype)
+    return Trial(
+        baseline=baseline,
+        evidence=tuple(read(room, rank) for rank in range(baseline.world_size)),
+        dtype=DTYPES[dtype],
+        variant=variant,
+        wire=None if wire is None else DTYPES[wire],
+    )
 
 
 def summarize(comparisons: Iterable[Comparison]) -> Judgement:

@@ -11,23 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from zharness import engines
-from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial
+from zharness.checks import DTYPES, LOSS_SCALES, Trial
 from zharness.checks.program import judge_program, missing, observe_program
 from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
-from zharness.parity.snapshot import read, write
+from zharness.parity.snapshot import write
 from zharness.run import cell
 from zharness.run.record import Verdict
-from zharness.run.runner import JUDGE_TIMEOUT, conclusion, probed, verdict_of
+from zharness.run.runner import JUDGE_TIMEOUT, conclusion, of_judge, probed, verdict_of
 from zharness.workload.layers import spec_of
 from zharness.workload.programs import Program
 from zharness.world import Group, Isolation, RankServer, Work
-from zharness.world.rank import rank_device
 from zharness.world.server import Surroundings
 
 SEED = 0x5EED  # of every program's weights; its batches follow from its text as well
@@ -57,22 +55,12 @@ def command(engine: str, programs: Sequence[Program]) -> str:
 
 def observe(engine: str, programs: Sequence[Program], room: str, capabilities: Capabilities) -> None:
     """In every rank: run the programs in turn, and write what was seen of each into a folder of its own."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, program in enumerate(programs):
-        bench = Bench(
-            spec=spec_of(program.layers),
-            seed=SEED,
-            rank=rank,
-            world_size=world_size,
-            config=EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype]),
-            factory=engines.get(engine),
-            capabilities=capabilities,
-            variant="",
-            device=rank_device(rank, world_size),
-        )
+        config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
+        bench = cell.bench_here(engine, spec_of(program.layers), SEED, config, capabilities)
         torch.manual_seed(SEED)
         observe_program(bench, program)
-        write(folder_of(room, number), rank, bench.evidence())
+        write(folder_of(room, number), bench.rank, bench.evidence())
 
 
 def judge(programs: Sequence[Program], room: str, capabilities: Capabilities) -> cell.Judgement:
@@ -94,14 +82,9 @@ def folder_of(room: str, number: int) -> Path:
 
 def trial_of(program: Program, folder: Path, capabilities: Capabilities) -> Trial:
     """What ``program`` left in ``folder``, and the baseline it has to match."""
-    dtype = DTYPES[program.dtype]
-    wire = capabilities.wires.get(program.dtype)
-    return Trial(
-        baseline=Baseline(spec_of(program.layers), SEED, program.world_size, dtype, LOSS_SCALES[program.dtype]),
-        evidence=tuple(read(folder, rank) for rank in range(program.world_size)),
-        dtype=dtype,
-        wire=None if wire is None else DTYPES[wire],
-    )
+    dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
+    baseline = Baseline(spec_of(program.layers), SEED, program.world_size, dtype, scale)
+    return cell.trial_of(baseline, folder, program.dtype, capabilities)
 
 
 class ProgramRunner:
@@ -162,8 +145,7 @@ class ProgramRunner:
         judged = self._judge.submit(judging)
         if judged.cause is None:
             return Outcome(*conclusion(judged.ranks[0].value))
-        contract = judged.cause.exception.endswith(".EngineContractError")
-        return Outcome(Verdict.FAIL if contract else Verdict.ERROR, judged.cause.words())
+        return Outcome(of_judge(judged.cause), judged.cause.words())
 
     def close(self) -> None:
         """End both servers."""

@@ -225,9 +225,7 @@ def who_raised(exception: str, innermost: str) -> Verdict:
 def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
     """The record of a cell that was judged; a judge that failed is the harness's failure."""
     if outcome.cause is not None:
-        contract = outcome.cause.exception.endswith(".EngineContractError")
-        verdict = Verdict.FAIL if contract else Verdict.ERROR
-        return replace(blank, verdict=verdict, cause=outcome.cause.words(), details=outcome.describe())
+        return replace(blank, verdict=of_judge(outcome.cause), cause=outcome.cause.words(), details=outcome.describe())
     found: cell.Judgement = outcome.ranks[0].value
     verdict, cause = conclusion(found)
     return replace(
@@ -243,6 +241,11 @@ def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
         divergence=found.mismatch,
         cause=cause,
     )
+
+
+def of_judge(cause: RankOutcome) -> Verdict:
+    """What the end of the judge makes of a cell: an engine that breaks its contract fails; else the harness did."""
+    return Verdict.FAIL if cause.exception.endswith(".EngineContractError") else Verdict.ERROR
 
 
 def conclusion(found: cell.Judgement) -> tuple[Verdict, str]:
