@@ -8,7 +8,8 @@ from itertools import product
 
 import click
 
-from zharness.run.programs import ProgramRunner
+from zharness.run.programs import Outcome, ProgramRunner
+from zharness.run.record import Verdict
 from zharness.run.runner import surroundings
 from zharness.run.search import Search, search
 from zharness.workload.programs import parse
@@ -33,7 +34,13 @@ def run_given(
         found = [runner.run(engine, programs) for programs in wanted]
     for programs, outcome in zip(wanted, found, strict=True):
         click.echo(outcome.words(engine, programs))
-    return int(any(outcome.verdict.broken for outcome in found))
+    return exit_code(found)
+
+
+def exit_code(found: Sequence[Outcome]) -> int:
+    """0 where all pass, 3 where the harness itself failed, else 1, as of cells."""
+    verdicts = {outcome.verdict for outcome in found}
+    return 3 if Verdict.ERROR in verdicts else int(verdicts != {Verdict.PASS})
 
 
 def run_search(engine: str, wanted: Search, timeout: float) -> int:

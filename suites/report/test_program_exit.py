@@ -1,0 +1,22 @@
+"""The exit code of programs is that of cells."""
+
+from __future__ import annotations
+
+import pytest
+
+from zharness.report.programs import exit_code
+from zharness.run.programs import Outcome
+from zharness.run.record import Verdict
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ((Verdict.PASS, Verdict.PASS), 0),
+        ((Verdict.PASS, Verdict.FAIL), 1),
+        ((Verdict.UNDETERMINED,), 1),
+        ((Verdict.FAIL, Verdict.ERROR), 3),
+    ],
+)
+def test_only_programs_that_all_pass_end_with_0(verdicts: tuple[Verdict, ...], code: int) -> None:
+    assert exit_code([Outcome(verdict) for verdict in verdicts]) == code
