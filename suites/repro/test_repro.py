@@ -138,6 +138,12 @@ def test_a_wrong_header_is_named(tmp_path: Path, line: str, instead: str, compla
         script(tmp_path, header=HEADER.replace(line, instead))
 
 
+def test_an_engine_of_torch_runs_on_the_installed_torch_alone(tmp_path: Path) -> None:
+    of_torch = script(tmp_path, header=HEADER.replace("engine: deepspeed", "engine: fsdp1"))
+    with pytest.raises(UsageError, match=r"got fsdp1 of torch 2\.4\.0, but torch .* environment of its own"):
+        repro.run(of_torch, "2.4.0")
+
+
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: 7352, 7913"):
         repro.find("1234")

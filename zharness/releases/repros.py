@@ -25,6 +25,7 @@ from importlib import metadata
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from zharness.engines import registry
 from zharness.errors import HarnessFault, MissingEngine, UsageError
 from zharness.releases import overlay
 
@@ -40,6 +41,7 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+_UNREGISTERED = {"fsdp1": "torch"}  # engines that no check runs on
 _SECONDS = 120.0
 _GRACE_SECONDS = 10.0
 
@@ -155,13 +157,19 @@ def run(repro: Repro, release: str | None = None, seconds: float = _SECONDS) -> 
 
     Raises MissingEngine, or UsageError where the release cannot be had. Nothing that it started outlives it.
     """
-    installed = _installed(repro.engine)
+    package = distribution(repro.engine)
+    installed = _installed(package)
     if release is None or release == installed:
         if installed is None:
             raise MissingEngine(f"{repro.engine} is not installed; try: pip install 'zharness[{repro.engine}]'")
         release, env = installed, dict(os.environ)
+    elif package == "torch":
+        raise UsageError(
+            f"got {repro.engine} of torch {release}, but torch {installed} is installed, an overlay holds no torch; "
+            f"install that torch in an environment of its own and run there: zharness repro {repro.id}"
+        )
     else:
-        env = overlay.environment(overlay.ensure(repro.engine, release))
+        env = overlay.environment(overlay.ensure(package, release))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
     begun = time.monotonic()
@@ -206,9 +214,16 @@ def _cause(output: str) -> str:
     return lines[-1].strip() if lines else "nothing was printed"
 
 
-def _installed(distribution: str) -> str | None:
+def distribution(engine: str) -> str:
+    """The package whose release says which bugs ``engine`` has. Raises UsageError for an unknown engine."""
+    return _UNREGISTERED.get(engine) or registry.info(engine).distribution
+
+
+def _installed(package: str) -> str | None:
+    """The installed release of ``package``; of torch without its build (``+cpu``), which decides no bug."""
     try:
-        return metadata.version(distribution)
+        release = metadata.version(package)
+        return release.partition("+")[0] if package == "torch" else release
     except metadata.PackageNotFoundError:
         return None
 
