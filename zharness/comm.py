@@ -38,10 +38,11 @@ class Tally:
 
 
 Observer = Callable[[Collective, Tensor], None]
+Finish = Callable[[], Tensor]  # waits for a collective that is under way, and gives its result
 
 
 class Comm:
-    """Blocking collectives over ``group`` (the default group when None), with one tally per collective and dtype.
+    """Collectives over ``group`` (the default group when None), with one tally per collective and dtype.
 
     World size 1 takes the same path: the collectives run and are counted, they only move nothing. ``observer`` is
     called with each collective and its full tensor before it runs.
@@ -96,15 +97,22 @@ class Comm:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
         """Fill ``shard`` (1-D) with this rank's slice of the sum over ranks of ``full`` (1-D, N x len(shard))."""
+        return self.begin_reduce_scatter(shard, full)()
+
+    def begin_reduce_scatter(self, shard: Tensor, full: Tensor) -> Finish:
+        """``reduce_scatter`` without waiting: call what it gives, and leave ``full`` alone until then."""
         self._count(Collective.REDUCE_SCATTER, full)
-        if self._gloo and full.device.type == "cpu":
-            # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
-            received = torch.empty_like(full)
-            dist.all_to_all_single(received, full, group=self.group)
-            torch.sum(received.view(self.world_size, -1), dim=0, out=shard)
-        else:
-            dist.reduce_scatter_tensor(shard, full, group=self.group)
-        return shard
+        if not (self._gloo and full.device.type == "cpu"):
+            return _finish(dist.reduce_scatter_tensor(shard, full, group=self.group, async_op=True), shard)
+        # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
+        received = torch.empty_like(full)
+        arrived = _finish(dist.all_to_all_single(received, full, group=self.group, async_op=True), received)
+        return lambda: torch.sum(arrived().view(self.world_size, -1), dim=0, out=shard)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Finish:
+        """The sum of ``all_reduce`` without waiting: call what it gives, and leave ``tensor`` alone until then."""
+        self._count(Collective.ALL_REDUCE, tensor)
+        return _finish(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
@@ -117,3 +125,11 @@ class Comm:
             self._observer(kind, full)
         key = (kind, full.dtype)
         self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())
+
+
+def _finish(work: dist.Work, result: Tensor) -> Finish:
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish

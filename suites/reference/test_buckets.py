@@ -81,7 +81,7 @@ def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> Non
     for bucket in travelling:
         assert len(bucket.members) == 1 or sum(o.layout.numel for o in bucket.members) <= size
         fulls = [original.parameter.detach() * (1 + comm.rank) for original in bucket.members]
-        row = bucket.reduce_scatter(fulls, comm)
+        row = bucket.reduce_scatter(fulls, comm)()
         joined = bucket.join(bucket.shards(row, comm.rank))
         bucket.spread(bucket.gather(joined, comm), fulls)
         for full, original in zip(fulls, bucket.members, strict=True):
