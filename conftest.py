@@ -1,6 +1,18 @@
 """The suites' own settings; the fixtures come with the plugin that the package registers."""
 
+import pytest
 import torch
 
 # Ranks are forked from this process: a child of one that has used torch's thread pool hangs in its first parallel loop.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    """`pytest repro`: torchrun runs the scripts, and pytest's own collector, which would import them, has none."""
+    found = yield
+    if file_path.parent != parent.config.rootpath / "repro" or file_path.suffix != ".py":
+        return found
+    from zharness.releases.repro_items import ReproFile
+
+    return [ReproFile.from_parent(parent, path=file_path)]

@@ -6,7 +6,7 @@ claims which cannot be run. ``run/runner.py`` takes one cell: it has ``world/`` 
 ``run/cell.py:observe`` lets a check of ``checks/`` drive an engine of ``engines/`` on a model of ``workload/`` and
 write down what it saw. Then ``run/cell.py:judge``, in a process that never saw the engine, holds the evidence against
 the plain model with the bounds of ``parity/``. ``run/excuses.py`` knows the failures that are expected,
-``run/record.py`` is the line that is left, ``report/`` makes it readable, ``cli.py`` and ``plugin.py`` are the doors.
+``run/record.py`` is the line that is left, ``report/`` makes it readable, ``cli/`` and ``plugin.py`` are the doors.
 
 [Note: a test from marker to verdict]
 ``plugin.py`` makes one item for each world size of a ``world_size`` marker. After collection ``items/conductor.py`` has

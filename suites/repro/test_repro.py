@@ -1,16 +1,27 @@
-"""Reproductions of real bugs on the installed release, on a broken one, and when a script fails otherwise."""
+"""Reproductions of real bugs on a release with the bug and one with the fix, and when a script fails otherwise."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zharness.errors import UsageError
+from zharness.releases import launch, overlay, repro_runs, repro_table
 from zharness.releases import repros as repro
-from zharness.releases.repros import Verdict
+from zharness.releases.place import Place
+from zharness.releases.repro_runs import Run, chosen
+from zharness.releases.repros import ReproResult, Verdict
+from zharness.run.record import record_file
 
+ROOT = Path(__file__).parents[2]
+HERE = Place("0.19.8")
 HEADER = '''"""A made-up bug.
 
 id: 1
@@ -20,7 +31,7 @@ reported: nowhere
 affects: >=0.18.3,<=0.19.5
 fixed: 0.19.6
 broken: 0.18.8
-ranks: 2
+ranks: 1
 law: training.grads
 signature: the expected error
 ok: repro: nothing wrong OK.
@@ -40,61 +51,152 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_7352_is_reproduced_on_the_installed_release() -> None:
-    result = repro.run(repro.find("7352"))
-    assert result.verdict is Verdict.REPRODUCED, result.output
-    assert "The size of tensor a (0) must match the size of tensor b (16)" in result.evidence
-    assert result.as_expected
+def result(made_up: repro.Repro, release: str, verdict: Verdict, evidence: str = "told") -> ReproResult:
+    return repro.blank(made_up, f"deepspeed=={release}", release, verdict, evidence)
 
 
-def test_7913_is_absent_from_the_installed_release() -> None:
-    result = repro.run(repro.find("#7913"))
-    assert result.verdict is Verdict.NOT_REPRODUCED, result.output
-    assert result.evidence == "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."
-    assert result.as_expected
+def test_each_side_of_a_bug_shows_what_its_header_says() -> None:
+    runs = chosen(("7352", "#7913"), False, ())
+    assert [(run.repro.id, run.text) for run in runs] == [
+        ("7352", "deepspeed"),
+        ("7913", "deepspeed"),
+        ("7913", "deepspeed==0.18.8"),
+    ]
+    still, gone, before = repro_runs.results(runs)
+    assert still.verdict is Verdict.REPRODUCED, still.output
+    assert "The size of tensor a (0) must match the size of tensor b (16)" in still.evidence
+    assert gone.verdict is Verdict.NOT_REPRODUCED, gone.output
+    assert gone.evidence == "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."
+    assert before.verdict is Verdict.REPRODUCED, before.output
+    assert "must override the setup_context staticmethod" in before.evidence
+    assert before.release == "0.18.8"
+    assert repro_table.exit_code([still, gone, before]) == 0
 
 
-def test_7913_is_reproduced_on_a_release_before_its_fix() -> None:
-    found = repro.find("7913")
-    assert found.sides() == (None, "0.18.8")
-    result = repro.run(found, "0.18.8")
-    assert result.verdict is Verdict.REPRODUCED, result.output
-    assert "must override the setup_context staticmethod" in result.evidence
-    assert result.release == "0.18.8"
-    assert result.as_expected
+OTHERWISE = {
+    "import no_such_module_anywhere": "ModuleNotFoundError: No module named 'no_such_module_anywhere'",
+    "raise RuntimeError('the expected error')": "RuntimeError: the expected error",
+    "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)": "Signal 11 (SIGSEGV)",
+    "print('all is well')": "all is well",
+}
 
 
-@pytest.mark.parametrize(
-    ("body", "evidence"),
-    [
-        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("raise RuntimeError('the expected error')", "RuntimeError: the expected error"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "Signal 11 (SIGSEGV)"),
-        ("print('all is well')", "all is well"),
-    ],
-    ids=["import", "signature without the marker", "signal", "silence"],
-)
-def test_a_script_that_ends_otherwise_is_no_reproduction(tmp_path: Path, body: str, evidence: str) -> None:
-    result = repro.run(script(tmp_path, body))
-    assert result.verdict is Verdict.FAILED_OTHERWISE, result.output
-    assert evidence in result.evidence
-    assert not result.as_expected
+def test_a_script_that_ends_otherwise_is_no_reproduction(tmp_path: Path) -> None:
+    runs = []
+    for number, body in enumerate(OTHERWISE):
+        (tmp_path / str(number)).mkdir()
+        runs.append(Run(script(tmp_path / str(number), body), "deepspeed"))
+    found = repro_runs.results(runs)
+    for one, evidence in zip(found, OTHERWISE.values(), strict=True):
+        assert one.verdict is Verdict.FAILED_OTHERWISE, one.output
+        assert evidence in one.evidence
+        assert not one.as_expected
+    assert repro_table.exit_code(found) == 3
 
 
-def test_a_script_past_its_deadline_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repro, "_GRACE_SECONDS", 2.0)
+def test_a_script_past_its_deadline_is_no_reproduction(tmp_path: Path) -> None:
+    found = repro.run(script(tmp_path, "import signal\nsignal.pause()"), "deepspeed", HERE, seconds=0.1)
+    assert found.verdict is Verdict.FAILED_OTHERWISE
+    assert found.evidence == "did not end within 0 s"
+
+
+def test_what_is_ended_from_another_thread_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
+    told = tmp_path / "told"
+    os.mkfifo(told)
     body = f"""
 import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(os.path.join({str(tmp_path)!r}, "pid" + os.environ["RANK"]), "w").write(str(os.getpid()))
+os.write(os.open({str(told)!r}, os.O_WRONLY), b"%9d" % os.getpid())
 while True:
     signal.pause()
 """
-    result = repro.run(script(tmp_path, body), seconds=15.0)
-    assert result.verdict is Verdict.FAILED_OTHERWISE
-    assert result.evidence == "did not end within 15 s"
-    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    made_up = replace(script(tmp_path, body), ranks=2)
+    running = launch.Running()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(repro.run, made_up, "deepspeed", HERE, 100.0, running)
+        ranks = os.open(told, os.O_RDWR)  # also to write, so that the first rank's end is not the end of the file
+        pids = [int(os.read(ranks, 9)) for _ in range(2)]
+        running.end()
+        assert future.result().verdict is Verdict.FAILED_OTHERWISE
     assert not [pid for pid in pids if alive(pid)]
+    with pytest.raises(KeyboardInterrupt):
+        repro.run(made_up, "deepspeed", HERE, 100.0, running)
+
+
+def test_what_needs_cuda_is_not_run_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay, "has_cuda", bool)
+    made_up = script(tmp_path, header=HEADER.replace("ranks: 1", "ranks: 1\nneeds: cuda"))
+    found = repro.run(made_up, "deepspeed", HERE)
+    assert found.verdict is Verdict.UNSUPPORTED
+    assert found.evidence == "needs CUDA, and there is none here"
+    assert repro_table.exit_code([found]) == 0
+
+
+def test_a_release_that_cannot_be_had_leaves_the_others_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
+    made_up = script(tmp_path, "print('repro: nothing wrong OK.')")
+    gone, here = repro_runs.results([Run(made_up, "deepspeed==0.18.8"), Run(made_up, "deepspeed")])
+    assert gone.verdict is Verdict.NOT_RUN
+    assert "deepspeed==0.18.8 cannot be fetched" in gone.evidence
+    assert here.verdict is Verdict.NOT_REPRODUCED, here.output
+    assert repro_table.exit_code([gone, here]) == 3
+    with pytest.raises(UsageError, match=r"deepspeed==0\.18\.8 cannot be fetched"):
+        repro_runs.results([Run(made_up, "deepspeed==0.18.8")])
+
+
+def test_the_releases_asked_for_take_the_place_of_the_headers(tmp_path: Path) -> None:
+    on = ("deepspeed==0.19.0", "deepspeed", "deepspeed==0.19.0")
+    assert [run.text for run in chosen(("7913",), False, on)] == ["deepspeed==0.19.0", "deepspeed"]
+    assert {run.repro.engine for run in chosen((), True, on)} == {"deepspeed"}
+    with pytest.raises(UsageError, match="reproduction 7913 is of deepspeed, not of fsdp2"):
+        chosen(("7913",), False, ("fsdp2",))
+    with pytest.raises(UsageError, match="no reproduction was named"):
+        chosen((), False, on)
+
+
+def test_a_table_in_markdown_has_a_row_for_each_bug(tmp_path: Path) -> None:
+    linked = replace(script(tmp_path), reported="https://example.org/1", symptom="a|b")
+    shown, absent = result(linked, "0.18.8", Verdict.REPRODUCED), result(linked, "0.19.8", Verdict.NOT_REPRODUCED)
+    unable = result(linked, "0.1.0", Verdict.NOT_RUN)
+    row = repro_table.markdown([absent, shown, unable]).splitlines()[-1]
+    assert [cell.strip() for cell in row.split(" | ")] == [
+        "| [1](https://example.org/1)",
+        "a\\|b",
+        "deepspeed 0.18.8",
+        "deepspeed 0.19.8",
+        "deepspeed 0.1.0: not run |",
+    ]
+
+
+def test_of_many_runs_the_table_explains_the_unexpected_alone(tmp_path: Path) -> None:
+    made_up = script(tmp_path)
+    right = [result(made_up, "0.18.8", Verdict.REPRODUCED, "as always")] * repro_table.FEW
+    wrong = result(made_up, "0.19.8", Verdict.REPRODUCED, "back again")
+    told = repro_table.table([*right, wrong])
+    assert "back again" in told
+    assert "as always" not in told
+    assert "as always" in repro_table.table(right)
+    assert repro_table.summary([*right, wrong], 3.0) == "11 runs in 3.0 s: 11 reproduced; 1 not as expected"
+
+
+def test_a_line_of_json_has_the_verdict_and_what_was_expected(tmp_path: Path) -> None:
+    with record_file(tmp_path / "runs.jsonl") as file:
+        file.add(result(script(tmp_path), "0.19.8", Verdict.REPRODUCED))
+    (line,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert (line["repro"], line["release"], line["verdict"]) == ("1", "0.19.8", "reproduced")
+    assert (line["expected"], line["as_expected"]) == ("not reproduced", False)
+
+
+def test_pytest_collects_an_item_for_each_side_and_imports_no_script() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "repro/deepspeed_7913_torch_func_linear.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[:2] == [
+        f"repro/deepspeed_7913_torch_func_linear.py::{side}" for side in ("installed", "0.18.8")
+    ], done.stderr
 
 
 def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:
@@ -122,14 +224,15 @@ def test_the_header_says_what_a_release_should_show(tmp_path: Path, release: str
 
 
 def test_an_open_bug_is_expected_on_every_later_release() -> None:
-    assert repro.find("7352").expected("99.0") is Verdict.REPRODUCED
+    assert repro.find("7352")[0].expected("99.0") is Verdict.REPRODUCED
 
 
 @pytest.mark.parametrize(
     ("line", "instead", "complaint"),
     [
         ("law: training.grads\n", "", "lacks the lines law:"),
-        ("ranks: 2", "ranks: two", "got ranks: two"),
+        ("ranks: 1", "ranks: two", "got ranks: two"),
+        ("ranks: 1", "ranks: 1\nneeds: luck", "got needs: luck; allowed: cuda"),
         ("affects: >=0.18.3,<=0.19.5", "affects: older ones", "got affects: older ones"),
     ],
 )
@@ -140,13 +243,28 @@ def test_a_wrong_header_is_named(tmp_path: Path, line: str, instead: str, compla
 
 def test_an_engine_of_torch_runs_on_the_installed_torch_alone(tmp_path: Path) -> None:
     of_torch = script(tmp_path, header=HEADER.replace("engine: deepspeed", "engine: fsdp1"))
-    with pytest.raises(UsageError, match=r"got fsdp1 of torch 2\.4\.0, but torch .* environment of its own"):
-        repro.run(of_torch, "2.4.0")
+    with pytest.raises(UsageError, match=r"fsdp1==2\.4\.0 is not the installed release, .* environment of its own"):
+        repro_runs.results([Run(of_torch, "fsdp1==2.4.0")])
 
 
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: 7352, 7913"):
+    with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: .*7352.*7913"):
         repro.find("1234")
+
+
+def test_several_scripts_of_one_issue_are_found_by_its_number(tmp_path: Path) -> None:
+    for word in ("func", "autograd"):
+        header = HEADER.replace("id: 1\n", f"id: 1-{word}\n")
+        (tmp_path / f"deepspeed_1_{word}.py").write_text(header)
+    assert [found.id for found in repro.find("#1", tmp_path)] == ["1-autograd", "1-func"]
+    assert [found.id for found in repro.find("1-func", tmp_path)] == ["1-func"]
+
+
+def test_an_id_is_given_once(tmp_path: Path) -> None:
+    (tmp_path / "ddp_1_made_up.py").write_text(HEADER.replace("engine: deepspeed", "engine: ddp"))
+    script(tmp_path)
+    with pytest.raises(UsageError, match="both have the id 1"):
+        repro.catalogue(tmp_path)
 
 
 def test_a_package_without_its_checkout_says_so(tmp_path: Path) -> None:
@@ -157,7 +275,11 @@ def test_a_package_without_its_checkout_says_so(tmp_path: Path) -> None:
 def test_every_script_stands_alone() -> None:
     for found in repro.catalogue():
         text = found.path.read_text()
+        body = text.split('"""', maxsplit=2)[2]
         assert "zharness" not in text, f"{found.path.name} must run where only torch and {found.engine} are installed"
         assert f"--nproc_per_node={found.ranks} repro/{found.path.name}" in text
-        assert found.path.name.startswith(f"{found.engine}_{found.id}_")
-        assert os.linesep.join(("", f'SIGNATURE = "{found.signature}"')) in text
+        # By the issue where there is one: ids of one issue are told apart by a word behind its number.
+        issue = found.id.partition("-")[0]
+        assert found.path.name.startswith(f"{found.engine}_{issue}_" if issue.isdecimal() else f"{found.engine}_")
+        for said in (found.signature, found.ok):
+            assert said in body, f"{found.path.name}: the code lacks the header's {said!r}"

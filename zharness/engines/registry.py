@@ -6,15 +6,19 @@ import importlib
 import importlib.metadata
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zharness.engines.checkouts import Checkout, read
 from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 
 ENTRY_POINTS = "zharness.engines"
+# Imported in this process before any engine is asked for, so that no other release of them can be put in front.
+IN_USE = ("torch", "zharness")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+))?")
+_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class EngineInfo:
     distribution: str
     install: str
     warm_up: str = ""
+
+    @property
+    def module(self) -> str:
+        """The top-level module of the package."""
+        return self.distribution.replace("-", "_")
 
     def version(self) -> str | None:
         """The installed version; None when it is not installed."""
@@ -104,11 +113,42 @@ def registered() -> dict[str, EngineInfo]:
 
 
 def split(text: str) -> tuple[str, str | None]:
-    """``NAME==RELEASE`` as name and release; the release is None where none is asked for."""
+    """``NAME==RELEASE`` as name and release; the release is None where none is asked for, and of a checkout."""
+    match = _parsed(text)
+    return match["name"], match["release"]
+
+
+def checkout(text: str) -> Checkout | None:
+    """The checkout that ``NAME@PATH`` speaks of; None for any other spelling.
+
+    Raises UsageError where there is none at PATH, and for an engine of which this process has a release in use.
+    """
+    path = _parsed(text)["checkout"]
+    if path is None:
+        return None
+    found = info(text)
+    if found.distribution in IN_USE:
+        raise UsageError(
+            f"got {text!r}, but {found.name} is part of {found.distribution}, which is imported already; "
+            f"install that checkout in an environment of its own: pip install -e {path}"
+        )
+    return read(Path(path), found.module)
+
+
+def version(text: str) -> str | None:
+    """The release that ``text`` speaks of: its checkout's, the one asked for, or the installed one, if there is any."""
+    found = checkout(text)
+    return found.version if found is not None else split(text)[1] or info(text).version()
+
+
+def _parsed(text: str) -> re.Match[str]:
     match = _NAME.fullmatch(text)
     if match is None:
-        raise UsageError(f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE or package.module:factory")
-    return match["name"], match["release"]
+        raise UsageError(
+            f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory "
+            "(a checkout's path has none of []{}, for it becomes part of case ids)"
+        )
+    return match
 
 
 def info(text: str) -> EngineInfo:
@@ -132,7 +172,7 @@ def is_path(text: str) -> bool:
 def require(text: str) -> EngineInfo:
     """``info`` of an engine whose package is installed. Raises MissingEngine with the command that installs it."""
     found = info(text)
-    if not is_path(text) and found.version() is None:
+    if not is_path(text) and version(text) is None:
         raise MissingEngine(
             f"engine {found.name!r} is not installed (no package {found.distribution!r} in this environment); "
             f"install it with: {found.install}"

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 from zharness.errors import UsageError
 
-_STAMP = ".zharness-overlay.json"
+STAMP = ".zharness-overlay.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
@@ -41,6 +41,9 @@ class Stamp:
     release: str
     python: str
     torch: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.release}"
 
 
 def cache() -> Path:
@@ -61,33 +64,49 @@ def ensure(distribution: str, release: str) -> Path:
     place = cache() / "releases" / f"{distribution}-{release}-py{wanted.python}-torch{wanted.torch}"
     if _is_whole(place, wanted):
         return place
-    with _alone(place):
+    with writable(str(wanted)), alone(place):
         # Whoever held the lock may have built it meanwhile.
         if not _is_whole(place, wanted):
             _build(place, wanted)
     return place
 
 
-def environment(path: Path) -> dict[str, str]:
-    """This process's environment for a child in which the overlay ``path`` hides the installed release."""
+@contextmanager
+def writable(subject: str) -> Iterator[None]:
+    """A block that writes into the cache. Raises UsageError where that is full or not this user's to write."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{subject} cannot be put into {cache()}: {error.strerror or error}; "
+            "free some space, or set ZHARNESS_CACHE to another folder"
+        ) from error
+
+
+def environment(path: Path, room: Path | None = None) -> dict[str, str]:
+    """This process's environment for a child in which the release in ``path`` hides the installed one.
+
+    Compiled extensions go to ``room``, the overlay itself where none is given.
+    """
     behind = os.environ.get("PYTHONPATH")
     chosen = {
         "PYTHONPATH": os.pathsep.join([str(path), behind] if behind else [str(path)]),
         # Releases that share one extension cache load each other's compiled operations.
-        "TORCH_EXTENSIONS_DIR": str(path / ".torch_extensions"),
+        "TORCH_EXTENSIONS_DIR": str((room or path) / ".torch_extensions"),
         # No operation is compiled ahead of time: minutes of compiler for what a test never calls.
         "DS_BUILD_OPS": "0",
     }
-    return {**_accelerator(), **os.environ, **chosen}
+    accelerator = {} if has_cuda() else {"DS_ACCELERATOR": "cpu"}
+    return {**accelerator, **os.environ, **chosen}
 
 
-def _accelerator() -> dict[str, str]:
-    """DS_ACCELERATOR=cpu where there is no other; asked by NVML, as a process that forks ranks must not touch CUDA."""
+def has_cuda() -> bool:
+    """Whether there is a GPU; asked by NVML, as a process that forks ranks must not touch CUDA."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        return {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+        return torch.cuda.is_available()
     finally:
         if before is None:
             del os.environ[name]
@@ -95,10 +114,14 @@ def _accelerator() -> dict[str, str]:
             os.environ[name] = before
 
 
-def _stamp(distribution: str, release: str) -> Stamp:
-    # Both become part of a path and of a command line.
+def check_name(distribution: str) -> None:
+    """Raises UsageError for what is no package's name: it becomes part of paths and of command lines."""
     if not _NAME.fullmatch(distribution):
         raise UsageError(f"got distribution {distribution!r}; expected a package name such as deepspeed")
+
+
+def _stamp(distribution: str, release: str) -> Stamp:
+    check_name(distribution)
     if not _RELEASE.fullmatch(release):
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -107,14 +130,14 @@ def _stamp(distribution: str, release: str) -> Stamp:
 
 def _is_whole(place: Path, wanted: Stamp) -> bool:
     try:
-        found = json.loads((place / _STAMP).read_text())
+        found = json.loads((place / STAMP).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
     return bool(found == asdict(wanted))
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def alone(place: Path) -> Iterator[None]:
     """Only one process builds ``place``; the lock is the operating system's, so a killed holder lets go of it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(place.parent / f".{place.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
@@ -138,7 +161,7 @@ def _build(place: Path, wanted: Stamp) -> None:
     try:
         _install(beside, wanted)
         _check_import(beside, wanted)
-        (beside / _STAMP).write_text(json.dumps(asdict(wanted)))
+        (beside / STAMP).write_text(json.dumps(asdict(wanted)))
         if place.exists():
             shutil.rmtree(place)  # without a valid stamp it is nobody's
         os.replace(beside, place)
@@ -153,31 +176,44 @@ def _install(folder: Path, wanted: Stamp) -> None:
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
     command += [f"{wanted.distribution}=={wanted.release}"]
-    done = _run(command, environment(folder), _INSTALL_SECONDS, wanted)
+    done = run_apart(command, environment(folder), _INSTALL_SECONDS, str(wanted), f"; try: {_retry(wanted)}")
     if done.returncode != 0:
         raise UsageError(_why(done.stdout, wanted))
 
 
 def _check_import(folder: Path, wanted: Stamp) -> None:
     """Import it in a child and compare the version: a release that is not the one asked for must not be tested."""
-    module = wanted.distribution.replace("-", "_")
-    code = f"import {module}; print('version:', {module}.__version__, 'file:', {module}.__file__)"
-    done = _run([sys.executable, "-c", code], environment(folder), _IMPORT_SECONDS, wanted)
+    found = imported(folder, wanted.distribution.replace("-", "_"), environment(folder), str(wanted))
+    if found.split("+")[0] != wanted.release.split("+")[0]:
+        raise UsageError(f"got version {found} where {wanted} was installed into {folder}; try another release")
+
+
+def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) -> str:
+    """The version that ``module`` tells when a child with ``env`` imports it from ``folder``, which may be none.
+
+    Raises UsageError, which calls the release ``subject``, when it does not import or comes from elsewhere.
+    """
+    code = f"import {module} as m; print('version:', getattr(m, '__version__', ''), 'file:', m.__file__)"
+    done = run_apart([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode != 0:
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UsageError(
-            f"{wanted.distribution} {wanted.release} does not import with torch {wanted.torch} on Python "
-            f"{wanted.python}: {lines[-1]}; try another release"
+            f"{subject} does not import with torch {torch.__version__} on Python {python}: {lines[-1]}; "
+            "try another release, or another torch"
         )
-    told = re.search(r"version: (\S+) file: (.*)", done.stdout)
-    if told is None or told[1].split("+")[0] != wanted.release.split("+")[0] or not told[2].startswith(str(folder)):
+    told = re.search(r"version: (\S*) file: (.*)", done.stdout)
+    if told is None or not Path(told[2]).is_relative_to(folder):
         raise UsageError(
-            f"got {lines[-1]!r} where {wanted.distribution} {wanted.release} was installed into {folder}; "
-            "remove what shadows it from PYTHONPATH"
+            f"got {lines[-1]!r} where {subject} is to be imported from {folder}; remove what shadows it from PYTHONPATH"
         )
+    return told[1]
 
 
-def _run(command: list[str], env: dict[str, str], seconds: float, wanted: Stamp) -> subprocess.CompletedProcess[str]:
+def run_apart(
+    command: list[str], env: Mapping[str, str] | None, seconds: float, subject: str, remedy: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` away from the current folder, with both its streams in one. Raises UsageError at the deadline."""
     # A folder of its own: ``python -c`` puts the current one first on the path, where a checkout hides the overlay.
     with tempfile.TemporaryDirectory() as elsewhere:
         try:
@@ -186,9 +222,7 @@ def _run(command: list[str], env: dict[str, str], seconds: float, wanted: Stamp)
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
-            raise UsageError(
-                f"{wanted.distribution} {wanted.release} was not ready after {seconds:.0f} s; try: {_retry(wanted)}"
-            ) from late
+            raise UsageError(f"{subject} was not ready after {seconds:.0f} s{remedy}") from late
 
 
 def _why(output: str, wanted: Stamp) -> str:

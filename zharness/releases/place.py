@@ -1,24 +1,84 @@
-"""Where a release of an engine runs: here, or in a server whose search path begins with the release's own folder."""
+"""Where a release of an engine runs: here, or in processes whose search path begins with the release's own folder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from zharness import engines
-from zharness.engines.registry import split
-from zharness.releases import overlay
+from zharness.engines import registry
+from zharness.errors import MissingEngine, UsageError
+from zharness.releases import checkout, overlay
 from zharness.run import runner
 from zharness.world.server import Surroundings
 
 
+@dataclass(frozen=True)
+class Place:
+    """A release that is ready to run: its name, what goes in front of the search path, and a child's environment.
+
+    Both are empty for the installed release.
+    """
+
+    release: str
+    search_path: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def place(text: str, distribution: str) -> Place:
+    """The place of the release that ``text`` names, fetched now unless it is there.
+
+    ``text`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package that NAME is part of. Raises
+    MissingEngine, or UsageError for a release that cannot be had.
+    """
+    found = registry.checkout(text)
+    if found is not None:
+        path, env = checkout.front(found)
+        return Place(found.version, (str(path),), env)
+    name, release = registry.split(text)
+    here = installed(distribution)
+    if release is None and here is None:
+        raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release of it")
+    if here is not None and (release is None or _is(release, here)):
+        return Place(here)
+    assert release is not None, "one of the two is there"
+    if distribution in registry.IN_USE:
+        raise UsageError(
+            f"{text} is not the installed release, {here}, and an overlay holds no {distribution}; "
+            f"install it in an environment of its own and run there: pip install {distribution}=={release}"
+        )
+    path = overlay.ensure(distribution, release)
+    return Place(release, (str(path),), overlay.environment(path))
+
+
+def installed(distribution: str) -> str | None:
+    """The installed release; of torch without its build (``+cpu``), which decides no bug. None when there is none."""
+    try:
+        release = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+    return release.partition("+")[0] if distribution == "torch" else release
+
+
+def _is(release: str, here: str) -> bool:
+    """Whether ``release`` means ``here``, whose build it need not name."""
+    try:
+        return SpecifierSet(f"=={release}").contains(here, prereleases=True)
+    except InvalidSpecifier:
+        raise UsageError(f"got release {release!r}; expected a version such as 0.18.8") from None
+
+
 def surroundings(name: str) -> Surroundings:
-    """What the rank server of ``NAME==RELEASE`` needs; a release that is not the installed one is fetched first.
+    """What the rank server of an engine needs; a release that is not the installed one is fetched first.
 
     Raises UsageError for a release that cannot be had.
     """
-    release = split(name)[1]
     info = engines.info(name)
-    # Only an engine that is its package can be had in another release here: torch under this process stays torch.
-    is_its_package = info.distribution == info.name
-    if release is None or release == info.version() or not is_its_package:
+    if registry.split(name)[1] is None and registry.checkout(name) is None:
         return runner.surroundings(name)
-    path = overlay.ensure(info.distribution, release)
-    return Surroundings((str(path),), overlay.environment(path), info.warm_up)
+    found = place(name, info.distribution)
+    own = runner.search_path(name)
+    return Surroundings((*found.search_path, *own), found.environment, info.warm_up)

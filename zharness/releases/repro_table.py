@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tabulate import tabulate
-from tqdm import tqdm
 
-from zharness.errors import UsageError
-from zharness.releases.repros import Repro, ReproResult, Verdict, catalogue, find, run
+from zharness.releases.repros import NOT_YET, Repro, ReproResult, Verdict, catalogue
+
+FEW = 10  # runs whose evidence is printed whatever it is; of more, only what is not as expected
+LAST_LINES = 30
+_HEAD = ("bug", "what is seen", "shown on", "absent from", "otherwise")
 
 
 def rows() -> list[dict[str, str]]:
@@ -20,41 +21,15 @@ def rows() -> list[dict[str, str]]:
             "engine": repro.engine,
             "symptom": repro.symptom,
             "affects": repro.affects,
-            "fixed": repro.fixed or "not yet",
+            "fixed": repro.fixed or NOT_YET,
             "reported": repro.reported,
         }
         for repro in catalogue()
     ]
 
 
-def chosen(identifiers: Sequence[str], every: bool) -> list[Repro]:
-    """The reproductions asked for. Raises UsageError for an unknown id, and where none is asked for."""
-    if every:
-        return list(catalogue())
-    if not identifiers:
-        raise UsageError("no reproduction was named; name one by its issue, as in `zharness repro 7352`, or pass --all")
-    return [find(identifier) for identifier in identifiers]
-
-
-def results(repros: Sequence[Repro], engine: str | None, release: str | None) -> Iterator[ReproResult]:
-    """Run each reproduction on ``release``, or on the sides that its header names, with progress on standard error.
-
-    Raises UsageError when ``engine`` is given and a reproduction is not of that engine.
-    """
-    for repro in repros:
-        if engine is not None and repro.engine != engine:
-            raise UsageError(
-                f"reproduction {repro.id} is of {repro.engine}, not of {engine!r}; name it with its engine"
-            )
-    sides = [(repro, side) for repro in repros for side in ((release,) if release else repro.sides())]
-    with tqdm(sides, unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
-        for repro, side in bar:
-            bar.set_postfix_str(f"{repro.id} on {repro.engine} {side or '(installed)'}")
-            yield run(repro, side)
-
-
 def table(found: Sequence[ReproResult]) -> str:
-    """One row for each run, and the evidence of each below."""
+    """One row for each run, and below the evidence: of all when they are few, else of what was not expected."""
     body = [
         [
             result.repro.id,
@@ -66,7 +41,8 @@ def table(found: Sequence[ReproResult]) -> str:
         for result in found
     ]
     head = tabulate(body, ["id", "release", "verdict", "", "took"], tablefmt="simple", disable_numparse=True)
-    return "\n\n".join([head, *(paragraph(result) for result in found)])
+    told = [result for result in found if len(found) <= FEW or not result.as_expected]
+    return "\n\n".join([head, *map(paragraph, told)])
 
 
 def expectation(result: ReproResult) -> str:
@@ -78,12 +54,54 @@ def paragraph(result: ReproResult) -> str:
     """The evidence of one run; the end of what was printed where it failed otherwise."""
     lines = [f"{result.repro.id} on {result.repro.engine} {result.release}: {result.evidence}"]
     if result.verdict is Verdict.FAILED_OTHERWISE:
-        lines += [f"  | {line}" for line in result.output.splitlines()[-30:]]
+        lines += [f"  | {line}" for line in result.output.splitlines()[-LAST_LINES:]]
     return "\n".join([*lines, f"  again: {result.command}"])
 
 
+def summary(found: Sequence[ReproResult], seconds: float) -> str:
+    """The last line of a run."""
+    counts = {verdict: sum(result.verdict is verdict for result in found) for verdict in Verdict}
+    parts = [f"{count} {verdict.value}" for verdict, count in counts.items() if count]
+    unexpected = sum(not result.as_expected for result in found)
+    tail = f"; {unexpected} not as expected" if unexpected else "; all as expected"
+    return f"{len(found)} runs in {seconds:.1f} s: {', '.join(parts)}{tail}"
+
+
+def markdown(found: Sequence[ReproResult]) -> str:
+    """Bugs x releases for a README: a row for each bug, with the releases that show it and those that do not."""
+    by_bug: dict[Repro, list[ReproResult]] = {}
+    for result in found:
+        by_bug.setdefault(result.repro, []).append(result)
+    body = [
+        [named(repro), repro.symptom.replace("|", "\\|"), *(cell(results, kind) for kind in _KINDS)]
+        for repro, results in by_bug.items()
+    ]
+    return tabulate(body, _HEAD, tablefmt="github", disable_numparse=True)
+
+
+_KINDS = (
+    (Verdict.REPRODUCED,),
+    (Verdict.NOT_REPRODUCED,),
+    (Verdict.FAILED_OTHERWISE, Verdict.UNSUPPORTED, Verdict.NOT_RUN),
+)
+
+
+def cell(results: Sequence[ReproResult], kind: Sequence[Verdict]) -> str:
+    """The releases whose verdict is of ``kind``; with the verdict where ``kind`` has several."""
+    return ", ".join(
+        f"{result.repro.engine} {result.release}" + (f": {result.verdict.value}" if len(kind) > 1 else "")
+        for result in results
+        if result.verdict in kind
+    )
+
+
+def named(repro: Repro) -> str:
+    """The id, with a link to the report where there is one."""
+    return f"[{repro.id}]({repro.reported})" if repro.reported.startswith("https://") else repro.id
+
+
 def exit_code(found: Sequence[ReproResult]) -> int:
-    """0 when every release showed what it should, 1 when one did not, 3 when a run failed otherwise."""
-    if any(result.verdict is Verdict.FAILED_OTHERWISE for result in found):
+    """0 when every release showed what it should, 1 when one did not, 3 when a run failed otherwise or was not made."""
+    if any(result.verdict in (Verdict.FAILED_OTHERWISE, Verdict.NOT_RUN) for result in found):
         return 3
     return 0 if all(result.as_expected for result in found) else 1

@@ -7,31 +7,30 @@ A script runs on its own under ``torchrun``; the second paragraph of its docstri
 from __future__ import annotations
 
 import ast
-import itertools
 import operator
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from importlib import metadata
-from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from zharness.engines import registry
-from zharness.errors import HarnessFault, MissingEngine, UsageError
-from zharness.releases import overlay
+from zharness.errors import UsageError
+from zharness.releases import launch, overlay
+from zharness.releases.place import Place, installed
 
 FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
+CUDA = "cuda"
+SCHEMA = 1
 _LINE = re.compile(r"^([a-z]+): +(\S.*)$", re.MULTILINE)
 _BOUND = re.compile(r"(<=|>=|==|<|>)([0-9][\w.+!]*)")
 _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
@@ -43,7 +42,6 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 }
 _UNREGISTERED = {"fsdp1": "torch"}  # engines that no check runs on
 _SECONDS = 120.0
-_GRACE_SECONDS = 10.0
 
 
 class Verdict(Enum):
@@ -52,6 +50,8 @@ class Verdict(Enum):
     REPRODUCED = "reproduced"
     NOT_REPRODUCED = "not reproduced"
     FAILED_OTHERWISE = "failed otherwise"
+    UNSUPPORTED = "unsupported"  # it needs what is not here; nothing was run
+    NOT_RUN = "not run"  # the release cannot be had
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Repro:
     """One script and the facts of its header.
 
     ``affects`` is a list of bounds on the release (``>=0.18.3,<=0.19.5``), ``fixed`` the first release without the bug
-    or None, ``broken`` a release that shows it where the installed one does not. ``signature`` is part of the error,
-    ``ok`` the line that a run without the bug prints.
+    or None, ``broken`` a release that shows it where the installed one does not. ``needs`` is ``cuda`` where no CPU
+    shows it, else empty. ``signature`` is part of the error, ``ok`` the line that a run without the bug prints.
     """
 
     path: Path
@@ -75,10 +75,18 @@ class Repro:
     law: str
     signature: str
     ok: str
+    needs: str = ""
 
-    def sides(self) -> tuple[str | None, ...]:
-        """The releases that a run without a chosen one shows: the installed one (None), then the broken one."""
-        return (None,) if self.broken is None else (None, self.broken)
+    def sides(self) -> tuple[str, ...]:
+        """What a run without a chosen release shows, as ``--on`` spells it: the installed release where it has the fix,
+        else the first that has it, and a release that has the bug.
+        """
+        here = installed(distribution(self.engine))
+        shows = self.engine if self.broken is None else f"{self.engine}=={self.broken}"
+        if self.fixed is None:
+            return (shows,)
+        has_fix = here is not None and self.expected(here) is Verdict.NOT_REPRODUCED
+        return tuple(dict.fromkeys((self.engine if has_fix else f"{self.engine}=={self.fixed}", shows)))
 
     def expected(self, release: str) -> Verdict | None:
         """What ``release`` should show according to the header; None where the header does not say."""
@@ -98,14 +106,34 @@ class ReproResult:
     verdict: Verdict
     evidence: str
     expected: Verdict | None
-    seconds: float
     command: str
-    output: str
+    seconds: float = 0.0
+    output: str = ""
 
     @property
     def as_expected(self) -> bool:
-        """Whether the release showed what it should; a run that failed otherwise never did."""
-        return self.verdict is not Verdict.FAILED_OTHERWISE and self.expected in (None, self.verdict)
+        """Whether the release showed what it should; a run that failed otherwise or was not made never did."""
+        if self.verdict is Verdict.UNSUPPORTED:
+            return True
+        return self.verdict in (Verdict.REPRODUCED, Verdict.NOT_REPRODUCED) and self.expected in (None, self.verdict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for a JSON line."""
+        return {
+            "schema": SCHEMA,
+            "repro": self.repro.id,
+            "engine": self.repro.engine,
+            "release": self.release,
+            "torch_version": torch.__version__,
+            "verdict": self.verdict.value,
+            "expected": self.expected.value if self.expected is not None else None,
+            "as_expected": self.as_expected,
+            "evidence": self.evidence,
+            "law": self.repro.law,
+            "reported": self.repro.reported,
+            "seconds": round(self.seconds, 4),
+            "command": self.command,
+        }
 
 
 def catalogue(folder: Path = FOLDER) -> tuple[Repro, ...]:
@@ -117,18 +145,27 @@ def catalogue(folder: Path = FOLDER) -> tuple[Repro, ...]:
             "clone the repository and install it with: pip install -e ."
         )
     found = sorted((parse(script) for script in scripts), key=lambda repro: (repro.engine, repro.id))
-    for one, other in itertools.pairwise(found):
-        if one.id == other.id:
-            raise UsageError(f"{one.path.name} and {other.path.name} both have the id {one.id}; ids are unique")
+    by_id: dict[str, Repro] = {}
+    for repro in found:
+        other = by_id.setdefault(repro.id, repro)
+        if other is not repro:
+            raise UsageError(f"{other.path.name} and {repro.path.name} both have the id {repro.id}; ids are unique")
     return tuple(found)
 
 
-def find(identifier: str, folder: Path = FOLDER) -> Repro:
-    """The reproduction with this id (a leading ``#`` is allowed). Raises UsageError for an unknown one."""
+def find(identifier: str, folder: Path = FOLDER) -> tuple[Repro, ...]:
+    """The reproduction with this id (a leading ``#`` is allowed), or all those of the issue with this number.
+
+    Raises UsageError for an unknown one.
+    """
     known = {repro.id: repro for repro in catalogue(folder)}
-    if identifier.lstrip("#") not in known:
+    wanted = identifier.lstrip("#")
+    found = [repro for id_, repro in known.items() if id_ == wanted]
+    # Several that belong to one issue are called 8026-func, 8026-autograd.
+    found = found or [repro for id_, repro in known.items() if wanted.isdecimal() and id_.startswith(f"{wanted}-")]
+    if not found:
         raise UsageError.unknown("reproduction", identifier, known, "`zharness list repros` says what each one shows")
-    return known[identifier.lstrip("#")]
+    return tuple(found)
 
 
 def parse(script: Path) -> Repro:
@@ -143,48 +180,56 @@ def parse(script: Path) -> Repro:
         raise UsageError(f"{script}: got ranks: {said['ranks']}; expected a positive number")
     if not all(_BOUND.fullmatch(bound.strip()) for bound in said["affects"].split(",")):
         raise UsageError(f"{script}: got affects: {said['affects']}; expected bounds such as >=0.18.3,<=0.19.5")
+    if said.get("needs", CUDA) != CUDA:
+        raise UsageError(f"{script}: got needs: {said['needs']}; allowed: {CUDA}")
     return Repro(
         path=script,
         fixed=None if said["fixed"] == NOT_YET else said["fixed"],
         broken=said.get("broken"),
+        needs=said.get("needs", ""),
         ranks=int(said["ranks"]),
         **{key: said[key] for key in needed if key not in ("fixed", "ranks")},
     )
 
 
-def run(repro: Repro, release: str | None = None, seconds: float = _SECONDS) -> ReproResult:
-    """Run ``repro`` on the installed release, or on ``release`` in an overlay of its own, and judge it.
+def run(
+    repro: Repro, text: str, place: Place, seconds: float = _SECONDS, running: launch.Running | None = None
+) -> ReproResult:
+    """Run ``repro`` on the release that stands in ``place`` and is spelled ``text``, and judge it.
 
-    Raises MissingEngine, or UsageError where the release cannot be had. Nothing that it started outlives it.
+    What it needs and does not find makes it ``unsupported``, and nothing is run. Nothing that it started outlives it.
     """
-    package = distribution(repro.engine)
-    installed = _installed(package)
-    if release is None or release == installed:
-        if installed is None:
-            raise MissingEngine(f"{repro.engine} is not installed; try: pip install 'zharness[{repro.engine}]'")
-        release, env = installed, dict(os.environ)
-    elif package == "torch":
-        raise UsageError(
-            f"got {repro.engine} of torch {release}, but torch {installed} is installed, an overlay holds no torch; "
-            f"install that torch in an environment of its own and run there: zharness repro {repro.id}"
-        )
-    else:
-        env = overlay.environment(overlay.ensure(package, release))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
+    if repro.needs == CUDA and not overlay.has_cuda():
+        return blank(repro, text, place.release, Verdict.UNSUPPORTED, "needs CUDA, and there is none here")
+    arguments = [sys.executable, "--standalone", "--local-addr=127.0.0.1"]
+    arguments += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
     begun = time.monotonic()
-    code, output = _launch(command, {**env, **_loopback()}, seconds)
+    env = {**(place.environment or os.environ), **_loopback()}
+    code, output = launch.torchrun(arguments, env, seconds, running or launch.Running())
     verdict, evidence = judge(repro, code, output, seconds)
+    return replace(
+        blank(repro, text, place.release, verdict, evidence), seconds=time.monotonic() - begun, output=output
+    )
+
+
+def blank(repro: Repro, text: str, release: str, verdict: Verdict, evidence: str) -> ReproResult:
+    """The result of a run that took no time; ``text`` is the release as it was asked for."""
+    is_checkout = registry.checkout(text) is not None
+    again = text if is_checkout else f"{repro.engine}=={release}"
     return ReproResult(
         repro=repro,
-        release=release,
+        release=f"@ {release}" if is_checkout else release,
         verdict=verdict,
         evidence=evidence,
-        expected=repro.expected(release),
-        seconds=time.monotonic() - begun,
-        command=f"zharness repro {repro.id} --engine {repro.engine}=={release}",
-        output=output,
+        # A checkout may hold a fix, or a bug, that its version does not tell.
+        expected=None if is_checkout else repro.expected(release),
+        command=f"zharness repro {repro.id} --on {again}",
     )
+
+
+def distribution(engine: str) -> str:
+    """The package whose release says which bugs ``engine`` has. Raises UsageError for an unknown engine."""
+    return _UNREGISTERED.get(engine) or registry.info(engine).distribution
 
 
 def judge(repro: Repro, code: int | None, output: str, seconds: float = _SECONDS) -> tuple[Verdict, str]:
@@ -214,20 +259,6 @@ def _cause(output: str) -> str:
     return lines[-1].strip() if lines else "nothing was printed"
 
 
-def distribution(engine: str) -> str:
-    """The package whose release says which bugs ``engine`` has. Raises UsageError for an unknown engine."""
-    return _UNREGISTERED.get(engine) or registry.info(engine).distribution
-
-
-def _installed(package: str) -> str | None:
-    """The installed release of ``package``; of torch without its build (``+cpu``), which decides no bug."""
-    try:
-        release = metadata.version(package)
-        return release.partition("+")[0] if package == "torch" else release
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _version(text: str) -> tuple[int, ...]:
     """The release numbers of ``text``; what follows ``+`` names a build."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0]))
@@ -237,80 +268,3 @@ def _loopback() -> dict[str, str]:
     """Ranks of one machine need no other interface, and a host name that does not resolve must not stop them."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
-
-
-def _launch(command: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Exit code (None: ended at the deadline) and output. The whole tree of processes is gone on return."""
-    with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "output", "wb") as output:
-        # A file, not a pipe: a rank that outlived its launcher would keep a pipe open and the reader waiting.
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the tree in order.
-        child = subprocess.Popen(
-            # A log for each rank: what they write into one file at the same time is not lines any more.
-            [*command[:3], f"--log-dir={logs}", "--redirects=3", *command[3:]],
-            env={"OMP_NUM_THREADS": "1", **env},  # torchrun's own default, set here so that it does not warn
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(child)
-        written = [*sorted(Path(logs).rglob("std*.log")), Path(logs) / "output"]
-        return code, "\n".join(file.read_text(errors="replace") for file in written)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End ``child`` and what it started: its ranks have sessions of their own, so one killpg does not reach them."""
-    if child.poll() is not None:
-        return
-    family = _descendants(child.pid)
-    child.terminate()  # the launcher ends its ranks in answer
-    try:
-        child.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-    # Only who is still the same process: a number may have been given to another one meanwhile.
-    for pid in family & _processes().keys():
-        with suppress(ProcessLookupError):
-            _kill(pid[0])
-    try:
-        child.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired as alive:
-        raise HarnessFault(f"process {child.pid} of a reproduction cannot be ended") from alive
-
-
-def _kill(pid: int) -> None:
-    """Kill a process and wait for its end, which on a busy machine comes a while later."""
-    ended = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
-    try:
-        os.kill(pid, signal.SIGKILL)
-        wait([ended], timeout=_GRACE_SECONDS)
-    finally:
-        os.close(ended)
-
-
-def _processes() -> dict[tuple[int, str], int]:
-    """Every process (number and start time) and its parent, where the system lists them; empty where it does not."""
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended while we were looking
-            fields = status.read_text().rpartition(")")[2].split()
-            found[int(status.parent.name), fields[19]] = int(fields[1])
-    return found
-
-
-def _descendants(pid: int) -> set[tuple[int, str]]:
-    """The processes below ``pid``."""
-    parents = _processes()
-    found: set[tuple[int, str]] = set()
-    left = [pid]
-    while left:
-        above = left.pop()
-        below = {process for process, parent in parents.items() if parent == above}
-        found |= below
-        left += [process[0] for process in below]
-    return found

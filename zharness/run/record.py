@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from zharness.case import Case
 from zharness.errors import UsageError
@@ -187,13 +187,21 @@ def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
     return Mismatch(**fields)
 
 
+class Line(Protocol):
+    """What can become one JSON line."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        ...
+
+
 class RecordFile:
     """JSON lines, one at a time, complete at every moment."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Line) -> None:
         """Append one line and hand it to the operating system."""
         self._stream.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
         self._stream.flush()

@@ -18,7 +18,7 @@ import torch
 import zharness
 from zharness import engines
 from zharness.case import Case
-from zharness.engines import Capabilities
+from zharness.engines import Capabilities, registry
 from zharness.engines.registry import is_path, split
 from zharness.errors import UsageError, WorldError
 from zharness.run import cell, excuses
@@ -111,8 +111,8 @@ class Runner:
             shutil.rmtree(room, ignore_errors=True)
 
     def _blank(self, case: Case) -> Record:
-        version = split(case.engine)[1] or engines.info(case.engine).version()
-        return Record(case, self.seed, Verdict.ERROR, version or "(no release)", torch.__version__)
+        version = registry.version(case.engine) or "(no release)"
+        return Record(case, self.seed, Verdict.ERROR, version, torch.__version__)
 
     def _observed(self, case: Case, room: Path, blank: Record, options: Mapping[str, Any]) -> Record:
         claims = self.claims(case.engine, case.stage)
@@ -183,16 +183,19 @@ def probed(server: RankServer, engine: str, stage: int) -> Capabilities:
 
 
 def surroundings(name: str) -> Surroundings:
-    """What the rank server of an engine needs; an engine known by its path is looked for in the current directory."""
+    """What the rank server of an engine needs in its installed release. Raises UsageError for another release."""
     info = engines.require(name)
-    search_path = (os.getcwd(),) if is_path(name) else ()
-    release = split(name)[1]
-    if release is not None and release != info.version():
+    if registry.version(name) != info.version():
         raise UsageError(
-            f"{info.name}=={release} is not the installed release, {info.version()}; "
-            f"install it with: pip install {info.distribution}=={release}"
+            f"{name} is not the installed release, {info.version()}; "
+            f"install it with: pip install {info.distribution}=={split(name)[1] or 'RELEASE'}"
         )
-    return Surroundings(search_path=search_path, warm_up=info.warm_up)
+    return Surroundings(search_path=search_path(name), warm_up=info.warm_up)
+
+
+def search_path(name: str) -> tuple[str, ...]:
+    """Where an engine that is known by its path alone is looked for: in the current directory."""
+    return (os.getcwd(),) if is_path(name) else ()
 
 
 def broken(outcome: GroupOutcome, blank: Record) -> Record:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zharness import engines
 from zharness.checks import DTYPES
-from zharness.engines.registry import split
+from zharness.engines import registry
 from zharness.run.excuses import Excuse, excuses_for, find
 from zharness.run.plan import Claims, Planned, Request, any_claims, plan
 
@@ -21,7 +20,7 @@ def unmatched(cells: Sequence[Planned], claims: Claims, own: Sequence[Excuse] = 
         f"{excuse.place}: no cell of {excuse.engine} {version} meets the excuse for {excuse.check} "
         f"({excuse.upstream}), or an entry before it meets them all; delete it, or narrow its releases"
         for engine in dict.fromkeys(cell.case.engine for cell in cells)
-        for version in [split(engine)[1] or engines.info(engine).version() or "(no release)"]
+        for version in [registry.version(engine) or "(no release)"]
         for excuse in excuses_for(engine, own)
         if excuse.speaks_of(version) and idle(excuse, engine, version, cells, claims, own)
     ]

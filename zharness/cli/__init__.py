@@ -10,23 +10,9 @@ from pathlib import Path
 import click
 
 import zharness
-from zharness.case import numbers
+from zharness.cli import releases
+from zharness.cli.options import OUTPUT, SECONDS, integers, words
 from zharness.errors import UsageError, ZHarnessError
-
-SECONDS = click.FloatRange(min=1.0, max=86_400.0)
-
-
-def integers(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """``0,1,2`` as integers. Raises click.BadParameter for anything else."""
-    try:
-        return () if value is None else numbers(value)
-    except UsageError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def words(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """``fp32,bf16`` as names."""
-    return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,8 +65,8 @@ def cli() -> None:
     help="New ranks for every cell, or ranks that live on for the cells of one engine and stage.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
-@click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Write one JSON line for each cell.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
+@click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
+@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 def check(
     patterns: tuple[str, ...],
     engines: tuple[str, ...],
@@ -122,7 +108,7 @@ def check(
 @cli.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--contracts", is_flag=True, help="Where engines document that they differ, as a table in Markdown.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
+@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 def report(files: tuple[Path, ...], contracts: bool, html: Path | None) -> int:
     """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages."""
     from zharness.report import overview
@@ -157,24 +143,7 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-@cli.command()
-@click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "every", is_flag=True, help="Run every reproduction there is.")
-@click.option("--engine", metavar="NAME==RELEASE", help="Run on this release, installed into a folder of its own.")
-def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
-    """Show real bugs of real engines, by the number of their issue.
-
-    Each runs on the installed release and, where that has the fix, on a release that has the bug: the verdict is
-    reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` says which there
-    are; each is a script in repro/ that runs under plain torchrun too.
-    """
-    from zharness.engines.registry import split
-    from zharness.releases import repro_table
-
-    name, release = split(engine) if engine else (None, None)
-    found = list(repro_table.results(repro_table.chosen(ids, every), name, release))
-    click.echo(repro_table.table(found))
-    return repro_table.exit_code(found)
+cli.add_command(releases.repro)
 
 
 @cli.command()
@@ -191,7 +160,7 @@ def repro(ids: tuple[str, ...], every: bool, engine: str | None) -> int:
 @click.option("--model", "models", callback=words, metavar="NAME,...", help="Models; the first that each check takes.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells at a time.")
-@click.option("--jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Read and write records: resumes.")
+@click.option("--jsonl", type=OUTPUT, help="Read and write records: resumes.")
 def mutants(
     patterns: tuple[str, ...],
     checks: tuple[str, ...],

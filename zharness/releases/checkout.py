@@ -1,0 +1,82 @@
+"""Checkouts in front of what is installed: no copy, no install, and nothing written into them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from functools import cache as once
+from pathlib import Path
+
+from zharness.engines.checkouts import Checkout
+from zharness.releases import overlay
+
+# What a package's set-up writes into it and its sources alone lack. Without it DeepSpeed imports, but calls itself
+# 0.0.0 and refuses the checkpoints of every release. The rest is what the package itself falls back to.
+_GENERATED = {
+    "deepspeed": (
+        "git_version_info_installed.py",
+        """from .ops.op_builder.all_ops import ALL_OPS
+version = {version!r}
+git_hash = git_branch = '[none]'
+installed_ops = dict.fromkeys(ALL_OPS, False)
+accelerator_name = ''
+torch_info = {{'version': '0.0', 'cuda_version': '0.0', 'nccl_version': '0.0', 'hip_version': '0.0'}}
+""",
+    )
+}
+
+
+@once
+def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
+    """The folder that goes in front of what is installed, and the environment of a child that finds it there.
+
+    It is the checkout itself, or a folder of links to it beside the one file that its set-up would have written.
+    Raises UsageError when it does not import from there. Asked once by a process: it is what the process began with.
+    """
+    room = _room(checkout)
+    generated = _GENERATED.get(checkout.module)
+    subject = f"{checkout.module}@{checkout.path}"
+    with overlay.writable(subject):
+        room.mkdir(parents=True, exist_ok=True)
+        if generated is None or (checkout.package / generated[0]).exists():
+            place = checkout.path
+        else:
+            place = _linked(checkout, room / "links", generated[0], generated[1].format(version=checkout.version))
+    env = overlay.environment(place, room)
+    # Compiled bytecode would be written beside the sources, which are not ours.
+    env["PYTHONPYCACHEPREFIX"] = str(room / "bytecode")
+    overlay.imported(place, checkout.module, env, subject)
+    return place, env
+
+
+def _room(checkout: Checkout) -> Path:
+    """What is kept of a checkout in the cache, by its path."""
+    digest = hashlib.sha256(str(checkout.path).encode()).hexdigest()[:12]
+    return overlay.cache() / "checkouts" / f"{checkout.module}-{digest}"
+
+
+def _linked(checkout: Checkout, place: Path, name: str, text: str) -> Path:
+    """``place``, a folder in which the package is links to the checkout's entries and the file ``name``."""
+    entries = {entry.name: entry for entry in checkout.package.iterdir() if entry.name != "__pycache__"}
+    package = place / checkout.module
+    with overlay.alone(place):
+        if not _is_current(package, entries, name, text):
+            beside = Path(tempfile.mkdtemp(dir=place.parent))
+            try:
+                (beside / checkout.module).mkdir()
+                for entry in entries.values():
+                    (beside / checkout.module / entry.name).symlink_to(entry)
+                (beside / checkout.module / name).write_text(text)
+                shutil.rmtree(place, ignore_errors=True)
+                beside.rename(place)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+    return place
+
+
+def _is_current(package: Path, entries: dict[str, Path], name: str, text: str) -> bool:
+    if not (package / name).is_file() or (package / name).read_text() != text:
+        return False
+    links = {link.name: link.readlink() for link in package.iterdir() if link.is_symlink()}
+    return links == entries

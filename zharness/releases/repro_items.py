@@ -1,0 +1,52 @@
+"""Reproductions as pytest items: one for each script and side, as in ``repro/deepspeed_7913_x.py::0.18.8``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zharness.engines.registry import split
+from zharness.errors import UsageError
+from zharness.releases.place import place
+from zharness.releases.repro_table import expectation, paragraph
+from zharness.releases.repros import Repro, Verdict, distribution, parse, run
+
+
+class ReproFile(pytest.File):
+    """One script."""
+
+    def collect(self) -> Iterator[ReproItem]:
+        try:
+            repro = parse(self.path)
+            for text in repro.sides():
+                yield ReproItem.from_parent(self, name=split(text)[1] or "installed", repro=repro, text=text)
+        except UsageError as error:
+            raise self.CollectError(str(error)) from None
+
+
+class ReproItem(pytest.Item):
+    """One script on one release; it passes when the release shows what the header says."""
+
+    def __init__(self, repro: Repro, text: str, **how: Any) -> None:
+        super().__init__(**how)
+        self._repro = repro
+        self._text = text
+
+    def runtest(self) -> None:
+        found = run(self._repro, self._text, place(self._text, distribution(self._repro.engine)))
+        if found.verdict is Verdict.UNSUPPORTED:
+            pytest.skip(found.evidence)
+        if not found.as_expected:
+            pytest.fail(f"{found.verdict.value}, expected {expectation(found)}\n{paragraph(found)}", pytrace=False)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """A release that cannot be had is one sentence, not a traceback."""
+        if isinstance(excinfo.value, UsageError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, f"{self._repro.id} on {self._text}"
