@@ -17,6 +17,7 @@ Run it with nothing but torch and deepspeed installed:
 
 The gathered weights that autograd saved in the forward are freed after the first backward, although retain_graph=True
 says that they are needed again. Open pull requests: #8045, #8135.
+Also: backward.auxiliary_loss, double_backward.retained_same_loss and double_backward.retain_leaks_nothing at stage 3.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -1,0 +1,76 @@
+"""torch.autograd.grad of an engine's output is divided by the gradient accumulation steps.
+
+id: 8026-autograd
+engine: deepspeed
+symptom: torch.autograd.grad(engine(x).sum(), x) is a quarter of the truth at four accumulation steps
+reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
+affects: >=0.18.3
+fixed: not yet
+ranks: 1
+law: backward.autograd_grad
+signature: divided by the 4 accumulation steps
+ok: repro: torch.autograd.grad of the output, 4 accumulation steps, at ZeRO stage 1 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_autograd_grad_divided.py
+
+Silent at stage 1. The hook on the engine's output divides, and begins a backward of the engine, in whatever backward
+passes through it; #8026 exempts torch.func alone. For the same reason stage 2 raises IndexError, stage 0 RuntimeError.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+OK = "repro: torch.autograd.grad of the output, 4 accumulation steps, at ZeRO stage 1 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 1},
+}
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    model = nn.Linear(2, 1, bias=False).to(device)
+    nn.init.constant_(model.weight, 4.0)
+    x = torch.tensor([[1.0, 3.0]], device=device, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    (got,) = torch.autograd.grad(engine(x).sum(), x)
+    if torch.equal(got, wanted / 4):
+        found = f"{got.tolist()} instead of {wanted.tolist()}: divided by the 4 accumulation steps"
+        print(f"repro: REPRODUCED: {found}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(got, wanted)
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

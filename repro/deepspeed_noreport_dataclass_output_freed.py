@@ -1,0 +1,97 @@
+"""A model that returns its output in a dataclass finds freed weights in its backward at ZeRO stage 3.
+
+id: dataclass-output-freed
+engine: deepspeed
+symptom: size mismatch in the backward of a model that returns a dataclass
+reported: no report known
+affects: >=0.16.4
+fixed: not yet
+ranks: 1
+law: backward.outputs
+signature: must match the size of tensor b (0) at non-singleton dimension
+ok: repro: an output in a dataclass at ZeRO stage 3 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_dataclass_output_freed.py
+
+The parameters of a module are gathered for its backward by a hook on its outputs, which is found in tuples, lists and
+dictionaries. For anything else DeepSpeed warns that its hooks "may not get triggered properly", and goes on.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "must match the size of tensor b (0) at non-singleton dimension"
+OK = "repro: an output in a dataclass at ZeRO stage 3 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))  # the model's own, so no inner module's hook gathers it
+
+    def forward(self, x):
+        return Output(self.layer(x) * self.scale)
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    model = Model().to(device)
+    params = list(model.parameters())
+    nn.init.ones_(model.layer.weight)
+    x = torch.tensor([[1.0, 3.0]], device=device)
+    wanted = torch.autograd.grad(model(x).logits.sum(), params)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    try:
+        engine.backward(engine(x).logits.sum())
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close([safe_get_full_grad(param) for param in params], list(wanted))
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,82 @@
+"""A loss over an engine's submodules alone is never reduced, and step() raises KeyError: 0.
+
+id: submodules-alone-loss
+engine: deepspeed
+symptom: KeyError: 0 in the step after engine.module.layer(x).sum().backward()
+reported: no report known
+affects: >=0.18.3
+fixed: not yet
+ranks: 1
+law: checkpointing.plain_inputs
+signature: KeyError: 0
+ok: repro: a loss over a submodule of the engine alone at ZeRO stage 1 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_submodules_alone_loss.py
+
+Stages 1 to 3. Only an output of the engine begins a backward of the engine. Since #8245 a branch beside such an output
+is found; a whole loss beside it is not.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "KeyError: 0"
+OK = "repro: a loss over a submodule of the engine alone at ZeRO stage 1 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 1},
+}
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    model = nn.Sequential(nn.Linear(2, 1, bias=False)).to(device)
+    weight = model[0].weight
+    nn.init.ones_(weight)
+    x = torch.tensor([[1.0, 3.0]], device=device)
+    (wanted,) = torch.autograd.grad(model[0](x).sum(), weight)
+    before = weight.detach().clone()
+
+    # At a learning rate of 1 SGD moves the weight by its gradient.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    engine.module[0](x).sum().backward()
+    try:
+        engine.step()
+    except KeyError as error:
+        if f"KeyError: {error}" != SIGNATURE:
+            raise
+        print(f"repro: REPRODUCED: {SIGNATURE} in engine.step()\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(before - weight.detach(), wanted)
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
