@@ -26,7 +26,8 @@ def cli() -> None:
     zharness check 'torch_func.*' --engine my_package.my_module:factory
     zharness list checks                          every law in words
     zharness mutants                              engines broken on purpose, and who notices
-    zharness repro 7352                           a real bug, shown on the release that is installed
+    zharness repro 7352                           a real bug, on the releases that have it and have it not
+    zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and where each flipped
 
     Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
@@ -143,7 +144,8 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-cli.add_command(releases.repro)
+for command in (releases.repro, releases.releases, releases.bisect, releases.compare):
+    cli.add_command(command)
 
 
 @cli.command()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zharness.cli.options import OUTPUT
+from zharness.cli.options import OUTPUT, SECONDS, integers, words
+from zharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from zharness.releases.history import Measure
+    from zharness.run import Request
+    from zharness.run.excuses import Excuse
 
 
 @click.command()
@@ -51,3 +61,150 @@ def repro(
     else:
         click.echo(f"{repro_table.table(found)}\n\n{repro_table.summary(found, time.monotonic() - began)}")
     return repro_table.exit_code(found)
+
+
+def axes(command: Callable[..., int]) -> Callable[..., int]:
+    """The options that say which cells are run, and how, on every release."""
+    options = (
+        click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="ZeRO stages; all there are."),
+        click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4"),
+        click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16"),
+        click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all."),
+        click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell."),
+        click.option(
+            "--isolation",
+            type=click.Choice(["fresh", "pooled"]),
+            default="pooled",
+            show_default=True,
+            help="New ranks for every cell, or ranks that live on for the cells of one release and stage.",
+        ),
+        click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core."),
+        click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What those options gave."""
+
+    stages: tuple[int, ...]
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    models: tuple[str, ...]
+    timeout: float
+    isolation: str
+    jobs: int | None
+    jsonl: Path | None
+
+    def request(self, checks: tuple[str, ...]) -> Request:
+        """The cells, of an engine that is filled in later."""
+        from zharness.run import Request
+
+        return Request(checks, (), self.stages, self.world_sizes, self.dtypes, self.models)
+
+    def measure(self, stack: ExitStack, own: tuple[Excuse, ...] = ()) -> Measure:
+        """Runs the cells of a request; all records go to one file, which is closed with ``stack``."""
+        from zharness.releases.place import surroundings
+        from zharness.report.live import Options, opened, run_request
+        from zharness.world import Isolation
+
+        options = Options(self.timeout, lanes=self.jobs or 0, isolation=Isolation(self.isolation), own=own)
+        sink = cache(partial(opened, stack, self.jsonl))
+        return lambda request: run_request(request, options, sink, surroundings)[0]
+
+
+@click.command(name="releases")
+@click.argument("engine", required=False)
+@click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
+@click.option("--check", "checks", multiple=True, help="A check, a group, a glob or a case id; may be repeated.")
+@click.option("--newest", is_flag=True, help="The newest release on the index, too.")
+@click.option(
+    "--compare-to",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="RECORDED.jsonl",
+    help="Print what changed since this record, and exit with 1 when anything did.",
+)
+@click.option("--list", "listed", is_flag=True, help="Print what the cache holds, and run nothing.")
+@click.option("--clean", is_flag=True, help="Remove from the cache ENGINE==RELEASE, ENGINE, or everything.")
+@axes
+def releases(
+    engine: str | None,
+    versions: tuple[str, ...],
+    checks: tuple[str, ...],
+    newest: bool,
+    compare_to: Path | None,
+    listed: bool,
+    clean: bool,
+    **options: Any,
+) -> int:
+    """Run the same cells on several releases of an engine, and say where each cell flipped.
+
+    \b
+    zharness releases deepspeed 0.16.4 0.18.8 0.19.8 --check 'torch_func.*'
+    zharness releases deepspeed 0.19.8 @../DeepSpeed
+    zharness releases deepspeed --newest --compare-to RECORDED.jsonl
+    zharness releases --list
+    zharness releases --clean deepspeed==0.18.8
+
+    Broken laws are what it reports, not what it fails on. Exit codes: 0, 1 something changed since the record, 2 no
+    release could be run, 3 some could not, or the harness itself failed.
+    """
+    from zharness.releases import cached_words, watch
+    from zharness.run.record import read_records
+
+    if listed or clean:
+        named = tuple(text for text in (engine, *versions) if text)
+        click.echo(cached_words.cleaned(named) if clean else cached_words.listed(named))
+        return 0
+    if engine is None:
+        raise UsageError("no engine was named; try: zharness releases deepspeed 0.18.8 0.19.8, or --list")
+    axes_ = Axes(**options)
+    named_texts = watch.texts(engine, versions, newest)
+    known = read_records(compare_to) if compare_to else []
+    with ExitStack() as stack:
+        return watch.matrix(named_texts, axes_.request(checks), axes_.measure(stack), known)
+
+
+@click.command()
+@click.argument("engine")
+@click.argument("check")
+@click.option("--good", required=True, metavar="RELEASE", help="A release on which the law holds.")
+@click.option("--bad", required=True, metavar="RELEASE", help="A release on which it is broken.")
+@axes
+def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
+    """Find the first release on which a law is broken, or, where the good release is the newer, holds again.
+
+    CHECK is a check, a glob, or a case id; a release is bad when any of its cells is broken. Releases that cannot be
+    run are stepped over. As many runs as halving takes.
+    """
+    from zharness.releases import watch
+
+    chosen = Axes(**options)
+    with ExitStack() as stack:
+        return watch.halve(engine, good, bad, chosen.request((check,)), chosen.measure(stack))
+
+
+@click.command()
+@click.argument("base")
+@click.argument("change")
+@click.option("--check", "checks", multiple=True, help="A check, a group, a glob or a case id; all. May be repeated.")
+@click.option("--excuses", multiple=True, type=OUTPUT, help="Expected failures of the change (TOML); may be repeated.")
+@axes
+def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path, ...], **options: Any) -> int:
+    """Run the same cells on a base and on a change of it, and fail on what the change broke, on nothing else.
+
+    Both are NAME@CHECKOUT, NAME==RELEASE or NAME. Exit codes: 0, 1 the change breaks a law that the base keeps, 2 one
+    of them cannot be run, 3 the harness itself failed.
+
+    \b
+    zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml
+    """
+    from zharness.releases import watch
+    from zharness.run.excuses import read_excuses
+
+    chosen, own = Axes(**options), read_excuses(excuses)
+    with ExitStack() as stack:
+        return watch.compare(base, change, chosen.request(checks), chosen.measure(stack, own), own)

@@ -11,6 +11,7 @@ from pathlib import Path
 from zharness.engines.checkouts import Checkout
 from zharness.releases import overlay
 
+STAMP = ".zharness-checkout"  # holds the checkout's spelling
 # What a package's set-up writes into it and its sources alone lack. Without it DeepSpeed imports, but calls itself
 # 0.0.0 and refuses the checkpoints of every release. The rest is what the package itself falls back to.
 _GENERATED = {
@@ -39,6 +40,7 @@ def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
     subject = f"{checkout.module}@{checkout.path}"
     with overlay.writable(subject):
         room.mkdir(parents=True, exist_ok=True)
+        (room / STAMP).write_text(subject)
         if generated is None or (checkout.package / generated[0]).exists():
             place = checkout.path
         else:

@@ -25,6 +25,7 @@ import torch
 from zharness.errors import UsageError
 
 STAMP = ".zharness-overlay.json"
+BUILDING = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
@@ -154,7 +155,7 @@ def alone(place: Path) -> Iterator[None]:
 
 
 def _build(place: Path, wanted: Stamp) -> None:
-    prefix = f".{place.name}.building-"
+    prefix = f".{place.name}{BUILDING}"
     for left in place.parent.glob(f"{prefix}*"):
         shutil.rmtree(left)  # of a process that was killed: we hold the lock, so nobody is in there
     beside = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
@@ -79,20 +80,40 @@ def check(
         from zharness.report import attached
 
         return attached.check(launch, request, options, outputs, place)
-    validate(request)
     if outputs.html is not None:
         check_writable(outputs.html)
-    places = {name: place(name) for name in engines_of(request)}
     began = time.monotonic()
+    with ExitStack() as stack:
+        sink = partial(opened, stack, outputs.jsonl)
+        records, complaints = run_request(request, options, sink, place)
+    return conclude(records, time.monotonic() - began, outputs, complaints)
+
+
+def opened(stack: ExitStack, path: Path | None) -> RecordFile | None:
+    """The file of records, where one was asked for, until ``stack`` is left."""
+    return stack.enter_context(record_file(path)) if path else None
+
+
+def run_request(
+    request: Request,
+    options: Options,
+    sink: Callable[[], RecordFile | None],
+    place: Callable[[str], Surroundings],
+) -> tuple[list[Record], list[str]]:
+    """The records of every cell of ``request`` in the order of the matrix, and in words the excuses that match nothing.
+
+    Each goes to the file of ``sink`` as it comes, which is asked for once there is something to run: a mistake in the
+    request must not replace an earlier file. Raises UsageError.
+    """
+    validate(request)
+    places = {name: place(name) for name in engines_of(request)}
     with ExitStack() as stack:
         runners = [stack.enter_context(options.runner(places)) for _ in range(options.width())]
         cells = plan(request, runners[0].claims)
         complaints = unmatched(cells, runners[0].claims, options.own)
-        file = stack.enter_context(record_file(outputs.jsonl)) if outputs.jsonl else None
-        found = list(recorded(run_all(cells, runners), file, len(cells)))
+        found = list(recorded(run_all(cells, runners), sink(), len(cells)))
     order = {cell.case: position for position, cell in enumerate(cells)}
-    records = sorted(found, key=lambda record: order[record.case])
-    return conclude(records, time.monotonic() - began, outputs, complaints)
+    return sorted(found, key=lambda record: order[record.case]), complaints
 
 
 def engines_of(request: Request) -> list[str]:

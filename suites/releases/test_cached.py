@@ -1,0 +1,62 @@
+"""The cache: listed and cleaned by what it says of itself, and nothing else touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zharness.errors import UsageError
+from zharness.releases import cached, cached_words, overlay
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(overlay, "_install", lambda folder, wanted: made_up(folder, wanted.release))
+    for release in ("1.0", "2.0"):
+        overlay.ensure("made_up", release)
+    return tmp_path / "releases"
+
+
+def made_up(folder: Path, release: str) -> None:
+    (folder / "made_up").mkdir()
+    (folder / "made_up" / "__init__.py").write_text(f"__version__ = {release!r}\n" + "#" * 1_000_000)
+
+
+def subjects() -> list[str]:
+    return [entry.subject for entry in cached.entries()]
+
+
+def test_what_is_cached_is_listed_with_its_size() -> None:
+    told = cached_words.listed(())
+    assert "made_up==1.0  Python 3." in told
+    assert told.endswith("MB")
+    assert cached_words.listed(("made_up==2.0",)).count("made_up==") == 1
+
+
+def test_one_release_is_removed_and_the_size_that_was_freed_is_told(cache: Path) -> None:
+    told = cached_words.cleaned(("made_up==1.0",))
+    assert told.splitlines()[0].startswith("made_up==1.0 (Python 3.")
+    assert "freed 1.0 MB of" in told
+    assert subjects() == ["made_up==2.0"]
+    assert not [entry for entry in cache.iterdir() if entry.is_dir() and "1.0" in entry.name]
+
+
+def test_what_this_package_did_not_make_is_left_alone(cache: Path) -> None:
+    (cache / "somebody").mkdir()
+    (cache / ".made_up-3.0.building-abc").mkdir()
+    cached_words.cleaned(())
+    assert [entry.name for entry in cache.iterdir() if entry.is_dir()] == ["somebody"]
+
+
+def test_a_release_that_is_being_built_is_left_alone(cache: Path) -> None:
+    (place,) = (entry.path for entry in cached.entries() if entry.subject == "made_up==1.0")
+    with overlay.alone(place):
+        assert "left alone: another process is building it" in cached_words.cleaned(("made_up==1.0",))
+    assert "made_up==1.0" in subjects()
+
+
+def test_a_release_that_is_not_cached_is_named_beside_those_that_are() -> None:
+    with pytest.raises(UsageError, match=r"unknown release in the cache 'made_up==9\.9'; allowed: made_up==1\.0, "):
+        cached_words.cleaned(("made_up==9.9",))

@@ -1,0 +1,207 @@
+"""Cells over releases: where each flips, what changed since a record, and what a change broke."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from zharness.case import Case
+from zharness.errors import UsageError
+from zharness.releases import history, index, watch
+from zharness.releases.history import Kind
+from zharness.run import Record, Request
+from zharness.run.excuses import Excuse
+from zharness.run.record import Verdict
+
+PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
+    Verdict.PASS,
+    Verdict.FAIL,
+    Verdict.CRASH,
+    Verdict.UNSUPPORTED,
+    Verdict.ERROR,
+)
+CASE = Case("training.grads", "deepspeed", 1, 2, "fp32", "mlp")
+OTHER = replace(CASE, stage=2)
+Story = Mapping[str, Mapping[Case, Verdict | tuple[Verdict, str]]]
+
+
+def record(case: Case, verdict: Verdict, cause: str = "", release: str = "1.0") -> Record:
+    return Record(case, 0, verdict, release, "2.13.0", cause=cause or verdict.value)
+
+
+class Engine:
+    """Releases of an engine, each with what its cells show."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.asked: list[str] = []
+
+    def measure(self, request: Request) -> list[Record]:
+        (text,) = request.engines
+        release = text.partition("==")[2]
+        self.asked.append(release)
+        if release not in self.story:
+            raise UsageError(f"deepspeed=={release} cannot be fetched")
+        return [
+            record(replace(case, engine=text), *(shown if isinstance(shown, tuple) else (shown,)), release=release)
+            for case, shown in self.story[release].items()
+        ]
+
+    def matrix(self, *releases: str, known: tuple[Record, ...] = ()) -> int:
+        return watch.matrix(watch.texts("deepspeed", releases, False), Request(("training",)), self.measure, known)
+
+
+def test_a_matrix_says_between_which_releases_a_cell_flipped(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Engine({
+        "1": {CASE: PASS, OTHER: PASS},
+        "2": {CASE: (CRASH, "boom"), OTHER: PASS},
+        "3": {CASE: UNSUPPORTED, OTHER: PASS},
+        "4": {CASE: PASS, OTHER: PASS},
+    })  # fmt: skip
+    assert told.matrix("1", "2", "3", "4") == 0
+    out = capsys.readouterr().out
+    assert "BROKEN between 1 and 2: training.grads[deepspeed-zero1-w2-fp32-mlp]\n  boom\n" in out
+    assert "MENDED between 2 and 4: training.grads[deepspeed-zero1-w2-fp32-mlp]" in out
+    assert "again: zharness check 'training.grads[deepspeed==2-zero1-w2-fp32-mlp]'" in out
+    assert out.splitlines()[2].split() == [
+        "training.grads",
+        "zero1-w2-fp32-mlp",
+        "pass",
+        "crash",
+        "unsupported",
+        "pass",
+    ]
+    assert out.endswith("2 cells on 4 releases: 1 flip, 1 do not\n")
+
+
+def test_cells_that_went_the_same_way_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    Engine({"1": {CASE: PASS, OTHER: PASS}}).matrix("1")
+    assert "training.grads  2 cells, stages 1,2  pass" in capsys.readouterr().out
+
+
+def test_a_release_that_cannot_be_had_is_told_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Engine({"1": {CASE: PASS}, "3": {CASE: FAIL}})
+    assert told.matrix("1", "2", "3") == 3
+    out = capsys.readouterr().out
+    assert "NOT RUN deepspeed==2: deepspeed==2 cannot be fetched" in out
+    assert "BROKEN between 1 and 3" in out
+
+
+def test_no_release_at_all_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="deepspeed==8 cannot be fetched; deepspeed==9 cannot be fetched"):
+        Engine({}).matrix("8", "9")
+
+
+def test_a_fault_of_the_harness_is_its_exit_code() -> None:
+    assert Engine({"1": {CASE: ERROR}}).matrix("1") == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (record(CASE, PASS), record(CASE, FAIL), Kind.BROKEN),
+        (record(CASE, CRASH), record(CASE, PASS), Kind.HOLDS),
+        (record(CASE, CRASH, "boom"), record(CASE, CRASH, "bang"), Kind.OTHERWISE),
+        (record(CASE, CRASH, "boom"), record(CASE, FAIL, "boom"), Kind.OTHERWISE),
+        (record(CASE, PASS), record(CASE, Verdict.UNDETERMINED), Kind.LOST),
+        (record(CASE, PASS), record(CASE, Verdict.CONTRACT), None),
+        (record(CASE, UNSUPPORTED), record(CASE, FAIL), None),
+        (record(CASE, CRASH, "got 0.5 at /a/b/x.py:3"), record(CASE, CRASH, "got 1e-07 at /c/x.py:44"), None),
+    ],
+)
+def test_what_counts_as_a_change(before: Record, after: Record, kind: Kind | None) -> None:
+    assert history.changed(before, after) is kind
+
+
+def test_the_same_release_as_recorded_is_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    known = (record(CASE, FAIL, release="1"), record(CASE, PASS, release="2"))
+    assert Engine({"1": {CASE: FAIL}, "2": {CASE: PASS}}).matrix("1", "2", known=known) == 0
+    assert "no cell changed" in capsys.readouterr().out
+
+
+def test_a_release_that_was_not_recorded_is_compared_with_the_newest(capsys: pytest.CaptureFixture[str]) -> None:
+    known = (record(CASE, PASS, release="0.9"), record(OTHER, FAIL, release="0.10"), record(CASE, PASS, release="0.10"))
+    assert Engine({"0.11": {CASE: FAIL, OTHER: PASS}}).matrix("0.11", known=known) == 1
+    out = capsys.readouterr().out
+    assert (
+        "NEWLY BROKEN training.grads[deepspeed==0.11-zero1-w2-fp32-mlp]\n  0.10: pass: pass\n  0.11: fail: fail" in out
+    )
+    assert "HOLDS AGAIN training.grads[deepspeed==0.11-zero2-w2-fp32-mlp]" in out
+    assert out.endswith("2 cells changed: 1 newly broken, 1 holds again\n")
+
+
+def test_a_record_of_another_engine_is_refused() -> None:
+    known = (record(replace(CASE, engine="fsdp2"), PASS),)
+    with pytest.raises(UsageError, match="the record has no cell of deepspeed"):
+        Engine({"1": {CASE: PASS}}).matrix("1", known=known)
+
+
+def test_the_newest_release_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "releases", lambda _: ("0.9", "0.10"))
+    assert watch.texts("deepspeed", ("0.9", "@../x"), True) == ["deepspeed==0.9", "deepspeed@../x", "deepspeed==0.10"]
+
+
+def excuse(upstream: str) -> Excuse:
+    return Excuse("deepspeed", "training", upstream, "known", "fail", ("fail",))
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "code", "told"),
+    [
+        ({CASE: PASS}, {CASE: PASS}, 0, "no cell changed"),
+        ({CASE: PASS}, {CASE: FAIL}, 1, "the change breaks 1; 0 are broken on both"),
+        ({CASE: FAIL}, {CASE: FAIL}, 0, "the change breaks 0; 1 are broken on both"),
+        ({CASE: FAIL}, {CASE: PASS}, 0, "HOLDS AGAIN"),
+        ({CASE: PASS}, {CASE: ERROR}, 3, "SHOWS NOTHING ANY MORE"),
+    ],
+    ids=["nothing", "it broke", "broken before", "mended", "harness"],
+)
+def test_a_comparison_fails_on_what_the_change_broke_alone(
+    base: Mapping[Case, Verdict],
+    change: Mapping[Case, Verdict],
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = Engine({"1": base, "2": change})
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), engine.measure, ()) == code
+    assert told in capsys.readouterr().out
+
+
+def test_what_the_users_own_excuses_cover_is_not_broken_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine({"1": {CASE: PASS}, "2": {CASE: FAIL}})
+
+    def excused(request: Request) -> list[Record]:
+        return [replace(found, excuse="mine#1") for found in engine.measure(request)]
+
+    own = (excuse("mine#1"),)
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), excused, own) == 0
+    assert "the change breaks 0; 0 are broken on both, 1 excused" in capsys.readouterr().out
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), excused, (excuse("other#2"),)) == 1
+
+
+def test_a_comparison_with_what_cannot_be_run_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="deepspeed==2 cannot be fetched"):
+        watch.compare("deepspeed==1", "deepspeed==2", Request(), Engine({"1": {CASE: PASS}}).measure, ())
+
+
+def test_halving_runs_the_releases_of_the_index_between_the_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = tuple(f"0.{number}" for number in range(20))
+    monkeypatch.setattr(index, "releases", lambda _: known)
+    told = Engine({release: {CASE: FAIL if number < 12 else PASS} for number, release in enumerate(known)})
+    assert watch.halve("deepspeed", "0.18", "0.3", Request((CASE.id,)), told.measure) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "the first good release is 0.12; the one before, 0.11, is not; 6 runs"
+    assert told.asked[:2] == ["0.3", "0.18"]
+    with pytest.raises(UsageError, match=r"unknown release of deepspeed '9\.9'; allowed: 0\.0"):
+        watch.halve("deepspeed", "0.3", "9.9", Request(), told.measure)
+
+
+def test_a_case_id_among_the_patterns_is_moved_to_the_release() -> None:
+    moved = history.request_on(Request((CASE.id, "training.*")), "deepspeed==2")
+    assert moved.patterns == ("training.grads[deepspeed==2-zero1-w2-fp32-mlp]", "training.*")
+    assert moved.engines == ("deepspeed==2",)

@@ -1,0 +1,144 @@
+"""Releases and checkouts held against each other and against an earlier record, from a request to an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import click
+from packaging.version import InvalidVersion, Version
+
+from zharness import engines
+from zharness.case import Case
+from zharness.engines.registry import split
+from zharness.errors import UsageError
+from zharness.releases import history, index
+from zharness.releases.bisect import Outcome, bisect, verdict, words
+from zharness.releases.history import Change, Column, Kind, Measure, Standing, standing
+from zharness.releases.history_words import differences, overview
+from zharness.run import Record, Request
+from zharness.run.excuses import Excuse
+from zharness.run.record import Verdict
+
+
+def texts(engine: str, releases: Sequence[str], newest: bool) -> list[str]:
+    """The releases as ``--engine`` spells them: ``0.18.8`` becomes ``deepspeed==0.18.8``, ``@PATH`` is a checkout.
+
+    Without any it is the installed one. Raises UsageError where the newest cannot be told.
+    """
+    spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
+    if newest:
+        spelled.append(f"{engine}=={index.newest(engines.info(engine).distribution)}")
+    return list(dict.fromkeys(spelled)) or [engine]
+
+
+def matrix(named: Sequence[str], request: Request, measure: Measure, known: Sequence[Record]) -> int:
+    """Run ``request`` on every release of ``named``, print cells x releases and the flips; the exit code.
+
+    With ``known``, the records of an earlier run, what changed since decides: 1 when anything did. 3 when a release
+    could not be run, or the harness failed in a cell. Raises UsageError when none could be run.
+    """
+    name = split(named[0])[0]
+    earlier = history.recorded(known, name) if known else {}
+    found = history.columns(named, request, measure)
+    click.echo(overview(found))
+    changed = [change for each in found if earlier for change in history.changes(since(earlier, each), each.records)]
+    if earlier:
+        click.echo(f"\nsince the record of {', '.join(earlier)}:\n\n{differences(changed)}")
+    return faults(found) or int(bool(changed))
+
+
+def since(earlier: Mapping[str, Mapping[Case, Record]], now: Column) -> Mapping[Case, Record]:
+    """The earlier records that ``now`` is compared with: those of its own release, else of the newest."""
+    return earlier.get(now.release) or earlier[max(earlier, key=order)]
+
+
+def order(release: str) -> Version:
+    """A key by which releases sort; what is no version comes first."""
+    try:
+        return Version(release)
+    except InvalidVersion:
+        return Version("0")
+
+
+def faults(found: Iterable[Column]) -> int:
+    """3 where a release was not run, or the harness failed in a cell; else 0."""
+    failed = any(
+        each.trouble or any(record.verdict is Verdict.ERROR for record in each.records.values()) for each in found
+    )
+    return 3 if failed else 0
+
+
+def compare(base: str, change: str, request: Request, measure: Measure, own: Sequence[Excuse]) -> int:
+    """Run ``request`` on both and print what differs; 1 when ``change`` breaks what holds on ``base``.
+
+    A failure that ``own`` excuses is printed and breaks nothing; a failure of both is neither. Raises UsageError when
+    either cannot be run.
+    """
+    found = [history.column(text, request, measure) for text in (base, change)]
+    for each in found:
+        if each.trouble:
+            raise UsageError(f"{each.text}: {each.trouble}")
+    changed = history.changes(found[0].records, found[1].records)
+    expected = [one for one in changed if is_excused(one, own)]
+    new = [one for one in changed if one not in expected]
+    broken = [one for one in new if one.kind is Kind.BROKEN]
+    click.echo(differences(new))
+    both = [case for case, record in found[1].records.items() if is_broken(record) and case in found[0].records]
+    known = sum(is_broken(found[0].records[case]) for case in both)
+    click.echo(
+        f"\n{found[0].release} and {found[1].release}, {len(found[1].records)} cells: the change breaks {len(broken)}; "
+        f"{known} are broken on both, {len(expected)} excused"
+    )
+    return faults(found) or int(bool(broken))
+
+
+def is_broken(record: Record) -> bool:
+    """Whether a record says that its law is broken."""
+    return standing(record) is Standing.BROKEN
+
+
+def is_excused(change: Change, own: Sequence[Excuse]) -> bool:
+    """Whether one of the user's excuses covers what the change broke; those of the package speak of releases."""
+    return change.kind is Kind.BROKEN and change.after.excuse in {excuse.upstream for excuse in own}
+
+
+def halve(engine: str, good: str, bad: str, request: Request, measure: Measure) -> int:
+    """Find the release between ``good`` and ``bad`` where the cells of ``request`` turn; print each run; 0.
+
+    Raises UsageError when either is no release on the index, or they do not differ as named.
+    """
+    between = span(engine, good, bad)
+    oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
+
+    def trial(release: str) -> tuple[Outcome, str]:
+        return outcome(history.column(f"{engine}=={release}", request, measure))
+
+    found = bisect(between, oldest, trial, lambda step: click.echo(words(step)))
+    click.echo(verdict(found))
+    return 0
+
+
+def span(engine: str, good: str, bad: str) -> list[str]:
+    """The releases from the older of the two to the newer, both among them. Raises UsageError for what is none."""
+    distribution = engines.info(engine).distribution
+    known = index.releases(distribution)
+    for release in (good, bad):
+        if release not in known:
+            raise UsageError.unknown(f"release of {distribution}", release, known)
+    if good == bad:
+        raise UsageError(f"got {good} as good and as bad; name two releases")
+    first, last = sorted((known.index(good), known.index(bad)))
+    return list(known[first : last + 1])
+
+
+def outcome(column: Column) -> tuple[Outcome, str]:
+    """Bad where any cell is broken, good where one holds and none is broken; with the reason where it is not good."""
+    if column.trouble:
+        return Outcome.SKIPPED, column.trouble
+    records = column.records.values()
+    broken = [record for record in records if is_broken(record)]
+    if broken:
+        return Outcome.BAD, f"{broken[0].case.id} {history.signature(broken[0])}"
+    if any(standing(record) is Standing.HOLDS for record in records):
+        return Outcome.GOOD, ""
+    return Outcome.SKIPPED, next((record.cause for record in records if record.cause), "no cell shows anything")
