@@ -33,6 +33,7 @@ OPTIONS = [
     ("fsdp2", 3, {"grouping": "root"}),
     ("fsdp2", 3, {"force_sum_reduction_for_comms": True}),
     ("fsdp2", 3, {"reduce_scatter_unused_params": True}),
+    ("fsdp2", 3, {"reduce_dtype": "fp32"}),
     ("fsdp2", 3, {"reshard_after_backward": False}),
 ]
 
@@ -200,6 +201,18 @@ def test_a_listed_option_is_taken(name: str, stage: int, options: dict[str, Any]
     assert same(with_it, without)
 
 
+def large_grads(options: dict[str, Any]) -> dict[str, Tensor]:
+    engine = build("fsdp2", 3, options=options)
+    engine.backward(257 * loss(engine, my_rank()))
+    return engine.full_grads()
+
+
+def test_fsdp2_reduces_in_the_dtype_that_is_asked_for() -> None:
+    narrow, wide = (on_ranks(large_grads, options)[0] for options in ({"reduce_dtype": "bf16"}, {}))
+    assert same(narrow, {key: value.bfloat16().float() for key, value in narrow.items()})
+    assert not same(wide, {key: value.bfloat16().float() for key, value in wide.items()})
+
+
 def after_forgetting(name: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = build(name, stage)
     with engine.no_sync():
@@ -285,6 +298,7 @@ def test_every_refusal_carries_a_reason(name: str) -> None:
         ("ddp", EngineConfig(dtype="bf16"), "fp32"),
         ("fsdp2", EngineConfig(stage=3, dtype="fp16"), "fp32"),
         ("ddp", EngineConfig(stage=1), "allowed: 0"),
+        ("fsdp2", EngineConfig(stage=3, options={"reduce_dtype": "fp8"}), "allowed: bf16, fp32"),
         ("fsdp2", EngineConfig(stage=1), "allowed: 2, 3"),
         ("ddp", EngineConfig(accumulation_owner=AccumulationOwner.ENGINE), "leaves it to the caller"),
         ("fsdp2", EngineConfig(stage=3, accumulation_owner=AccumulationOwner.ENGINE), "leaves it to the caller"),

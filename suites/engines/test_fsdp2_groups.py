@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from zharness.engines import fsdp2
+from zharness.engines import fsdp2, fsdp2_deferred
 from zharness.engines.protocol import Piece
 from zharness.errors import ConfigError
 
@@ -65,6 +65,31 @@ def test_a_module_whose_weight_the_root_reads_falls_to_the_root() -> None:
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaf, root"):
         fsdp2.groups(nn.Identity(), "block")
+
+
+class Counting(nn.Module):
+    """A layer and a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Its own buffer alone."""
+        self.seen = torch.zeros(())
+
+
+def test_a_deferred_model_is_refused_where_no_state_dict_could_give_it_all_its_values() -> None:
+    with torch.device("meta"):
+        mixed, counting = nn.Sequential(nn.Linear(2, 2)), Counting()
+    mixed.append(nn.Linear(2, 2))
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"'1.weight' is not on the meta device, as the rest is"):
+        fsdp2_deferred.drawn(mixed, cpu)
+    with pytest.raises(ConfigError, match="'seen' is in no state dict"):
+        fsdp2_deferred.drawn(counting, cpu)
+    assert fsdp2_deferred.drawn(nn.Linear(2, 2), cpu) is None
 
 
 def of_torch_2_6(module: nn.Module, *, mesh: object = None) -> None:

@@ -46,8 +46,35 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(value, expected[key]) for key, value in got.items())
 
 
-def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run(function, *args, world_size=WORLD_SIZE, timeout=30, group=Group.DEFAULT)
+def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = WORLD_SIZE) -> list[Any]:
+    return run(function, *args, world_size=ranks, timeout=30, group=Group.DEFAULT)
+
+
+def saved(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state that was saved, and that after one more step on the same numbers on every rank."""
+    engine = build(name, stage)
+    step(engine)
+    engine.save(folder)
+    kept = state(engine)
+    step(engine)
+    return kept, state(engine)
+
+
+def loaded(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = build(name, stage)
+    engine.load(folder)
+    found = state(engine)
+    step(engine)
+    return found, state(engine)
+
+
+@pytest.mark.parametrize(("name", "stage", "then"), [("ddp", 0, 0), ("zero1", 1, 1), ("fsdp2", 2, 3)])
+def test_what_some_ranks_saved_is_loaded_by_more_and_by_fewer(name: str, stage: int, then: int, tmp_path: Path) -> None:
+    expected = on_ranks(saved, name, stage, tmp_path / "kept")[0]
+    for ranks in (1, 4):
+        for found in on_ranks(loaded, name, then, tmp_path / "kept", ranks=ranks):
+            # All ranks have the same gradient, and its mean over a power of two of them is exact.
+            assert [same(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
 
 
 def cut_off(source: Any, target: Any, rename: Callable[[Any, Any], None] = os.replace) -> None:

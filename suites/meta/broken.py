@@ -97,6 +97,43 @@ class StopsTraining(Around):
         next(model.children()).eval()
 
 
+class Freezes(Around):
+    """Trains less than it was asked to."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        next(model.parameters()).requires_grad_(False)
+
+
+class ChangesABuffer(Around):
+    """Writes into a buffer, where there is more than one rank."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for buffer in model.buffers():
+            buffer.add_(torch.distributed.get_rank())
+
+
+class ConvertsABuffer(Around):
+    """Keeps buffers in another dtype than it was given."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.double())
+
+
+class ChangesAFactor(Around):
+    """Changes the weight that has a single element, on the rank that owns it."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for parameter in model.parameters():
+            if parameter.numel() == 1:
+                parameter.data.add_(1)
+
+
 class LacksAMethod(Around):
     """Has no way to save."""
 
@@ -140,6 +177,10 @@ changes_weights: Factory = ChangesWeights
 changes_weights_inside: Factory = ChangesWeightsInside
 renames: Factory = Renames
 stops_training: Factory = StopsTraining
+freezes: Factory = Freezes
+changes_a_buffer: Factory = ChangesABuffer
+converts_a_buffer: Factory = ConvertsABuffer
+changes_a_factor: Factory = ChangesAFactor
 lacks_a_method: Factory = LacksAMethod
 modest: Factory = Modest
 replaces_linear: Factory = ReplacesLinear

@@ -18,6 +18,17 @@ FAULTS = {
     "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
     "changes_weights": (Verdict.FAIL, "rank 1 raised: EngineContractError: the engine changed the initial weights of"),
 }
+CHANGES = {  # what the model has to have for it to be changed: the check and the model of a cell
+    "changes_a_buffer": ("precision.autocast_norm", "mixed", "rank 1 raised", "the engine changed the buffer 'shift'"),
+    "converts_a_buffer": (
+        *("precision.autocast_norm", "mixed", "raised"),
+        "changed the dtype of the buffer 'shift' from torch.float32 to torch.float64",
+    ),
+    "changes_a_factor": (
+        *("backward.engine_backward", "blocks", "raised"),
+        "the engine changed the initial weights of 'factor'",
+    ),
+}
 AT_ONCE = {
     "changes_weights_inside": "full_params() of the engine of '{}': the engine changed the initial weights of 'first",
     "wrong_names": "full_grads() of the engine of '{}': full_grads has the wrong names: missing",
@@ -25,13 +36,14 @@ AT_ONCE = {
     "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
     "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
     "stops_training": "the engine changed the training flag of first",
+    "freezes": "the engine changed requires_grad of 'first.weight'; what trains is the caller's to say",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",
 }
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    names = [*(BROKEN + fault for fault in FAULTS), BROKEN + "replaces_linear", MUTANTS + "steps_late"]
+    names = [*(BROKEN + fault for fault in (*FAULTS, *CHANGES)), BROKEN + "replaces_linear", MUTANTS + "steps_late"]
     with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
 
@@ -49,6 +61,16 @@ def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
     record = run_one(runner, Case("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
     assert record.verdict is verdict, record.cause
     assert cause in record.cause
+
+
+@pytest.mark.parametrize(("fault", "check", "model", "who", "words"), [(name, *rest) for name, rest in CHANGES.items()])
+def test_an_engine_that_changes_the_model_it_was_given_is_refused_when_it_is_built(
+    runner: Runner, fault: str, check: str, model: str, who: str, words: str
+) -> None:
+    record = run_one(runner, Case(check, BROKEN + fault, 0, 2, "fp32", model))
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert f"{who}: EngineContractError" in record.cause
+    assert words in record.cause
 
 
 def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:

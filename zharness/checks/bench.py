@@ -22,7 +22,7 @@ from zharness.engines.protocol import (
     Feature,
     Piece,
 )
-from zharness.errors import EngineContractError, HarnessFault
+from zharness.errors import HarnessFault
 from zharness.parity import Evidence, Snapshot
 from zharness.parity.contamination import Conditions, conditions
 from zharness.workload import Batch, ModelSpec
@@ -72,15 +72,8 @@ class Bench:
         """``engine``, around another model than the workload's; one on the meta device is left there."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
-        names = dict(model.named_parameters()).keys()
         options = laid_over(self.config.options, overrides.pop("options", {}))
-        engine = constructed(self._factory, model, replace(self.config, options=options, **overrides))
-        layout = as_dict("layout", engine.layout())
-        if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
-            raise EngineContractError(
-                "layout: the engine returned something else than tuples of zharness.engines.Piece"
-            )
-        self._layout = {name: tuple(pieces) for name, pieces in layout.items() if name in names}
+        engine, self._layout = constructed(self._factory, model, replace(self.config, options=options, **overrides))
         # While it lives: an engine may put back at its end what it had exchanged.
         self._conditions = conditions()
         return engine

@@ -7,23 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Capabilities, Engine, EngineConfig, EngineFactory
+from zharness.engines.protocol import Capabilities, Engine, EngineConfig, EngineFactory, Piece
 from zharness.errors import EngineContractError
 from zharness.parity.compare import check_names
 
+Layout = Mapping[str, tuple[Piece, ...]]
 
-def constructed(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> Engine:
-    """The engine that ``factory`` makes of ``model``.
 
-    Raises EngineContractError, naming the method, module or parameter, when it is no Engine or the model was changed.
+def constructed(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> tuple[Engine, Layout]:
+    """The engine that ``factory`` makes of ``model``, and who owns which elements of its parameters.
+
+    Raises EngineContractError, naming the method, module, parameter or buffer, when it is no Engine or the model was
+    changed.
     """
     given = Given.of(model)
     engine = factory(model, config)
     require_engine(engine)
-    given.require_unchanged(model)
-    return engine
+    layout = as_dict("layout", engine.layout())
+    if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
+        raise EngineContractError("layout: the engine returned something else than tuples of zharness.engines.Piece")
+    owned = {name: tuple(pieces) for name, pieces in layout.items() if name in given.trained}
+    given.require_unchanged(model, owned)
+    return engine, owned
 
 
 def require_engine(thing: object) -> None:
@@ -44,37 +52,85 @@ def require_engine(thing: object) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """A model before an engine had it: its modules' training flags, the names of its state, copies of its weights."""
+    """A model before an engine had it: its modules' training flags, the names of its state, and copies of the state.
+
+    ``trained`` says of each parameter whether it requires a gradient. ``weights`` and ``buffers`` hold a tied tensor
+    once, and none of the meta device, which has no values to keep.
+    """
 
     training: Mapping[str, bool]
+    trained: Mapping[str, bool]
     names: tuple[str, ...]
     weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, model: nn.Module) -> Given:
-        """What ``model`` is now; weights on the meta device have no values to keep."""
-        weights = {name: weight.detach().clone() for name, weight in model.named_parameters() if not weight.is_meta}
-        return cls(flags(model), names_of(model), weights)
+        """What ``model`` is now."""
+        weights, buffers = copies(dict(model.named_parameters())), copies(dict(model.named_buffers()))
+        return cls(modes(model), gradients_required(model), names_of(model), weights, buffers)
 
-    def require_unchanged(self, model: nn.Module) -> None:
-        """Raises EngineContractError where a flag, a name, or a weight that is whole on this rank is another now."""
-        now = flags(model)
-        turned = [name or "the model itself" for name, flag in self.training.items() if now.get(name, flag) != flag]
+    def require_unchanged(self, model: nn.Module, layout: Layout) -> None:
+        """Raises EngineContractError where a flag, a name, a buffer or a weight is another now.
+
+        Weights are compared where they are whole on this rank.
+        """
+        turned = differing(self.training, modes(model))
         if turned:
+            names = ", ".join(name or "the model itself" for name in turned)
             raise EngineContractError(
-                f"the engine changed the training flag of {', '.join(turned)}; the mode is the caller's to set"
+                f"the engine changed the training flag of {names}; the mode is the caller's to set"
             )
         check_names(
             "the model's state dict, once the engine has it,", dict.fromkeys(self.names), dict.fromkeys(names_of(model))
         )
-        for name, weight in model.named_parameters():
-            before = self.weights.get(name)
-            if before is not None and is_whole(weight, before) and not torch.equal(weight.detach(), before):
+        turned = differing(self.trained, gradients_required(model))
+        if turned:
+            names = ", ".join(map(repr, turned))
+            raise EngineContractError(
+                f"the engine changed requires_grad of {names}; what trains is the caller's to say"
+            )
+        weights = dict(model.named_parameters())
+        for name, before in self.weights.items():
+            whole = is_whole(weights[name], before, layout.get(name, ()))
+            if whole and not same_values(before, weights[name]):
                 raise EngineContractError(changed(name))
+        self._require_buffers(dict(model.named_buffers()), converted=kinds(weights) != kinds(self.weights))
+
+    def _require_buffers(self, buffers: Mapping[str, Tensor], converted: bool) -> None:
+        """``require_unchanged`` of buffers. An engine that was asked for another dtype may have ``converted`` weights.
+
+        Whether buffers may go along then is what precision.buffers_keep_dtype says.
+        """
+        for name, before in self.buffers.items():
+            now = buffers[name]
+            if now.dtype != before.dtype and not converted:
+                raise EngineContractError(
+                    f"the engine changed the dtype of the buffer {name!r} from {before.dtype} to {now.dtype}"
+                )
+            if now.shape != before.shape or not same_values(before, now):
+                raise EngineContractError(f"the engine changed the buffer {name!r}; expected it as it was given")
 
 
-def flags(model: nn.Module) -> dict[str, bool]:
+def differing(before: Mapping[str, bool], now: Mapping[str, bool]) -> list[str]:
+    """The names whose flag is another now."""
+    return [name for name, flag in before.items() if now.get(name, flag) != flag]
+
+
+def modes(model: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
+
+
+def gradients_required(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+def kinds(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -83,13 +139,20 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in named)
 
 
-def is_whole(weight: Tensor, before: Tensor) -> bool:
-    """Whether a parameter can still be compared here: neither a shard, nor of another dtype, nor a DTensor.
+def is_whole(weight: Tensor, before: Tensor, owners: tuple[Piece, ...]) -> bool:
+    """Whether a parameter can still be compared here: neither a DTensor nor a shard.
 
-    A shard of a single element has the shape of the whole.
+    A shard of a single element, or its padding, has the shape of the whole; who owns the element is left to be asked.
     """
-    plain = type(weight) is nn.Parameter and weight.dtype == before.dtype and weight.device == before.device
-    return plain and weight.shape == before.shape and weight.numel() > 1
+    if type(weight) is not nn.Parameter or weight.shape != before.shape:
+        return False
+    here = (piece.start < piece.stop for piece in owners if piece.rank == dist.get_rank())
+    return weight.numel() != 1 or not owners or any(here)
+
+
+def same_values(before: Tensor, now: Tensor) -> bool:
+    """Whether ``now`` holds the values of ``before``, rounded where it is of a narrower dtype."""
+    return torch.equal(before.to(now.device, now.dtype), now.detach())
 
 
 def changed(name: str) -> str:

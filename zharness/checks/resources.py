@@ -25,7 +25,7 @@ from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.trial import Trial
 from zharness.checks.variations import ADAMW, SGD, trained_step
-from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources, Traffic
 from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, between, identical
 
@@ -37,6 +37,14 @@ def counted(engine: Engine) -> Resources:
     found = engine.observe().resources
     if not isinstance(found, Resources):
         raise EngineContractError(f"observe().resources: {found.reason}; expected zharness.engines.Resources")
+    return found
+
+
+def moved(engine: Engine) -> Traffic:
+    """What the engine counts of its traffic. Raises EngineContractError as ``counted`` does."""
+    found = engine.observe().traffic
+    if not isinstance(found, Traffic):
+        raise EngineContractError(f"observe().traffic: {found.reason}; expected zharness.engines.Traffic")
     return found
 
 
@@ -77,11 +85,13 @@ def observe_memory_per_rank(bench: Bench) -> None:
 
 def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
     """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts."""
-    stage, sizes = stage_of(trial), [p.numel() for p in trial.baseline.module().parameters()]
+    stage, shapes = stage_of(trial), {name: p.shape for name, p in trial.baseline.module().named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    shards = [largest_shard(trial, name, shape) for name, shape in shapes.items()]
     for name, copies, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
         ranks = trial.world_size if stage >= shards_from else 1
         share = copies * 4 * sum(sizes) / ranks
-        padding = copies * 4 * sum(-(-size // ranks) - size / ranks for size in sizes)
+        padding = copies * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
         counts = 4 * len(sizes) if name == "optimizer_state" else 0
         for rank, copy in enumerate(trial.copies("held")):
             place = trial.place(name, Part.GATHER, 0, rank)
@@ -91,16 +101,23 @@ def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
             yield between(place, number(least), copy[name], number(at_most))
 
 
+def largest_shard(trial: Trial, name: str, shape: torch.Size) -> int:
+    """Elements of the largest shard of a parameter, padded: cut evenly, or by rows where the layout says so."""
+    even, by_rows = -(-shape.numel() // trial.world_size), -(-shape[0] // trial.world_size) * shape[1:].numel()
+    declared = (piece.stop - piece.start for piece in trial.evidence[0].layout.get(name, ()))
+    return by_rows if max(declared, default=0) == by_rows else even
+
+
 def observe_comm_volume(bench: Bench) -> None:
     record_stage(bench)
     for steps in ACCUMULATIONS:
         engine = bench.engine(optimizer=FROZEN, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE)
-        start = counted(engine).sent
+        start = moved(engine).sent
         for micro in range(steps):
             batch = bench.batch(micro)
             engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
-        bench.record("sent", {"sent": number(counted(engine).sent - start)}, steps)
+        bench.record("sent", {"sent": number(moved(engine).sent - start)}, steps)
         engine.close()
 
 
@@ -136,7 +153,7 @@ def observe_gathered_bytes(bench: Bench) -> None:
             engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
             engine.zero_grad()
-        found = {"rest": gathered_now(engine), "peak": counted(engine).peak_gathered}
+        found = {"rest": gathered_now(engine), "peak": moved(engine).peak_gathered}
         bench.record("gathered", {name: number(value) for name, value in found.items()}, bucket)
         engine.close()
 

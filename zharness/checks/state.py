@@ -161,7 +161,7 @@ def judge_continued(trial: Trial, label: str) -> Iterator[Comparison]:
 def observe_consolidate(bench: Bench) -> None:
     engine = bench.engine(optimizer=RESHARDED)
     train(bench, engine, range(1), "before")
-    bench.record("params", engine.full_params())
+    bench.record_weights(engine, step=0)
     full = cast(Keeping, engine).full_state_dict()
     bench.record("full", full)
     bench.record("tied", first_names(full))
@@ -183,12 +183,14 @@ def judge_consolidate(trial: Trial) -> Iterator[Comparison]:
     plain = trial.baseline.module().state_dict()
     for rank, full in enumerate(trial.copies("full")):
         check_names("full_state_dict", plain, full)
-        params = trial.copies("params")[rank]
+        # Weights of a narrow dtype may be kept as the optimizer has them, which a model in that dtype rounds again.
+        params, masters = trial.copies("params")[rank], trial.copies("masters")[rank]
         for name, tensor in plain.items():
             place = trial.place(name, Part.GATHER, seen_on=rank)
             yield identical(place, torch.zeros(tensor.shape), torch.zeros(full[name].shape))
             if name in params:
-                yield identical(place, params[name], full[name])
+                held = params if full[name].dtype == params[name].dtype else masters
+                yield identical(place, held[name], full[name])
         for name, first in first_names(plain).items():
             yield identical(trial.place(name, Part.GATHER, seen_on=rank), first, trial.copies("tied")[rank][name])
         module = trial.baseline.module()

@@ -14,6 +14,7 @@ from zharness.engines.protocol import (
     Piece,
     Reduction,
     Resources,
+    Traffic,
 )
 from zharness.engines.registry import EngineInfo, capabilities, get, info, registered, require
 
@@ -32,6 +33,7 @@ __all__ = [
     "Piece",
     "Reduction",
     "Resources",
+    "Traffic",
     "capabilities",
     "get",
     "info",

@@ -28,6 +28,7 @@ from zharness.engines.protocol import (
     Observations,
     OptimizerSpec,
     Piece,
+    Resources,
 )
 from zharness.engines.saving import Kept, Saving
 from zharness.errors import ConfigError, UsageError
@@ -57,6 +58,11 @@ def own_states(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -
     return {name: optimizer.state.get(param, {}) for name, param in params.items()}
 
 
+def uncounted(_optimizer: torch.optim.Optimizer) -> Absent:
+    """The resources of an engine that counts none."""
+    return Absent("torch's engines do not count them")
+
+
 @dataclass(frozen=True)
 class Parts:
     """Where one engine differs from the others.
@@ -64,8 +70,8 @@ class Parts:
     ``whole`` turns a parameter, a gradient or an optimizer state into the tensor of the original's shape; it may be
     collective. ``forget`` drops gradients that live elsewhere than in ``.grad``; ``release`` undoes at ``close``.
     ``computed`` is the dtype that weights are rounded to where the model computes with another than the optimizer.
-    ``build`` makes the optimizer, and ``states`` is its state by parameter, which may be collective. Without ``saving``
-    there is no save and no load.
+    ``build`` makes the optimizer, and ``states`` is its state by parameter, which may be collective. ``resources``
+    are the bytes held. Without ``saving`` there is no save and no load.
     """
 
     forward: Callable[..., Any]
@@ -79,6 +85,7 @@ class Parts:
     saving: Saving | None = None
     build: Callable[[Mapping[str, Tensor], OptimizerSpec], torch.optim.Optimizer] = optimizers.build
     states: Callable[[torch.optim.Optimizer, Mapping[str, Tensor]], Mapping[str, Mapping[str, Any]]] = own_states
+    resources: Callable[[torch.optim.Optimizer], Resources | Absent] = uncounted
 
 
 def nothing() -> None:
@@ -218,6 +225,7 @@ class TorchEngine:
             masters=self._masters()
             if self._parts.computed
             else Absent("the optimizer works on the parameters themselves"),
+            resources=self._parts.resources(self._optimizer),
         )
 
     def save(self, path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.comm import Comm
 from zharness.engines.common import (
     AUTOCAST_OPTION,
     TORCH_REFUSES,
@@ -23,12 +24,15 @@ from zharness.engines.common import (
     nothing,
     require,
 )
+from zharness.engines.fsdp2_deferred import drawn, give
+from zharness.engines.fsdp2_memory import held
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
 from zharness.engines.saving import IN_SHARDS
 from zharness.errors import ConfigError
+from zharness.reference.deferred import device_of
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 # Stage 3 is ``reshard_after_forward=True``: weights are freed after forward and gathered again in backward. Stage 2 is
 # ``reshard_after_forward=False``: weights stay gathered from forward to the end of backward; gradients and optimizer
@@ -50,11 +54,12 @@ REFUSES = {
         "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "
         f"({DOCUMENTATION})"
     ),
-    Feature.DEFERRED: (
-        "it shards a model on the meta device and leaves its values to the caller, who materializes the shards "
-        f"({DOCUMENTATION})"
+}
+STAGE_2 = {
+    Feature.RESOURCES: (
+        "weights are whole from forward to the end of backward alone (set_reshard_after_backward), so between steps it "
+        f"holds less than the formula of stage 2 says ({DOCUMENTATION})"
     ),
-    Feature.RESOURCES: "it does not count the bytes that it holds: shards, gathered weights and copies to reduce",
 }
 LEAF, ROOT = "leaf", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -68,11 +73,13 @@ FILLED = (
     "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
     "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
 )
+REDUCED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CAPABILITIES = Capabilities(stages=frozenset({2, 3}), dtypes=frozenset(DTYPES), refuses=REFUSES, variants=VARIANTS)
-OWN_OPTIONS = ("grouping", "in_root", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
+OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
     "in_root": "modules by name that get no group of their own, as the root's forward reads their weights; default []",
+    "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
     "reduce_scatter_unused_params": "zeros for parameters without gradient on this rank",
     "reshard_after_backward": "free the gathered weights at the end of backward; default true",
@@ -82,17 +89,26 @@ OPTIONS = {
 }
 
 
+def capabilities_at(stage: int) -> Capabilities:
+    """What FSDP2 claims at one stage."""
+    return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2}) if stage == 2 else CAPABILITIES
+
+
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """``model`` fully sharded in place over the default group, on the device of its parameters. Collective.
 
-    Raises ConfigError for a configuration that the adapter does not honour. ``fully_shard`` cannot be undone: after
-    ``close`` the model is still sharded.
+    One on the meta device gets the values that its constructor would have drawn on rank 0. Raises ConfigError for a
+    configuration that the adapter does not honour. ``fully_shard`` cannot be undone: after ``close`` the model is still
+    sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     require(config, CAPABILITIES, OPTIONS)
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    policy = policy_of(config)
+    device = device_of(model, Comm())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    values = drawn(model, device)
     ignored = unshardable(model) if config.options.get("ignored_params") else {}
     reduce_at_once(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
@@ -102,29 +118,44 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
             module,
             mesh=mesh,
             reshard_after_forward=config.stage == 3,
-            mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype]),
+            mp_policy=policy,
             **kept_apart,
         )
+    if values is not None:
+        give(model, device, values)
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
     sync = Synchronisation(model, sharded)
+    params = leaves(model)
     reset = method("reset_iter_state", model) if config.options.get("reset_iter_state") else nothing
     parts = Parts(
         forward=model.__call__,
         no_sync=sync.off,
         # Taken here, while the shards are registered: between forward and backward the module may hold gathered ones.
-        params=leaves(model),
+        params=params,
         whole=whole,
         computed=DTYPES[config.dtype],
         layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
         forget=partial(in_turn, reset, sync.forget),
         release=partial(reshard, sharded),
         saving=IN_SHARDS,
+        resources=partial(held, sharded, params),
     )
-    capabilities = CAPABILITIES
+    capabilities = capabilities_at(config.stage)
     if config.options.get("reduce_scatter_unused_params"):
-        capabilities = replace(CAPABILITIES, refuses={**REFUSES, Feature.NO_GRADIENT: FILLED})
+        capabilities = replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: FILLED})
     return TorchEngine(model, capabilities, config, parts)
+
+
+def policy_of(config: EngineConfig) -> MixedPrecisionPolicy:
+    """In which dtypes weights are gathered and gradients reduced. Raises ConfigError for an unknown one."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    asked = config.options.get("reduce_dtype")
+    if asked is not None and asked not in REDUCED_IN:
+        raise ConfigError.unknown("reduce_dtype", asked, sorted(REDUCED_IN))
+    reduced = None if asked is None else REDUCED_IN[asked]
+    return MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=reduced)
 
 
 def in_turn(*actions: Callable[[], None]) -> None:

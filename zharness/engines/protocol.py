@@ -143,15 +143,21 @@ class Absent:
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes on this rank: allocated for parameters, gradients and optimizer state, and asked of the collectives.
+    """Bytes allocated on this rank for parameters, gathered copies of them included, gradients and optimizer state."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes on this rank that were asked of the collectives.
 
     ``sent`` is what this rank had to send since the engine was made: full bytes x passes x (N-1)/N of each collective.
     ``peak_gathered`` is the most that gathered copies of sharded parameters ever took.
     """
 
-    parameters: int
-    gradients: int
-    optimizer_state: int
     sent: float
     peak_gathered: int
 
@@ -172,6 +178,7 @@ class Observations:
     wire: Mapping[str, int] | Absent = Absent("the engine does not count them")
     masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
     resources: Resources | Absent = Absent("the engine does not count them")
+    traffic: Traffic | Absent = Absent("the engine does not count it")
 
 
 @dataclass(frozen=True)

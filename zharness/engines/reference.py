@@ -23,6 +23,7 @@ from zharness.engines.protocol import (
     Observations,
     Piece,
     Resources,
+    Traffic,
 )
 from zharness.errors import UsageError
 
@@ -97,13 +98,14 @@ class ReferenceEngine:
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
         engine = self.engine
-        counted = Resources(
-            **engine.held_bytes(), sent=engine.comm.logical_bytes(), peak_gathered=engine.peak_gathered_bytes()
+        held, traffic = (
+            Resources(**engine.held_bytes()),
+            Traffic(engine.comm.logical_bytes(), engine.peak_gathered_bytes()),
         )
         wire = {f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in engine.comm.tallies.items()}
         masters = engine.full_masters() or Absent("the optimizer works on the parameters themselves")
         gathered = engine.gathered_bytes()
-        return Observations(engine.loss_scale, engine.skipped_steps, rates, gathered, wire, masters, counted)
+        return Observations(engine.loss_scale, engine.skipped_steps, rates, gathered, wire, masters, held, traffic)
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)

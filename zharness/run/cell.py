@@ -157,7 +157,7 @@ def probe(engine: str, stage: int) -> Capabilities:
     config = EngineConfig(stage=stage)
     spec = model_spec("mlp")
     with blamed(f"factory {engine!r}"):
-        built = constructed(factory, spec.model(0), config)
+        built, _ = constructed(factory, spec.model(0), config)
     claims = built.capabilities
     with blamed(f"full_params() of the engine of {engine!r}"):
         require_initial(built.full_params(), spec.model(0))
