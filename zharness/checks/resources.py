@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,30 +29,15 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resour
 from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, between, identical
 
+T = TypeVar("T")
 ACCUMULATIONS = (1, 2, 3)
 
 
-def counted(engine: Engine) -> Resources:
-    """What the engine counts. Raises EngineContractError where it claims to and does not."""
-    found = engine.observe().resources
-    if not isinstance(found, Resources):
-        raise EngineContractError(f"observe().resources: {found.reason}; expected zharness.engines.Resources")
-    return found
-
-
-def moved(engine: Engine) -> Traffic:
-    """What the engine counts of its traffic. Raises EngineContractError as ``counted`` does."""
-    found = engine.observe().traffic
-    if not isinstance(found, Traffic):
-        raise EngineContractError(f"observe().traffic: {found.reason}; expected zharness.engines.Traffic")
-    return found
-
-
-def gathered_now(engine: Engine) -> int:
-    """Bytes of gathered copies. Raises EngineContractError as ``counted`` does."""
-    found = engine.observe().gathered_bytes
-    if not isinstance(found, int):
-        raise EngineContractError(f"observe().gathered_bytes: {found.reason}; expected an integer")
+def told(engine: Engine, what: str, kind: type[T]) -> T:
+    """What the engine tells of itself by that name. Raises EngineContractError where it claims to and does not."""
+    found = getattr(engine.observe(), what)
+    if not isinstance(found, kind):
+        raise EngineContractError(f"observe().{what}: {found.reason}; expected {kind.__qualname__}")
     return found
 
 
@@ -74,10 +59,10 @@ def observe_memory_per_rank(bench: Bench) -> None:
     engine = bench.engine(optimizer=ADAMW)
     for step in range(2):
         engine.backward(bench.loss(engine, step))
-        before = counted(engine)
+        before = told(engine, "resources", Resources)
         engine.step()
         engine.zero_grad()
-    after = counted(engine)
+    after = told(engine, "resources", Resources)
     held = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
     bench.record("held", {name: number(value) for name, value in held.items()})
     engine.close()
@@ -112,12 +97,12 @@ def observe_comm_volume(bench: Bench) -> None:
     record_stage(bench)
     for steps in ACCUMULATIONS:
         engine = bench.engine(optimizer=FROZEN, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE)
-        start = moved(engine).sent
+        start = told(engine, "traffic", Traffic).sent
         for micro in range(steps):
             batch = bench.batch(micro)
             engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
-        bench.record("sent", {"sent": number(moved(engine).sent - start)}, steps)
+        bench.record("sent", {"sent": number(told(engine, "traffic", Traffic).sent - start)}, steps)
         engine.close()
 
 
@@ -153,7 +138,7 @@ def observe_gathered_bytes(bench: Bench) -> None:
             engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
             engine.zero_grad()
-        found = {"rest": gathered_now(engine), "peak": moved(engine).peak_gathered}
+        found = {"rest": told(engine, "gathered_bytes", int), "peak": told(engine, "traffic", Traffic).peak_gathered}
         bench.record("gathered", {name: number(value) for name, value in found.items()}, bucket)
         engine.close()
 
