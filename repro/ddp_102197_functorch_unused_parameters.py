@@ -1,0 +1,72 @@
+"""No torch.func transform passes DDP that looks for unused parameters.
+
+id: 102197
+engine: ddp
+symptom: the functorch error from torch.func.vmap over DDP with find_unused_parameters=True or static_graph=True
+reported: https://github.com/pytorch/pytorch/issues/102197
+affects: >=2.13.0
+fixed: not yet
+ranks: 1
+law: torch_func.through_transforms
+signature: must override the setup_context staticmethod
+ok: repro: vmap over DDP with find_unused_parameters OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/ddp_102197_functorch_unused_parameters.py
+
+_DDPSink (torch.nn.parallel.distributed) has no setup_context. Without either option transforms pass; but where a
+parameter is unused one of them is needed, so torch.func and unused parameters exclude each other.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "must override the setup_context staticmethod"
+OK = "repro: vmap over DDP with find_unused_parameters OK."
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = nn.Linear(2, 2)
+    x = torch.arange(6.0).reshape(3, 2)
+    wanted = torch.func.vmap(model)(x).detach()
+
+    engine = DistributedDataParallel(model, find_unused_parameters=True)
+    try:
+        got = torch.func.vmap(engine)(x).detach()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        line = str(error).splitlines()[0]
+        print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(got, wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

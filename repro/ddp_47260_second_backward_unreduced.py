@@ -1,0 +1,74 @@
+"""DDP does not reduce the second backward on a retained graph.
+
+id: 47260
+engine: ddp
+symptom: after zero_grad, a second backward on a retained graph leaves each rank with its own gradient, without a word
+reported: https://github.com/pytorch/pytorch/issues/47260
+affects: >=2.13.0
+fixed: not yet
+ranks: 2
+law: double_backward.retained_then_zero_grad
+signature: the gradient of this rank alone, not reduced
+ok: repro: a second backward on a retained graph is reduced OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/ddp_47260_second_backward_unreduced.py
+
+DDP prepares its reducer once, at the end of its forward; the second backward finds it finished. The same with two
+forwards and then both backwards, as in training with several losses. Where a parameter gets no gradient, the second
+backward raises "Expected to mark a variable ready only once" instead; with find_unused_parameters=True it is silent.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "the gradient of this rank alone, not reduced"
+OK = "repro: a second backward on a retained graph is reduced OK."
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = nn.Linear(1, 1, bias=False)
+    inputs = [torch.full((1, 1), each + 1.0) for each in range(dist.get_world_size())]
+    alone = [torch.autograd.grad(model(x).sum(), model.weight)[0] for x in inputs]
+    wanted = torch.stack(alone).mean(0)
+
+    engine = DistributedDataParallel(model)
+    loss = engine(inputs[rank]).sum()
+    loss.backward(retain_graph=True)
+    engine.zero_grad()
+    loss.backward()
+    got = model.weight.grad
+    if torch.equal(got, alone[rank]):
+        print(f"repro: REPRODUCED: {SIGNATURE}: got {got.item()}, expected {wanted.item()}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(got, wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,102 @@
+"""DDP cannot train on after an exception within a backward.
+
+id: exception-in-backward
+engine: ddp
+symptom: after an exception within a backward, caught by the caller, the next forward raises
+reported: no report known
+affects: >=2.13.0
+fixed: not yet
+ranks: 1
+law: backward.abort_and_retry
+signature: Expected to have finished reduction in the prior iteration
+ok: repro: training goes on after an exception within a backward OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_exception_in_backward.py
+
+The reducer waits for the buckets of the failed backward, and nothing public resets it. The same with an exception
+within a checkpoint's recomputation, and with find_unused_parameters=True. With static_graph=True and the exception in
+the first iteration there is no error, and no gradient is reduced any more.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "Expected to have finished reduction in the prior iteration"
+OK = "repro: training goes on after an exception within a backward OK."
+
+
+class Breaks(torch.autograd.Function):
+    """Passes its input through; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 1, bias=False)
+        self.last = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x, breaks=False):
+        hidden = self.first(x)
+        return self.last(Breaks.apply(hidden) if breaks else hidden)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = TwoLayers()
+    weights = list(model.parameters())
+    inputs = [torch.full((1, 1), each + 1.0) for each in range(dist.get_world_size())]
+    alone = [torch.autograd.grad(model(x).sum(), weights) for x in inputs]
+    wanted = [torch.stack(same).mean(0) for same in zip(*alone, strict=True)]
+
+    engine = DistributedDataParallel(model)
+    try:
+        engine(inputs[rank], breaks=True).sum().backward()
+    except ArithmeticError:
+        engine.zero_grad()
+    try:
+        engine(inputs[rank]).sum().backward()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        line = str(error).splitlines()[0]
+        print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close([weight.grad for weight in weights], wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

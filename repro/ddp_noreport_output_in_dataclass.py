@@ -1,0 +1,92 @@
+"""DDP does not finish where a dataclass holds an output that the loss does not use.
+
+id: output-in-dataclass
+engine: ddp
+symptom: with find_unused_parameters=True and outputs in a dataclass, one left out of the loss, the next forward raises
+reported: no report known
+affects: >=2.13.0
+fixed: not yet
+ranks: 1
+law: backward.outputs
+signature: Expected to have finished reduction in the prior iteration
+ok: repro: a dataclass with an output that the loss does not use OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_output_in_dataclass.py
+
+DDP looks for outputs within dataclasses when it searches the graph, so the parameters of the unused output count as
+used; but what passes unused outputs on (_DDPSink) sees a dataclass as one opaque value. With a tuple it is right.
+The cause is that of pytorch#106690, where the same is silent.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "Expected to have finished reduction in the prior iteration"
+OK = "repro: a dataclass with an output that the loss does not use OK."
+
+
+@dataclass
+class Outputs:
+    used: torch.Tensor
+    left: torch.Tensor
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(1, 1, bias=False)
+        self.left = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return Outputs(self.used(x), self.left(x))
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = TwoOutputs()
+    inputs = [torch.full((1, 1), each + 1.0) for each in range(dist.get_world_size())]
+    wanted = torch.stack([torch.autograd.grad(model(x).used.sum(), model.used.weight)[0] for x in inputs]).mean(0)
+
+    engine = DistributedDataParallel(model, find_unused_parameters=True)
+    try:
+        for _ in range(2):
+            engine.zero_grad()
+            engine(inputs[rank]).used.sum().backward()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        line = str(error).splitlines()[0]
+        print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(model.used.weight.grad, wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,84 @@
+"""DDP with a static graph does not reduce the backward of a side loss.
+
+id: static-side-loss
+engine: ddp
+symptom: with static_graph=True, a backward of its own for a layer outside of forward leaves each rank's own gradient
+reported: no report known
+affects: >=2.13.0
+fixed: not yet
+ranks: 2
+law: backward.bypass
+signature: the gradient of this rank alone, not reduced
+ok: repro: a backward for a layer outside of forward, with a static graph OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_static_side_loss.py
+
+Silent, in every iteration. static_graph=True is documented to support "model parameters that are outside of forward
+function"; without it the same is right. The first iteration's reduction ends with the backward of DDP's outputs, and a
+parameter that had no gradient by then is taken for an unused one for good.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "the gradient of this rank alone, not reduced"
+OK = "repro: a backward for a layer outside of forward, with a static graph OK."
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(1, 1, bias=False)
+        self.outside = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = TwoLayers()
+    inputs = [torch.full((1, 1), each + 1.0) for each in range(dist.get_world_size())]
+    alone = [torch.autograd.grad(model.outside(x).sum(), model.outside.weight)[0] for x in inputs]
+    wanted = torch.stack(alone).mean(0)
+
+    engine = DistributedDataParallel(model, static_graph=True)
+    for _ in range(2):
+        engine.zero_grad()
+        engine(inputs[rank]).sum().backward()
+        engine.module.outside(inputs[rank]).sum().backward()
+    got = model.outside.weight.grad
+    if torch.equal(got, alone[rank]):
+        print(f"repro: REPRODUCED: {SIGNATURE}: got {got.item()}, expected {wanted.item()}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(got, wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

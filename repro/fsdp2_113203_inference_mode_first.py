@@ -1,0 +1,74 @@
+"""FSDP2 cannot train after a first forward in inference mode.
+
+id: 113203
+engine: fsdp2
+symptom: training after a forward under torch.inference_mode() raises, or leaves every parameter without a gradient
+reported: https://github.com/pytorch/pytorch/issues/113203
+affects: >=2.13.0
+fixed: not yet
+ranks: 2
+law: training.forward_alone
+signature: Inplace update to inference tensor outside InferenceMode is not allowed
+ok: repro: training after a forward in inference mode OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/fsdp2_113203_inference_mode_first.py
+
+The first forward makes the buffers that gathered weights live in, and later ones reuse them: in inference mode those
+are inference tensors for good. With one rank it is "Inference tensors do not track version counter", with
+reshard_after_forward=False "Inference tensors cannot be saved for backward". The report is of FSDP1, and closed.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SIGNATURE = "Inplace update to inference tensor outside InferenceMode is not allowed"
+OK = "repro: training after a forward in inference mode OK."
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    x = torch.ones(1, 2)
+    wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+    fully_shard(model, reshard_after_forward=True)
+    with torch.inference_mode():
+        model(x)
+    try:
+        model(x).sum().backward()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close([param.grad.full_tensor() for param in model.parameters()], list(wanted))
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

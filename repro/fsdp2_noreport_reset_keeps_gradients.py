@@ -1,0 +1,99 @@
+"""FSDP2's reset_iter_state keeps the gradients of the backward that failed.
+
+id: reset-keeps-gradients
+engine: fsdp2
+symptom: after an exception within a backward, reset_iter_state and zero_grad, the next gradient holds the failed one's
+reported: no report known
+affects: >=2.13.0
+fixed: not yet
+ranks: 1
+law: backward.abort_and_retry
+signature: the failed backward's gradient is in it
+ok: repro: a failed backward is forgotten by reset_iter_state OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_reset_keeps_gradients.py
+
+"The failed iteration's gradients are lost", its documentation says. They stay on the gathered parameters, where
+zero_grad does not see them, and _reset_iter_state drops nothing there. Without reset_iter_state the next iteration
+leaves every parameter without a gradient.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SIGNATURE = "the failed backward's gradient is in it"
+OK = "repro: a failed backward is forgotten by reset_iter_state OK."
+
+
+class Breaks(torch.autograd.Function):
+    """Passes its input through; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 1, bias=False)
+        self.last = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.first.weight)
+
+    def forward(self, x, breaks=False):
+        hidden = self.first(x)
+        return self.last(Breaks.apply(hidden) if breaks else hidden)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = TwoLayers()
+    inputs = [torch.full((1, 1), each + 1.0) for each in range(dist.get_world_size())]
+    wanted = torch.stack([torch.autograd.grad(model(x).sum(), model.last.weight)[0] for x in inputs]).mean(0)
+
+    fully_shard(model)
+    try:
+        model(inputs[rank], breaks=True).sum().backward()
+    except ArithmeticError:
+        model.reset_iter_state()
+        model.zero_grad()
+    model(inputs[rank]).sum().backward()
+    got = model.last.weight.grad.full_tensor()
+    if torch.equal(got, 2 * wanted):
+        print(f"repro: REPRODUCED: {SIGNATURE}: got {got.item()}, expected {wanted.item()}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(got, wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

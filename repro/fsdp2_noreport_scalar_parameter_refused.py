@@ -1,0 +1,81 @@
+"""FSDP2 refuses a parameter of no dimensions.
+
+id: scalar-parameter-refused
+engine: fsdp2
+symptom: fully_shard of a model with a scalar parameter is a ValueError, of which its documentation says nothing
+reported: no report known
+affects: >=2.13.0
+fixed: not yet
+ranks: 1
+law: parameters.every_kind
+signature: fully_shard doesn't support scalar parameters
+ok: repro: a scalar parameter OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_scalar_parameter_refused.py
+
+A parameter is sharded along dimension 0, and a scalar has none. What is left out by ignored_params is not reduced
+either, so that is the caller's to do then.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SIGNATURE = "fully_shard doesn't support scalar parameters"
+OK = "repro: a scalar parameter OK."
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = Scaled()
+    x = torch.ones(1, 1)
+    wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+    try:
+        fully_shard(model)
+    except ValueError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    model(x).sum().backward()
+    torch.testing.assert_close([param.grad.full_tensor() for param in model.parameters()], list(wanted))
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)
