@@ -1,0 +1,98 @@
+"""Under ZeRO-3 a layer that is unfrozen after deepspeed.initialize is never trained.
+
+id: 5639
+engine: deepspeed
+symptom: a parameter that was frozen when the engine was built stays where it is when it is unfrozen
+reported: https://github.com/deepspeedai/DeepSpeed/issues/5639
+affects: >=0.16.4
+fixed: not yet
+ranks: 1
+law: parameters.frozen_and_unfrozen
+signature: the weights are [2.0, 1.0]
+ok: repro: a layer unfrozen after initialize is trained at ZeRO stage 3 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_5639_unfrozen_never_trained.py
+
+What trains is decided when the engine is built: a parameter that is frozen then has no place in its gradients. Nothing
+says so: its `grad` is there, this rank's own. The same at stage 1: deepspeed_1767_unfrozen_never_trained.py. The model
+is b * (a * x) with a = 2, b = 3, x = 1, a frozen; its gradients are [3, 2], so a step with the rate 1 gives [-1, 1].
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the weights are [2.0, 1.0]"
+OK = "repro: a layer unfrozen after initialize is trained at ZeRO stage 3 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    # Without the threshold a model this small stays whole on every rank.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def chain(device):
+    """Two layers of one weight, of which the first is frozen."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(device)
+    for layer, value in zip(model, (2.0, 3.0), strict=True):
+        nn.init.constant_(layer.weight, value)
+    model[0].requires_grad_(False)
+    return model
+
+
+def wanted_weights(model, inputs):
+    """The weights after the same step in plain PyTorch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model[0].requires_grad_(True)
+    model(inputs).sum().backward()
+    optimizer.step()
+    return [param.item() for param in model.parameters()]
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    inputs, model = torch.ones(1, 1).to(device), chain(device)
+    wanted = wanted_weights(chain(device), inputs)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    model[0].requires_grad_(True)
+    engine.backward(engine(inputs).sum())
+    engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        found = [param.item() for param in model.parameters()]
+    told = f"the weights are {found} after a step; in plain PyTorch they are {wanted}"
+    if SIGNATURE in told:
+        print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+        return 1
+    assert found == wanted, told
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,74 @@
+"""The bf16 section rounds a buffer in fp32 to bf16.
+
+id: 5812-buffer
+engine: deepspeed
+symptom: a buffer in fp32 is bf16 after deepspeed.initialize, its value rounded
+reported: https://github.com/deepspeedai/DeepSpeed/issues/5812
+affects: >=0.16.4,<=0.18.8
+fixed: 0.19.8
+broken: 0.18.8
+ranks: 1
+law: precision.buffers_keep_dtype
+signature: the buffer is 256.0 in torch.bfloat16
+ok: repro: a buffer in fp32 keeps dtype and value under bf16 at ZeRO stage 1 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_5812_buffer_cast_bf16.py
+
+The whole module is converted, so that the frequencies of a rotary embedding, for one, are rounded as well. Fixed by
+#8066, which converts parameters alone. The same of frozen parameters: deepspeed_5812_frozen_cast_bf16.py.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the buffer is 256.0 in torch.bfloat16"
+OK = "repro: a buffer in fp32 keeps dtype and value under bf16 at ZeRO stage 1 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def main():
+    deepspeed.init_distributed()
+    model = nn.Linear(2, 1)
+    model.register_buffer("positions", torch.tensor([257.0]))
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    found = engine.module.positions.detach()
+    told = f"the buffer is {found.item()} in {found.dtype} after initialize; it was 257.0 in torch.float32"
+    if SIGNATURE in told:
+        print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+        return 1
+    assert (found.dtype, found.item()) == (torch.float32, 257.0), told
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,105 @@
+"""When ranks use different layers in a step, one layer's gradient is added to another's.
+
+id: branch-per-rank
+engine: deepspeed
+symptom: with a layer that one rank alone uses, gradients of different parameters are summed, or the process ends
+reported: no report known
+affects: >=0.19.0
+fixed: not yet
+ranks: 2
+law: parameters.used_on_some_ranks
+signature: the step moves the weights by [-4.0, -4.0]
+ok: repro: a layer that one rank alone uses gets the mean of the ranks' gradients at ZeRO stage 1 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_branch_per_rank.py
+
+Each rank packs the gradients that it has into a bucket and all-reduces it, whatever the others packed. Here rank 0 has
+a gradient of 2 for layer a, rank 1 one of 6 for layer b, of the same size: the means over the ranks are 1 and 3, and
+both layers get (2 + 6) / 2. Layers of different sizes end the process in gloo (SIGABRT). Stage 0 counts what a rank
+does not use as zero. Routed experts are such layers. #2343 tells of layers used by all ranks in another order.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the step moves the weights by [-4.0, -4.0]"
+OK = "repro: a layer that one rank alone uses gets the mean of the ranks' gradients at ZeRO stage 1 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 1},
+}
+
+
+class Routed(nn.Module):
+    """Rank 0's inputs go through ``a``, rank 1's through ``b``; all weights are 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        for layer in (self.a, self.b):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x, rank):
+        return 2 * self.a(x) if rank == 0 else 6 * self.b(x)
+
+
+def wanted_moves(model, inputs):
+    """How plain PyTorch moves the weights of both layers on the mean of the ranks' losses, at the learning rate 1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    (sum(model(inputs, rank).sum() for rank in range(2)) / 2).backward()
+    optimizer.step()
+    return moves(model)
+
+
+def moves(model):
+    values = [param.detach().unique().tolist() for param in model.parameters()]
+    assert all(len(same) == 1 for same in values), values
+    return [same[0] for same in values]
+
+
+def main():
+    deepspeed.init_distributed()
+    rank, device = torch.distributed.get_rank(), deepspeed.accelerator.get_accelerator().current_device_name()
+    model, inputs = Routed().to(device), torch.ones(1, 4).to(device)
+    wanted = wanted_moves(Routed().to(device), inputs)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    engine.backward(engine(inputs, rank).sum())
+    engine.step()
+    told = f"the step moves the weights by {moves(model)}; in plain PyTorch by {wanted}"
+    if SIGNATURE in told:
+        print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+        return 1
+    assert moves(model) == wanted, told
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,73 @@
+"""The fp32 weights that the optimizer works on begin as the model's weights rounded to bf16.
+
+id: masters-rounded-bf16
+engine: deepspeed
+symptom: training in bf16 from fp32 weights does not start from these weights
+reported: no report known
+affects: >=0.16.4
+fixed: not yet
+ranks: 1
+law: training.free_running
+signature: the fp32 weight is 256.0 before the first step
+ok: repro: under bf16 at ZeRO stage 1 the optimizer starts from the fp32 weights that the model had OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_masters_rounded_bf16.py
+
+The model is converted to bf16 first, and the optimizer's fp32 copy is made of the result. Stage 2 does the same.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the fp32 weight is 256.0 before the first step"
+OK = "repro: under bf16 at ZeRO stage 1 the optimizer starts from the fp32 weights that the model had OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def main():
+    deepspeed.init_distributed()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 257.0)  # bf16 has 256 and 258
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    found = safe_get_full_fp32_param(engine.module.weight).item()
+    told = f"the fp32 weight is {found} before the first step; the model's was 257.0"
+    if SIGNATURE in told:
+        print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+        return 1
+    assert found == 257.0, told
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

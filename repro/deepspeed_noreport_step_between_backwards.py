@@ -1,0 +1,97 @@
+"""A backward over weights that a step has changed is computed from a mix of old and new, where PyTorch refuses it.
+
+id: step-between-backwards
+engine: deepspeed
+symptom: backward(retain_graph=True), step(), backward() gives gradients of no weights that the model ever had
+reported: no report known
+affects: >=0.19.0
+fixed: not yet
+ranks: 1
+law: double_backward.step_between_retained_backwards
+signature: the second backward gives [1.0, 2.0]
+ok: repro: a backward over weights that a step has changed is refused at ZeRO stage 1 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_step_between_backwards.py
+
+The step writes the weights through `.data`, which autograd's version counters do not see. The model is b * (a * x) with
+a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step makes a = -1, b = 1, of which they are [1, -1].
+ZeRO 2 does the same.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the second backward gives [1.0, 2.0]"
+OK = "repro: a backward over weights that a step has changed is refused at ZeRO stage 1 OK."
+REFUSED = "modified by an inplace operation"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 1},
+}
+
+
+def chain(device):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(device)
+    for layer, value in zip(model, (2.0, 3.0), strict=True):
+        nn.init.constant_(layer.weight, value)
+    return model
+
+
+def refuses(loss, backward, step):
+    """Whether the second of two backwards over one graph is refused when a step lies between them."""
+    backward(loss, retain_graph=True)
+    step()
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        if REFUSED not in str(error):
+            raise
+        return True
+    return False
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    inputs, plain, model = torch.ones(1, 1).to(device), chain(device), chain(device)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    assert refuses(plain(inputs).sum(), torch.autograd.backward, optimizer.step), "plain PyTorch computes it"
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    if not refuses(engine(inputs).sum(), engine.backward, engine.step):
+        told = f"the second backward gives {[safe_get_full_grad(param).item() for param in model.parameters()]}"
+        assert SIGNATURE in told, told
+        print(f"repro: REPRODUCED: {told}; plain PyTorch refuses it\n", end="", flush=True)
+        return 1
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
