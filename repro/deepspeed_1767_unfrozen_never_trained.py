@@ -4,7 +4,7 @@ id: 1767
 engine: deepspeed
 symptom: a parameter that was frozen when the engine was built stays where it is when it is unfrozen
 reported: https://github.com/deepspeedai/DeepSpeed/issues/1767
-affects: >=0.19.0
+affects: >=0.16.4
 fixed: not yet
 ranks: 1
 law: parameters.frozen_and_unfrozen

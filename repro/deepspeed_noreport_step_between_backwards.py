@@ -4,7 +4,7 @@ id: step-between-backwards
 engine: deepspeed
 symptom: backward(retain_graph=True), step(), backward() gives gradients of no weights that the model ever had
 reported: no report known
-affects: >=0.19.0
+affects: >=0.16.4
 fixed: not yet
 ranks: 1
 law: double_backward.step_between_retained_backwards
