@@ -1,6 +1,6 @@
 """deepspeed.initialize refuses a model with a parameter of no dimensions.
 
-id: scalar-parameter-refused
+id: scalar-as-bytes
 engine: deepspeed
 symptom: deepspeed.initialize raises for a scalar parameter, which PyTorch trains
 reported: no report known
@@ -13,7 +13,7 @@ ok: repro: a scalar parameter trains at ZeRO stage 1 OK.
 
 Run it with nothing but torch and deepspeed installed:
 
-    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_scalar_parameter_refused.py
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_scalar_as_bytes.py
 
 At the start the engine broadcasts every parameter by its bytes, `p.data.view(torch.uint8)` (`_broadcast_model`), which
 a tensor without dimensions does not have. New in 0.19.8. A learnt temperature or scale is such a parameter.
