@@ -1,6 +1,6 @@
 """A backward over weights that a step has changed is computed from a mix of old and new, where PyTorch refuses it.
 
-id: step-between-backwards
+id: step-mixes-gradients
 engine: deepspeed
 symptom: backward(retain_graph=True), step(), backward() gives gradients of no weights that the model ever had
 reported: no report known
@@ -13,7 +13,7 @@ ok: repro: a backward over weights that a step has changed is refused at ZeRO st
 
 Run it with nothing but torch and deepspeed installed:
 
-    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_step_between_backwards.py
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_step_mixes_gradients.py
 
 The step writes the weights through `.data`, which autograd's version counters do not see. The model is b * (a * x) with
 a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step makes a = -1, b = 1, of which they are [1, -1].
