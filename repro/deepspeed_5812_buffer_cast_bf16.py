@@ -5,7 +5,7 @@ engine: deepspeed
 symptom: a buffer in fp32 is bf16 after deepspeed.initialize, its value rounded
 reported: https://github.com/deepspeedai/DeepSpeed/issues/5812
 affects: >=0.16.4,<=0.18.8
-fixed: 0.19.8
+fixed: 0.19.7
 broken: 0.18.8
 ranks: 1
 law: precision.buffers_keep_dtype

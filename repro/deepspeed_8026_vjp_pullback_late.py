@@ -4,7 +4,7 @@ id: 8026-vjp
 engine: deepspeed
 symptom: torch.func.vjp over the engine raises where torch.func.grad works
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
-affects: >=0.19.8
+affects: >=0.18.8
 fixed: not yet
 ranks: 1
 law: torch_func.vjp

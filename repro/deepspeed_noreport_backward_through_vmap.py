@@ -4,7 +4,7 @@ id: backward-through-vmap
 engine: deepspeed
 symptom: step() raises KeyError: 0 after loss.backward() through a vmap of the engine
 reported: no report known
-affects: >=0.19.8
+affects: >=0.18.8
 fixed: not yet
 ranks: 1
 law: torch_func.through_transforms

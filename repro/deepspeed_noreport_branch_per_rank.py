@@ -4,7 +4,7 @@ id: branch-per-rank
 engine: deepspeed
 symptom: with a layer that one rank alone uses, gradients of different parameters are summed, or the process ends
 reported: no report known
-affects: >=0.19.0
+affects: >=0.19.7
 fixed: not yet
 ranks: 2
 law: parameters.used_on_some_ranks

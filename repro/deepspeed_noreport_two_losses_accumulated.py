@@ -4,7 +4,7 @@ id: two-losses-accumulated
 engine: deepspeed
 symptom: the step uses the gradient of the last of four engine.backward calls alone
 reported: no report known
-affects: >=0.16.4
+affects: >=0.18.8
 fixed: not yet
 ranks: 1
 law: training.several_backwards
