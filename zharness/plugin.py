@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The axes that select cells."""
     group = parser.getgroup("zharness", "cells of engines beside vanilla PyTorch")
-    group.addoption("--engine", action="append", default=[], help="run this engine's cells; NAME or module:factory")
+    group.addoption(
+        "--engine",
+        action="append",
+        default=[],
+        help="run this engine's cells; NAME, NAME==RELEASE, NAME@CHECKOUT or module:factory",
+    )
     group.addoption("--stage", default="", help="run the cells of these ZeRO stages only, as in 0,1,2,3")
     group.addoption("--variant", default="", help="run the cells with these options of the engine, by name")
     group.addoption(
@@ -93,10 +98,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
     if "cell" in metafunc.fixturenames:
+        from zharness.releases.place import surroundings
         from zharness.run.session import planned_for
 
         try:
-            cells = planned_for(metafunc.definition.iter_markers("cells"), metafunc.config)
+            cells = planned_for(metafunc.definition.iter_markers("cells"), metafunc.config, surroundings)
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
         metafunc.parametrize("cell", cells, ids=[cell.case.id for cell in cells])
@@ -117,9 +123,10 @@ def pytest_make_collect_report(
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
     if getattr(session.config.pluginmanager.getplugin("zharness-attached"), "engaged", False):
+        from zharness.releases.place import surroundings
         from zharness.run.attached import start_runner
 
-        start_runner(session)
+        start_runner(session, surroundings)
         return
     if any(item.get_closest_marker("world_size") for item in session.items) and runs_here(session.config):
         from zharness.items.conductor import Conductor
@@ -132,9 +139,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
     if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
+        from zharness.releases.place import surroundings
         from zharness.run.session import start_servers
 
-        start_servers(session)
+        start_servers(session, surroundings)
 
 
 def runs_here(config: pytest.Config) -> bool:

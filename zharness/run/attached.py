@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from zharness.run import cell
 from zharness.run.excuses import Excuse
 from zharness.run.plan import Planned
 from zharness.run.record import Record
-from zharness.run.runner import JUDGE_TIMEOUT, Runner, Withheld, broken, judged_record, surroundings
+from zharness.run.runner import JUDGE_TIMEOUT, Runner, Withheld, broken, judged_record
 from zharness.run.session import RUNNER, cell_of, own_excuses
 from zharness.world import Group, GroupOutcome, Work, here
 from zharness.world.leader import Leader
@@ -126,7 +126,7 @@ def observed(case: Case, salt: int, claims: Capabilities, options: Mapping[str, 
         return path_of(Path(room), dist.get_rank()).read_bytes()
 
 
-def start_runner(session: pytest.Session) -> None:
+def start_runner(session: pytest.Session, place: Callable[[str], Surroundings]) -> None:
     """Have the cells of a pytest session run on the launch's ranks, by the one of rank 0."""
     plugin = attached(session.config)
     if plugin is None or plugin.leader is None:
@@ -135,7 +135,7 @@ def start_runner(session: pytest.Session) -> None:
     names = sorted({planned.case.engine for planned in cells})
     if names:
         timeout = session.config.getoption("--cell-timeout")
-        places = {name: surroundings(name) for name in names}
+        places = {name: place(name) for name in names}
         runner = AttachedRunner(plugin.leader, places, timeout, own_excuses=own_excuses(session.config))
         session.config.stash[RUNNER] = runner
         runner.prepare()

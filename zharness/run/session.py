@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,40 +14,49 @@ from zharness.case import numbers
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.run.excuses import Excuse, read_excuses
-from zharness.run.plan import Planned, Request, any_claims, plan, validate
+from zharness.run.plan import Claims, Planned, Request, any_claims, plan, validate
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import Runner, probed, surroundings
+from zharness.run.runner import Runner, probed
 from zharness.run.unmatched import unmatched
 from zharness.world import Isolation, RankServer
+from zharness.world.server import Surroundings
+
+Place = Callable[[str], Surroundings]
 
 RUNNER = pytest.StashKey[Runner]()
 
 
 @cache
-def claims(engine: str, stage: int) -> Capabilities:
+def claims_by(place: Place) -> Claims:
     """What an engine claims; one known by its factory alone is built once, in a rank of its own, to tell."""
-    known = engines.capabilities(engine, stage)
-    if known is not None:
-        return known
-    with RankServer(surroundings(engine)) as server:
-        return probed(server, engine, stage)
+
+    @cache
+    def claims(engine: str, stage: int) -> Capabilities:
+        known = engines.capabilities(engine, stage)
+        if known is not None:
+            return known
+        with RankServer(place(engine)) as server:
+            return probed(server, engine, stage)
+
+    return claims
 
 
-def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config) -> list[Planned]:
+def planned_for(markers: Iterable[pytest.Mark], config: pytest.Config, place: Place) -> list[Planned]:
     """The cells of all ``cells`` markers of one test, as ``--engine`` and ``--stage`` narrow or replace them.
 
-    Raises UsageError for an engine, a release or a stage that is not there.
+    ``place(engine)`` is what the rank server of an engine needs. Raises UsageError for an engine, a release or a stage
+    that is not there.
     """
     requests = [request_of(*marker.args, **marker.kwargs) for marker in markers]
     asked = tuple(config.getoption("--engine"))
     stages = stages_from(config.getoption("--stage"))
     variant = config.getoption("--variant")
-    own = own_excuses(config)
+    own, claims = own_excuses(config), claims_by(place)
     validate(Request(engines=asked or ("reference",), stages=stages))
     found: list[Planned] = []
     for request in narrowed(requests, asked) if asked else requests:
         (engine,) = request.engines
-        surroundings(engine)
+        place(engine)
         marked = request.stages or stages
         wanted = tuple(stage for stage in marked if stage in (stages or marked))
         if not marked or (wanted and (asked or any_claims(engine, wanted, claims).stages.intersection(wanted))):
@@ -97,7 +106,7 @@ def narrowed(requests: list[Request], asked: tuple[str, ...]) -> list[Request]:
     return marked + [request_of(engine) for engine in asked if not any(engine in r.engines for r in marked)]
 
 
-def start_servers(session: pytest.Session) -> None:
+def start_servers(session: pytest.Session, place: Place) -> None:
     """Fork one server for each engine that the collected cells need; none where nothing is to be run here."""
     if session.config.option.collectonly or is_xdist_controller(session.config):
         return
@@ -106,7 +115,7 @@ def start_servers(session: pytest.Session) -> None:
     if names:
         timeout = session.config.getoption("--cell-timeout")
         isolation = Isolation(session.config.getoption("--isolation"))
-        places = {name: surroundings(name) for name in names}
+        places = {name: place(name) for name in names}
         own = own_excuses(session.config)
         session.config.stash[RUNNER] = Runner(places, timeout=timeout, isolation=isolation, own_excuses=own)
 
