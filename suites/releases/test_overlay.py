@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zharness.errors import UsageError
-from zharness.releases import overlay
+from zharness.releases import index, overlay
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,47 @@ def test_without_a_network_it_says_what_to_try(cache: Path, monkeypatch: pytest.
     ):
         overlay.ensure("deepspeed", "0.18.7")
     assert left_in(cache) == []
+
+
+def test_a_full_disk_is_told_with_the_folder_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path, wanted: overlay.Stamp) -> None:
+        made_up(folder, wanted)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(overlay, "_install", full)
+    with pytest.raises(
+        UsageError, match=r"made_up 1\.0 cannot be put into .*: No space left on device; .*ZHARNESS_CACHE"
+    ):
+        overlay.ensure("made_up", "1.0")
+    assert left_in(cache) == []
+
+
+def test_a_pip_that_found_the_disk_full_is_told_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    done = subprocess.CompletedProcess([], 1, output)
+    monkeypatch.setattr(overlay, "run_apart", lambda *_: done)
+    with pytest.raises(UsageError, match=r"made_up==1\.0 does not fit on the disk of .*ZHARNESS_CACHE"):
+        overlay.ensure("made_up", "1.0")
+
+
+def test_a_cache_that_is_no_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UsageError, match=r"made_up 1\.0 cannot be put into .*: Not a directory"):
+        overlay.ensure("made_up", "1.0")
+
+
+def test_the_index_that_cannot_be_reached_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(UsageError, match=r"no network; .*try: python -m pip index versions no-such-package"):
+        index.releases("no-such-package")
+
+
+def test_releases_sort_as_versions_do() -> None:
+    assert index.in_order(["0.10.0", "0.9.1", "0.9"]) == ("0.9", "0.9.1", "0.10.0")
+    with pytest.raises(UsageError, match="Invalid version: 'master'"):
+        index.in_order(["master"])
 
 
 @pytest.mark.parametrize(("name", "release"), [("deepspeed", "../0.18.8"), ("../deepspeed", "0.18.8"), ("-r", "1")])

@@ -9,8 +9,10 @@ import pytest
 
 from zharness.case import Case
 from zharness.errors import UsageError
-from zharness.releases import history, index, watch
+from zharness.releases import history, index, repros, watch
+from zharness.releases.bisect import Outcome
 from zharness.releases.history import Kind
+from zharness.releases.place import Place
 from zharness.run import Record, Request
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict
@@ -193,12 +195,44 @@ def test_halving_runs_the_releases_of_the_index_between_the_two(
     known = tuple(f"0.{number}" for number in range(20))
     monkeypatch.setattr(index, "releases", lambda _: known)
     told = Engine({release: {CASE: FAIL if number < 12 else PASS} for number, release in enumerate(known)})
-    assert watch.halve("deepspeed", "0.18", "0.3", Request((CASE.id,)), told.measure) == 0
+    trial = watch.by_cells("deepspeed", Request((CASE.id,)), told.measure)
+    assert watch.halve("deepspeed", "0.18", "0.3", trial) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "the first good release is 0.12; the one before, 0.11, is not; 6 runs"
     assert told.asked[:2] == ["0.3", "0.18"]
     with pytest.raises(UsageError, match=r"unknown release of deepspeed '9\.9'; allowed: 0\.0"):
-        watch.halve("deepspeed", "0.3", "9.9", Request(), told.measure)
+        watch.halve("deepspeed", "0.3", "9.9", trial)
+
+
+def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "place", lambda text, _: Place(text.partition("==")[2]))
+    shown = {"1": repros.Verdict.REPRODUCED, "2": repros.Verdict.NOT_REPRODUCED}
+    otherwise = repros.Verdict.FAILED_OTHERWISE
+
+    def run(repro: repros.Repro, text: str, where: Place) -> repros.ReproResult:
+        return repros.blank(repro, text, where.release, shown.get(where.release, otherwise), "told")
+
+    monkeypatch.setattr(repros, "run", run)
+    trial = watch.by_repro(repros.find_one("deepspeed", "7913"))
+    assert [trial(release)[0] for release in "123"] == [Outcome.BAD, Outcome.GOOD, Outcome.SKIPPED]
+    with pytest.raises(UsageError, match="reproduction 7913 is none of fsdp2"):
+        repros.find_one("fsdp2", "7913")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_id"),
+    [
+        ("7913", True),
+        ("#7352", True),
+        ("8026-func", True),
+        ("unused-weights-decay", True),
+        ("training", False),
+        ("torch_func.*", False),
+        (CASE.id, False),
+    ],
+)
+def test_an_id_of_a_reproduction_is_no_pattern_of_checks(text: str, is_id: bool) -> None:
+    assert repros.looks_like_id(text) is is_id
 
 
 def test_a_case_id_among_the_patterns_is_moved_to_the_release() -> None:

@@ -177,14 +177,22 @@ def releases(
 def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     """Find the first release on which a law is broken, or, where the good release is the newer, holds again.
 
-    CHECK is a check, a glob, or a case id; a release is bad when any of its cells is broken. Releases that cannot be
-    run are stepped over. As many runs as halving takes.
+    CHECK is a check, a glob, or a case id; a release is bad when any of its cells is broken. Or it is the id of a
+    reproduction; a release is bad when it is reproduced there. Releases that cannot be run, or show neither, are
+    stepped over. As many runs as halving takes.
+
+    \b
+    zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
+    zharness bisect deepspeed torch_func.grad --stage 1 --good 0.19.8 --bad 0.18.8
     """
-    from zharness.releases import watch
+    from zharness.releases import repros, watch
 
     chosen = Axes(**options)
+    if repros.looks_like_id(check):
+        return watch.halve(engine, good, bad, watch.by_repro(repros.find_one(engine, check)))
     with ExitStack() as stack:
-        return watch.halve(engine, good, bad, chosen.request((check,)), chosen.measure(stack))
+        cells = watch.by_cells(engine, chosen.request((check,)), chosen.measure(stack))
+        return watch.halve(engine, good, bad, cells)
 
 
 @click.command()

@@ -8,6 +8,8 @@ from enum import Enum
 
 from zharness.errors import UsageError
 
+LONGEST = 120  # characters of a reason
+
 
 class Outcome(Enum):
     """What one release shows."""
@@ -84,7 +86,8 @@ def nearest(low: int, high: int, skipped: set[int]) -> int | None:
 def words(step: Step) -> str:
     """One line for a run."""
     left = f"{step.left} left between" if step.left else "none left between"
-    return f"{step.release}: {step.outcome.value} ({left}){step.why and f': {step.why}'}"
+    why = step.why if len(step.why) <= LONGEST else f"{step.why[:LONGEST]} ..."
+    return f"{step.release}: {step.outcome.value} ({left}){why and f': {why}'}"
 
 
 def verdict(found: Found) -> str:

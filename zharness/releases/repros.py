@@ -31,6 +31,7 @@ MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 CUDA = "cuda"
 SCHEMA = 1
+_ID = re.compile(r"#?\d[\w-]*|\w+(-\w+)+")
 _LINE = re.compile(r"^([a-z]+): +(\S.*)$", re.MULTILINE)
 _BOUND = re.compile(r"(<=|>=|==|<|>)([0-9][\w.+!]*)")
 _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
@@ -166,6 +167,20 @@ def find(identifier: str, folder: Path = FOLDER) -> tuple[Repro, ...]:
     if not found:
         raise UsageError.unknown("reproduction", identifier, known, "`zharness list repros` says what each one shows")
     return tuple(found)
+
+
+def find_one(engine: str, identifier: str, folder: Path = FOLDER) -> Repro:
+    """The one reproduction of ``engine`` that ``identifier`` names. Raises UsageError for none, and for several."""
+    found = [repro for repro in find(identifier, folder) if repro.engine == engine]
+    if len(found) != 1:
+        several = ", ".join(repro.id for repro in found) or f"none of {engine}"
+        raise UsageError(f"reproduction {identifier} is {several}; name one of this engine")
+    return found[0]
+
+
+def looks_like_id(text: str) -> bool:
+    """Whether ``text`` has the form of a reproduction's id, which no check's name and no group's has."""
+    return _ID.fullmatch(text) is not None
 
 
 def parse(script: Path) -> Repro:

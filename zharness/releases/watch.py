@@ -11,10 +11,12 @@ from zharness import engines
 from zharness.case import Case
 from zharness.engines.registry import split
 from zharness.errors import UsageError
-from zharness.releases import history, index
-from zharness.releases.bisect import Outcome, bisect, verdict, words
+from zharness.releases import history, index, repros
+from zharness.releases.bisect import Outcome, Trial, bisect, verdict, words
 from zharness.releases.history import Change, Column, Kind, Measure, Standing, standing
 from zharness.releases.history_words import differences, overview
+from zharness.releases.place import place
+from zharness.releases.repros import Repro
 from zharness.run import Record, Request
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict
@@ -102,17 +104,13 @@ def is_excused(change: Change, own: Sequence[Excuse]) -> bool:
     return change.kind is Kind.BROKEN and change.after.excuse in {excuse.upstream for excuse in own}
 
 
-def halve(engine: str, good: str, bad: str, request: Request, measure: Measure) -> int:
-    """Find the release between ``good`` and ``bad`` where the cells of ``request`` turn; print each run; 0.
+def halve(engine: str, good: str, bad: str, trial: Trial) -> int:
+    """Find the release between ``good`` and ``bad`` where ``trial(release)`` turns; print each run; 0.
 
     Raises UsageError when either is no release on the index, or they do not differ as named.
     """
     between = span(engine, good, bad)
     oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
-
-    def trial(release: str) -> tuple[Outcome, str]:
-        return outcome(history.column(f"{engine}=={release}", request, measure))
-
     found = bisect(between, oldest, trial, lambda step: click.echo(words(step)))
     click.echo(verdict(found))
     return 0
@@ -129,6 +127,26 @@ def span(engine: str, good: str, bad: str) -> list[str]:
         raise UsageError(f"got {good} as good and as bad; name two releases")
     first, last = sorted((known.index(good), known.index(bad)))
     return list(known[first : last + 1])
+
+
+def by_cells(engine: str, request: Request, measure: Measure) -> Trial:
+    """A trial that runs the cells of ``request``."""
+    return lambda release: outcome(history.column(f"{engine}=={release}", request, measure))
+
+
+def by_repro(repro: Repro) -> Trial:
+    """A trial that runs one reproduction."""
+    outcomes = {repros.Verdict.REPRODUCED: Outcome.BAD, repros.Verdict.NOT_REPRODUCED: Outcome.GOOD}
+
+    def trial(release: str) -> tuple[Outcome, str]:
+        text = f"{repro.engine}=={release}"
+        try:
+            found = repros.run(repro, text, place(text, repros.distribution(repro.engine)))
+        except UsageError as trouble:
+            return Outcome.SKIPPED, str(trouble)
+        return outcomes.get(found.verdict, Outcome.SKIPPED), found.evidence
+
+    return trial
 
 
 def outcome(column: Column) -> tuple[Outcome, str]:
