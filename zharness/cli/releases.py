@@ -34,10 +34,17 @@ if TYPE_CHECKING:
     "May be repeated.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs at a time; one for each core.")
+@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="For one run.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each run.")
 @click.option("--markdown", is_flag=True, help="Print bugs x releases as a table in Markdown.")
 def repro(
-    ids: tuple[str, ...], every: bool, on: tuple[str, ...], jobs: int | None, jsonl: Path | None, markdown: bool
+    ids: tuple[str, ...],
+    every: bool,
+    on: tuple[str, ...],
+    jobs: int | None,
+    timeout: float,
+    jsonl: Path | None,
+    markdown: bool,
 ) -> int:
     """Show real bugs of real engines, by the number of their issue.
 
@@ -55,7 +62,7 @@ def repro(
     began = time.monotonic()
     with ExitStack() as stack:
         file = stack.enter_context(record_file(jsonl)) if jsonl else None
-        found = repro_runs.results(runs, jobs, file.add if file else None)
+        found = repro_runs.results(runs, jobs, file.add if file else None, timeout)
     if markdown:
         click.echo(repro_table.markdown(found))
     else:

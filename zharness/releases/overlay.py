@@ -31,7 +31,7 @@ _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
 _OFFLINE = ("Failed to establish a new connection", "Temporary failure in name resolution", "Connection refused")
 _INSTALL_SECONDS = 600.0
-_IMPORT_SECONDS = 120.0
+_IMPORT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

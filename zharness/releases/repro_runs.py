@@ -48,12 +48,15 @@ def chosen(identifiers: Sequence[str], every: bool, on: Sequence[str]) -> list[R
 
 
 def results(
-    runs: Sequence[Run], jobs: int | None = None, finished: Callable[[ReproResult], None] | None = None
+    runs: Sequence[Run],
+    jobs: int | None = None,
+    finished: Callable[[ReproResult], None] | None = None,
+    seconds: float = repros.SECONDS,
 ) -> list[ReproResult]:
     """The results in the order of ``runs``, with progress on standard error; ``finished`` hears each as it comes.
 
-    ``jobs`` runs go on at a time, one for each core where none is given. A release that cannot be had makes its runs
-    ``not run``, and the others go on; raises UsageError when none can be had.
+    ``jobs`` runs go on at a time, one for each core where none is given, and each has ``seconds``. A release that
+    cannot be had makes its runs ``not run``, and the others go on; raises UsageError when none can be had.
     """
     places = fetched(runs)
     troubles = [found for found in places.values() if isinstance(found, UsageError)]
@@ -61,7 +64,7 @@ def results(
         raise troubles[0]
     found: dict[Run, ReproResult] = {}
     with tqdm(total=len(runs), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
-        for run, result in run_all(runs, places, jobs or os.cpu_count() or 1):
+        for run, result in run_all(runs, places, jobs or os.cpu_count() or 1, seconds):
             found[run] = result
             if finished is not None:
                 finished(result)
@@ -84,7 +87,9 @@ def fetched(runs: Sequence[Run]) -> dict[str, Place | UsageError]:
     return found
 
 
-def run_all(runs: Sequence[Run], places: dict[str, Place | UsageError], jobs: int) -> Iterator[tuple[Run, ReproResult]]:
+def run_all(
+    runs: Sequence[Run], places: dict[str, Place | UsageError], jobs: int, seconds: float
+) -> Iterator[tuple[Run, ReproResult]]:
     """Results as they come. When the caller stops or is interrupted, what runs is ended and nothing else begins."""
     running = Running()
 
@@ -92,7 +97,7 @@ def run_all(runs: Sequence[Run], places: dict[str, Place | UsageError], jobs: in
         found = places[run.text]
         if isinstance(found, UsageError):
             return blank(run.repro, run.text, split(run.text)[1] or "", Verdict.NOT_RUN, str(found))
-        return repros.run(run.repro, run.text, found, running=running)
+        return repros.run(run.repro, run.text, found, seconds, running)
 
     pool = ThreadPoolExecutor(max_workers=jobs)
     try:

@@ -42,7 +42,7 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     ">": operator.gt,
 }
 _UNREGISTERED = {"fsdp1": "torch"}  # engines that no check runs on
-_SECONDS = 120.0
+SECONDS = 120.0
 
 
 class Verdict(Enum):
@@ -208,7 +208,7 @@ def parse(script: Path) -> Repro:
 
 
 def run(
-    repro: Repro, text: str, place: Place, seconds: float = _SECONDS, running: launch.Running | None = None
+    repro: Repro, text: str, place: Place, seconds: float = SECONDS, running: launch.Running | None = None
 ) -> ReproResult:
     """Run ``repro`` on the release that stands in ``place`` and is spelled ``text``, and judge it.
 
@@ -247,7 +247,7 @@ def distribution(engine: str) -> str:
     return _UNREGISTERED.get(engine) or registry.info(engine).distribution
 
 
-def judge(repro: Repro, code: int | None, output: str, seconds: float = _SECONDS) -> tuple[Verdict, str]:
+def judge(repro: Repro, code: int | None, output: str, seconds: float = SECONDS) -> tuple[Verdict, str]:
     """The verdict on a launch that ended with ``code`` (None: at the deadline), and the line that decided it.
 
     The marker and the signature decide, not the code alone: a script that does not import ends with 1 as well.
