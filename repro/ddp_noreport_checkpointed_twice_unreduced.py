@@ -66,6 +66,7 @@ def gradient(call, layer, x):
 
 def main():
     rank = start()
+    assert dist.get_world_size() > 1, "one rank has nothing to reduce"
     model = Twice()
     inputs = [torch.full((1, 1), each + 1.0, requires_grad=True) for each in range(dist.get_world_size())]
     alone = [gradient(model, model.layer, x) for x in inputs]  # 2 x for each region

@@ -53,6 +53,7 @@ def penalty(model, x):
 
 def main():
     rank = start()
+    assert dist.get_world_size() > 1, "one rank has nothing to reduce"
     model = nn.Linear(1, 1)
     nn.init.ones_(model.weight)
     inputs = [torch.ones(each + 1, 1, requires_grad=True) for each in range(dist.get_world_size())]

@@ -46,6 +46,7 @@ def start():
 
 def main():
     rank = start()
+    assert dist.get_world_size() > 1, "with one rank nothing is sharded"
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     x = torch.ones(1, 2)
     wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))

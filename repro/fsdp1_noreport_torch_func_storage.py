@@ -46,6 +46,7 @@ def start():
 
 def main():
     rank = start()
+    assert dist.get_world_size() > 1, "with one rank nothing is sharded"
     model = nn.Linear(2, 2)
     x = torch.ones(1, 2)
     wanted = torch.func.grad(lambda inputs: model(inputs).sum())(x)
