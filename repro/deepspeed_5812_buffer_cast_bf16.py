@@ -4,9 +4,9 @@ id: 5812-buffer
 engine: deepspeed
 symptom: a buffer in fp32 is bf16 after deepspeed.initialize, its value rounded
 reported: https://github.com/deepspeedai/DeepSpeed/issues/5812
-affects: >=0.16.4,<=0.18.8
-fixed: 0.19.7
-broken: 0.18.8
+affects: >=0.16.4,<=0.19.1
+fixed: 0.19.2
+broken: 0.19.1
 ranks: 1
 law: precision.buffers_keep_dtype
 signature: the buffer is 256.0 in torch.bfloat16

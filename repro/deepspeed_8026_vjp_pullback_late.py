@@ -4,7 +4,7 @@ id: 8026-vjp
 engine: deepspeed
 symptom: torch.func.vjp over the engine raises where torch.func.grad works
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
-affects: >=0.18.8
+affects: >=0.18.5
 fixed: not yet
 ranks: 1
 law: torch_func.vjp
@@ -15,8 +15,9 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_vjp_pullback_late.py
 
-#8026 makes the engine's hooks ask whether a transform is running; when the pullback is called, it is over. Stage 2 ends
-in the same way, stage 0 with "Direct calls to tensor.backward() are not supported in this configuration".
+#8026 makes the engine's hooks ask whether a transform is running; when the pullback is called, it is over. 0.18.4 is
+right. Stage 2 ends in the same way, stage 0 with "Direct calls to tensor.backward() are not supported in this
+configuration".
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -4,7 +4,7 @@ id: backward-through-vmap
 engine: deepspeed
 symptom: step() raises KeyError: 0 after loss.backward() through a vmap of the engine
 reported: no report known
-affects: >=0.18.8
+affects: >=0.18.3
 fixed: not yet
 ranks: 1
 law: torch_func.through_transforms
@@ -16,7 +16,7 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_backward_through_vmap.py
 
 The engine's hooks are left out while a transform runs, so the output has none, and the backward through it is never
-begun. Stage 2 ends in the same way.
+begun. Stage 2 ends in the same way. Before 0.18.3 every loss.backward() does, with a transform or without (#7665).
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

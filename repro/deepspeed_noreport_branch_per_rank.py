@@ -4,7 +4,7 @@ id: branch-per-rank
 engine: deepspeed
 symptom: with a layer that one rank alone uses, gradients of different parameters are summed, or the process ends
 reported: no report known
-affects: >=0.19.7
+affects: >=0.19.0
 fixed: not yet
 ranks: 2
 law: parameters.used_on_some_ranks
@@ -19,6 +19,7 @@ Each rank packs the gradients that it has into a bucket and all-reduces it, what
 a gradient of 2 for layer a, rank 1 one of 6 for layer b, of the same size: the means over the ranks are 1 and 3, and
 both layers get (2 + 6) / 2. Layers of different sizes end the process in gloo (SIGABRT). Stage 0 counts what a rank
 does not use as zero. Routed experts are such layers. #2343 tells of layers used by all ranks in another order.
+0.16.4 to 0.18.6 do the same; 0.18.7 to 0.18.9 make no such step on a CPU (#7948).
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

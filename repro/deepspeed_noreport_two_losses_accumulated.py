@@ -4,7 +4,7 @@ id: two-losses-accumulated
 engine: deepspeed
 symptom: the step uses the gradient of the last of four engine.backward calls alone
 reported: no report known
-affects: >=0.18.8
+affects: >=0.18.3
 fixed: not yet
 ranks: 1
 law: training.several_backwards
@@ -18,7 +18,8 @@ Run it with nothing but torch and deepspeed installed:
 The engine counts the micro-batches. In the last one each backward is at the boundary: it reduces, and its result takes
 the place of what was there. Stage 2 does the same; bf16 does not help. coalesce_grad_reduction() is documented not to
 be for this: 'Do not span multiple gradient_accumulation_steps with multiple with-blocks'. The losses have the gradients
-1, 2, 4 and 8; the mean over two micro-batches of their sum is 7.5, and half of the last one 4.
+1, 2, 4 and 8; the mean over two micro-batches of their sum is 7.5, and half of the last one 4. 0.16.4 adds them up;
+0.17.6 and 0.18.2 raise TypeError in the last backward.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
