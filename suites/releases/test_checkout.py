@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from zharness.engines import checkouts, registry
 from zharness.errors import UsageError
 from zharness.releases import checkout
 from zharness.releases.place import place, surroundings
+from zharness.world import RankServer
 
 VERSION_INFO = """
 try:
@@ -51,6 +53,11 @@ def committed(folder: Path) -> None:
 def git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def file_of(module: str) -> str | None:
+    """In a rank: where a module is imported from."""
+    return importlib.import_module(module).__file__
 
 
 def files(folder: Path) -> set[Path]:
@@ -136,4 +143,8 @@ def test_an_engine_by_its_factory_has_a_checkout_too(tmp_path: Path) -> None:
     text = f"mine.engine:factory@{tmp_path}"
     assert registry.version(text) == "1.2"
     assert registry.require(text).target == "mine.engine:factory"
-    assert surroundings(text).search_path[0] == str(tmp_path)
+    before = files(tmp_path / "mine")
+    with RankServer(surroundings(text)) as server:
+        (where,) = server.run(file_of, "mine").values()
+    assert where == str(tmp_path / "mine" / "__init__.py")
+    assert files(tmp_path / "mine") == before

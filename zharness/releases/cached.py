@@ -53,7 +53,7 @@ def of_overlay(path: Path) -> Entry | None:
 def of_checkout(path: Path) -> Entry | None:
     """The entry of what is kept of a checkout; None for what is none."""
     try:
-        return Entry(path, (path / checkout.STAMP).read_text(), "links and bytecode of a checkout", size(path))
+        return Entry(path, (path / checkout.STAMP).read_text(), "links to a checkout, its extensions", size(path))
     except OSError:
         return None
 

@@ -46,8 +46,9 @@ def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
         else:
             place = _linked(checkout, room / "links", generated[0], generated[1].format(version=checkout.version))
     env = overlay.environment(place, room)
-    # Compiled bytecode would be written beside the sources, which are not ours.
-    env["PYTHONPYCACHEPREFIX"] = str(room / "bytecode")
+    # Compiled bytecode would be written beside the sources, which are not ours. Another place for it would hold torch's
+    # as well, compiled once more.
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
     overlay.imported(place, checkout.module, env, subject)
     return place, env
 

@@ -242,8 +242,8 @@ def prepare(surroundings: Surroundings) -> str:
     """Make this process what its ranks should be forked from; in words what went wrong, or the empty string."""
     sys.path[:0] = surroundings.search_path
     os.environ.update(surroundings.environment)
-    # Read by Python at its start only; from a checkout, bytecode must not be written beside the sources.
-    sys.pycache_prefix = surroundings.environment.get("PYTHONPYCACHEPREFIX", sys.pycache_prefix)
+    # Python reads the variable at its start only; beside the sources of a checkout no bytecode must be written.
+    sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in surroundings.environment
     module, _, function = surroundings.warm_up.partition(":")
     try:
         imported = importlib.import_module(module) if module else None
