@@ -16,8 +16,8 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_direct_backward_interrupted.py
 
 The engine counts how deep in backwards it is, and the interrupted one is never taken off: the next backward is taken
-for a nested one, whose end reduces nothing. Stages 1 and 2. An exception within a recomputation does the same: that is
-checkpointing.exception. On a CPU, stage 3 raises "unknown parameter type" from optimizer.zero_grad().
+for a nested one, whose end reduces nothing. Stages 1 to 3; at stage 3 on a CPU optimizer.zero_grad() raises before
+(8245-zero3), and engine.zero_grad() leads here. Also: checkpointing.exception, where a recomputation raises.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

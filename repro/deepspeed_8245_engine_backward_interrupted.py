@@ -15,8 +15,8 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_engine_backward_interrupted.py
 
-What the interrupted backward has reduced, or put into a bucket, is not forgotten; #8245 took care of the accumulation
-steps alone. An exception within a recomputation (checkpointing.exception) does the same.
+What the interrupted backward has put into a bucket is not forgotten. engine.zero_grad() in the place of the optimizer's
+changes nothing; stage 1 is right. #8245 left this open.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
