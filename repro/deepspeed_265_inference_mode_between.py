@@ -4,7 +4,7 @@ id: 265
 engine: deepspeed
 symptom: 'NoneType' object has no attribute 'next_functions', from a backward after an evaluation
 reported: https://github.com/snowflakedb/ArcticTraining/issues/265
-affects: >=0.16.4
+affects: >=0.18.3
 fixed: not yet
 ranks: 1
 law: backward.without_grad
@@ -17,7 +17,7 @@ Run it with nothing but torch and deepspeed installed:
 
 What inference_mode gathers into the parameters are inference tensors, and the hook that counts the parameters used in
 this backward finds no grad_fn for them. With torch.no_grad() it is right, and so it is with one layer alone. The report
-is one of a project that uses DeepSpeed; in DeepSpeed's own tracker none was found.
+is one of a project that uses DeepSpeed; in DeepSpeed's own tracker none was found. Right up to 0.18.2.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

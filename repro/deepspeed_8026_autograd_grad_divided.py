@@ -17,6 +17,7 @@ Run it with nothing but torch and deepspeed installed:
 
 Silent at stage 1. The hook on the engine's output divides, and begins a backward of the engine, in whatever backward
 passes through it; #8026 exempts torch.func alone. For the same reason stage 2 raises IndexError, stage 0 RuntimeError.
+Right up to 0.18.2.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -18,6 +18,7 @@ Run it with nothing but torch and deepspeed installed:
 The autograd functions of ZeRO-3's hooks run inside the transform and keep a tensor of its level, which is met again
 when the level has ended. Which of the two ends follows is up to the memory, so the transform runs in a process of its
 own. #8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 is not there yet; #7323 is an older report.
+0.18.3 to 0.18.8 end in the error of #7913.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -15,7 +15,8 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_zero3_vmap_grad.py
 
-#8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 is not there yet; #7323 is an older report.
+#8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 is not there yet; #7323 is an older report. 0.18.3 to
+0.18.8 end in the error of #7913.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

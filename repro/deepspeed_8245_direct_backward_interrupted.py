@@ -4,7 +4,7 @@ id: 8245-direct
 engine: deepspeed
 symptom: KeyError: 0 in the step after a backward that raised and one that did not
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8245
-affects: >=0.18.3
+affects: >=0.19.6
 fixed: not yet
 ranks: 1
 law: backward.abort_and_retry
@@ -16,8 +16,9 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_direct_backward_interrupted.py
 
 The engine counts how deep in backwards it is, and the interrupted one is never taken off: the next backward is taken
-for a nested one, whose end reduces nothing. Stages 1 to 3; at stage 3 on a CPU optimizer.zero_grad() raises before
-(8245-zero3), and engine.zero_grad() leads here. Also: checkpointing.exception, where a recomputation raises.
+for a nested one, whose end reduces nothing. Since 0.19.6, which brought #8245; right in 0.18.6 to 0.19.5. Stages 1 to
+3; at stage 3 on a CPU optimizer.zero_grad() raises before (8245-zero3), and engine.zero_grad() leads here. Also:
+checkpointing.exception, where a recomputation raises.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

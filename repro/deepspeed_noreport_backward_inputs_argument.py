@@ -4,7 +4,7 @@ id: backward-inputs-argument
 engine: deepspeed
 symptom: IndexError in backward(inputs=[x]) of a loss over the engine
 reported: no report known
-affects: >=0.18.3
+affects: >=0.18.5
 fixed: not yet
 ranks: 1
 law: backward.backward_inputs
@@ -16,7 +16,7 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_backward_inputs_argument.py
 
 The end of the backward looks for gradients of parameters, of which this backward makes none. Stage 3 is right once; a
-second one on the retained graph is #7352.
+second one on the retained graph is #7352. Right up to 0.18.4.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

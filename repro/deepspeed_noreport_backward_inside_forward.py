@@ -4,7 +4,7 @@ id: backward-inside-forward
 engine: deepspeed
 symptom: has already been reduced, from a loss whose forward calls torch.autograd.backward for each tile
 reported: no report known
-affects: >=0.16.4
+affects: >=0.17.6
 fixed: not yet
 ranks: 1
 law: backward.backward_in_forward

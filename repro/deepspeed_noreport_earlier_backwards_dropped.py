@@ -4,7 +4,7 @@ id: earlier-backwards-dropped
 engine: deepspeed
 symptom: three forwards and backwards, one step: the step uses the third gradient instead of the sum
 reported: no report known
-affects: >=0.16.4
+affects: >=0.18.3
 fixed: not yet
 ranks: 1
 law: training.several_backwards
@@ -16,7 +16,8 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_earlier_backwards_dropped.py
 
 Silent, at stages 1 and 2; stages 0 and 3 add the gradients, as PyTorch does. set_gradient_accumulation_boundary asks
-its caller to say which backward of a step is the last one, so this is documented; nothing warns of it.
+its caller to say which backward of a step is the last one, so this is documented; nothing warns of it. 0.17.6 and
+0.18.2 raise a TypeError, 0.16.4 is right.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

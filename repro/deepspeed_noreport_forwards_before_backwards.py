@@ -4,7 +4,7 @@ id: forwards-before-backwards
 engine: deepspeed
 symptom: two forwards, two engine.backward() calls, one step: the step uses the second gradient instead of the sum
 reported: no report known
-affects: >=0.18.3
+affects: >=0.18.5
 fixed: not yet
 ranks: 1
 law: backward.two_outputs_two_backwards
@@ -17,7 +17,7 @@ Run it with nothing but torch and deepspeed installed:
 
 Silent, at stage 3. Whether a gradient is added to the others of its step or takes their place hangs on a count that the
 next forward raises, so forward, backward, forward, backward is right. Inside engine.coalesce_grad_reduction() this
-is right as well. By loss.backward() it raises on a CPU (unknown parameter type).
+is right as well. By loss.backward() it raises on a CPU (unknown parameter type). Right up to 0.18.4.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -4,7 +4,7 @@ id: forwards-one-backward
 engine: deepspeed
 symptom: KeyError: 0 in the step after one loss.backward() over two forwards
 reported: no report known
-affects: >=0.18.3
+affects: >=0.19.6
 fixed: not yet
 ranks: 1
 law: backward.recurrent
@@ -17,7 +17,8 @@ Run it with nothing but torch and deepspeed installed:
 
 Stages 1 to 3, and with an output fed back, engine(engine(x)), too; by engine.backward(loss) both are right. Each
 forward's output enters the backward once, so its depth is 2, and _backward_post_hook takes a depth above 1 for an
-interrupted backward and leaves the reduction out.
+interrupted backward and leaves the reduction out. Since 0.19.6, which brought #8245; right in 0.18.3 to 0.19.5, and
+before that no loss.backward() was reduced (#7665).
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

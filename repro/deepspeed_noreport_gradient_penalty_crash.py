@@ -4,7 +4,7 @@ id: gradient-penalty-crash
 engine: deepspeed
 symptom: IndexError in torch.autograd.grad of the engine's output
 reported: no report known
-affects: >=0.18.3
+affects: >=0.18.5
 fixed: not yet
 ranks: 1
 law: double_backward.gradient_penalty
@@ -16,7 +16,7 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_gradient_penalty_crash.py
 
 Stages 0 to 3 all raise, each something else: the hook on the engine's output begins a backward of the engine, whose end
-looks for the parameters' gradients. Stage 3: mat2 must be a matrix.
+looks for the parameters' gradients. Stage 3: mat2 must be a matrix. Right at stage 1 up to 0.18.4.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
