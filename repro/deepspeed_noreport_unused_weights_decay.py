@@ -16,8 +16,7 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_unused_weights_decay.py
 
 Silent, at stages 0 to 3. A missing gradient is filled with zeros for the flat buffer, and the optimizer cannot tell the
-two apart. PyTorch's own optimizers leave a parameter without a gradient where it is. Also: the same filling is what
-zero gradients of branches show (parameters.branch).
+two apart. PyTorch's own optimizers leave a parameter without a gradient where it is. Also: parameters.branch.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
