@@ -84,9 +84,9 @@ def main():
 
     used = {stage: used_gradients(stage, x, g) for stage in STAGES}
     if all(gradients == [0.0, *wanted[1:]] for gradients in used.values()):
-        print(f"repro: REPRODUCED: {SIGNATURE}: by stage {used} for {wanted}\n", end="", flush=True)
+        print(f"repro: REPRODUCED: {SIGNATURE}: by stage {used} instead of {wanted}\n", end="", flush=True)
         return 1
-    assert all(gradients == wanted for gradients in used.values()), f"by stage {used} for {wanted}"
+    assert all(gradients == wanted for gradients in used.values()), f"by stage {used} instead of {wanted}"
     print(OK, flush=True)
     return 0
 

@@ -86,9 +86,9 @@ def main():
 
     counted = {stage: gradients_counted(stage, inputs, target) for stage in STAGES}
     if all(count == wanted + SHARDS for count in counted.values()):
-        print(f"repro: REPRODUCED: {SIGNATURE}: by stage {counted} for {wanted}\n", end="", flush=True)
+        print(f"repro: REPRODUCED: {SIGNATURE}: by stage {counted} instead of {wanted}\n", end="", flush=True)
         return 1
-    assert all(count == wanted for count in counted.values()), f"by stage {counted} for {wanted}"
+    assert all(count == wanted for count in counted.values()), f"by stage {counted} instead of {wanted}"
     print(OK, flush=True)
     return 0
 

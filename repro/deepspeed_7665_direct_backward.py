@@ -1,0 +1,96 @@
+"""loss.backward() in the place of engine.backward(loss) reduces nothing, and the step then raises.
+
+id: 7665
+engine: deepspeed
+symptom: KeyError in engine.step() after loss.backward(), which itself says nothing
+reported: https://github.com/deepspeedai/DeepSpeed/pull/7665
+affects: <=0.18.2
+fixed: 0.18.3
+broken: 0.18.2
+ranks: 1
+law: backward.tensor_backward
+signature: engine.step() after loss.backward() raises KeyError: 0
+ok: repro: loss.backward() over two accumulated micro-batches at ZeRO stages 1 to 3 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_7665_direct_backward.py
+
+Division by the accumulation steps and the end of the reduction are parts of engine.backward. #7665 moves both into
+hooks.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "engine.step() after loss.backward() raises KeyError: 0"
+OK = "repro: loss.backward() over two accumulated micro-batches at ZeRO stages 1 to 3 OK."
+STAGES = (1, 2, 3)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def new_model(device):
+    model = nn.Linear(1, 1, bias=False).to(device)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def used_gradient(stage, micro_batches):
+    """What the step subtracts from the weight, or the error that the release is known to raise."""
+    model = new_model(micro_batches[0].device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for each in micro_batches:
+        engine(each).sum().backward()
+        try:
+            engine.step()
+        except KeyError as error:
+            return f"KeyError: {error}"
+    with deepspeed.zero.GatheredParameters([model.weight]):
+        return -model.weight.item()
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    micro_batches = [torch.full((1, 1), value, device=device) for value in (2.0, 6.0)]
+    model = new_model(device)
+    wanted = sum(torch.autograd.grad(model(each).sum(), model.weight)[0].item() for each in micro_batches) / 2
+
+    used = {stage: used_gradient(stage, micro_batches) for stage in STAGES}
+    if all(each == "KeyError: 0" for each in used.values()):
+        print(f"repro: REPRODUCED: {SIGNATURE}, at stages {STAGES}\n", end="", flush=True)
+        return 1
+    assert all(each == wanted for each in used.values()), f"by stage {used} instead of {wanted}"
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

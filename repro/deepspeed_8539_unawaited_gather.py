@@ -1,0 +1,96 @@
+"""Weights that ZeRO-3 keeps whole are read before their all-gathers are over: memory that nobody has written.
+
+id: 8539
+engine: deepspeed
+symptom: now and then, NaN or garbage in the weights after a step at ZeRO stage 3 on gloo
+reported: https://github.com/deepspeedai/DeepSpeed/pull/8539
+affects: <=0.19.7
+fixed: 0.19.8
+broken: 0.19.7
+ranks: 2
+law: resources.poisoned_memory
+signature: weights read from memory that no all-gather has written
+ok: repro: weights kept whole at ZeRO stage 3, after a step, OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_8539_unawaited_gather.py
+
+One all-gather is started for each parameter, and only the last one's handle is awaited. On gloo they end in any order,
+so it is a matter of timing. To leave nothing to that, here each gather is done when its handle is awaited and no
+sooner, as a backend may do it, and fresh memory is filled with NaN.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "weights read from memory that no all-gather has written"
+OK = "repro: weights kept whole at ZeRO stage 3, after a step, OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    # Parameters up to this size stay whole on every rank, and are gathered again after each step.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
+}
+
+
+def gather_when_awaited(gather):
+    """The collective ``gather`` with a handle that does all of its work in wait()."""
+
+    def late(*tensors, async_op=False, **options):
+        work = partial(gather, *tensors, **options)
+        return SimpleNamespace(wait=work) if async_op else work()
+
+    return late
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    wanted = [param.detach().clone() for param in model.parameters()]  # lr is 0, so no step changes them
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    engine.backward(engine(torch.ones(1, 4, device=device)).sum())
+    deepspeed.comm.all_gather_into_tensor = gather_when_awaited(deepspeed.comm.all_gather_into_tensor)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    engine.step()
+    weights = [param.detach().clone() for param in model.parameters()]
+    if weights[0].isnan().all() and torch.equal(weights[1], wanted[1]):
+        found = f"{weights[0].flatten()[:2].tolist()}... instead of {wanted[0].flatten()[:2].tolist()}..."
+        print(f"repro: REPRODUCED: {SIGNATURE}: {found}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(weights, wanted)
+    if torch.distributed.get_rank() == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
