@@ -1,0 +1,92 @@
+"""The first step at ZeRO stage 1 or 2 raises on a CPU: the flat buffer of the weights is part of an autograd graph.
+
+id: 7948
+engine: deepspeed
+symptom: RuntimeError about a view modified in place in the first engine.step() of more than one rank
+reported: https://github.com/deepspeedai/DeepSpeed/pull/7948
+affects: >=0.18.7,<=0.18.9
+fixed: 0.19.0
+broken: 0.18.9
+ranks: 2
+law: training.sgd_step
+signature: is a view and is being modified inplace
+ok: repro: a step at ZeRO stages 1 and 2 on a CPU OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_7948_split_view_inplace.py
+
+Parameters that require a gradient are concatenated into the buffer, so it has a grad_fn, and autograd refuses that the
+step writes into parts of it. One rank alone does not raise.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "is a view and is being modified inplace"
+OK = "repro: a step at ZeRO stages 1 and 2 on a CPU OK."
+STAGES = (1, 2)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def error_of_first_step(stage, inputs):
+    """The text of the error known of this release, or None where the step is right."""
+    model = nn.Linear(1, 1).to(inputs.device)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(inputs).sum())
+    try:
+        engine.step()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        return str(error)
+    # From zero, SGD with lr 1 has subtracted just the gradient.
+    torch.testing.assert_close([-param for param in model.parameters()], list(wanted))
+    return None
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    errors = [error_of_first_step(stage, torch.full((1, 1), 2.0, device=device)) for stage in STAGES]
+    if all(errors):
+        print(f"repro: REPRODUCED: {errors[0]}\n", end="", flush=True)
+        return 1
+    assert not any(errors), f"at stages {STAGES}: {errors}"
+    if torch.distributed.get_rank() == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
