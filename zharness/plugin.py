@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -38,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--excuses", action="append", default=[], metavar="FILE", help="expected failures of your own (TOML)"
     )
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
+    group.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run the tests in another order, which follows from SEED"
+    )
     ranks = parser.getgroup("ranks", "tests that run on several ranks (marker world_size)")
     ranks.addoption(
         "--isolation",
@@ -118,6 +122,14 @@ def pytest_make_collect_report(
     if torch is not None and CULPRIT not in collector.config.stash and torch.cuda.is_initialized():
         collector.config.stash[CULPRIT] = collector.nodeid or "a conftest.py or a plugin"
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Another order of the tests, where one is asked for: every worker of xdist comes to the same."""
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        random.Random(seed).shuffle(items)  # noqa: S311 - an order, no secret
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

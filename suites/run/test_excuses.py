@@ -83,6 +83,16 @@ def test_an_entry_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, t
         own(tmp_path, text)
 
 
+def test_a_cause_that_says_little_is_excused_with_its_details_alone(tmp_path: Path) -> None:
+    (bare,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (precise,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
+    cause = f"rank 0: {bare.signatures[0]}"
+    assert bare.tells_of(cause, "")
+    assert precise.tells_of(cause, "line 7, in gather")
+    assert not precise.tells_of(cause, "line 7, in forward")
+    assert not precise.tells_of("another cause", "line 7, in gather")
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read excuses from"):
         read_excuses([tmp_path / "none.toml"])

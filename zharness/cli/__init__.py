@@ -65,6 +65,7 @@ def cli() -> None:
     show_default=True,
     help="New ranks for every cell, or ranks that live on for the cells of one engine and stage.",
 )
+@click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in another order, which follows from SEED.")
 @click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
@@ -81,6 +82,7 @@ def check(
     seed: int,
     timeout: float,
     isolation: str,
+    shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
     html: Path | None,
@@ -102,7 +104,7 @@ def check(
     sizes = world_sizes or (default_world_size(),)
     request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
     withheld = Withheld.TRIED if probe_withheld else Withheld.LEFT
-    options = Options(timeout, seed, jobs or 0, Isolation(isolation), read_excuses(excuses), withheld)
+    options = Options(timeout, seed, jobs or 0, Isolation(isolation), read_excuses(excuses), withheld, shuffle)
     return run(request, options, Outputs(jsonl, html), surroundings)
 
 

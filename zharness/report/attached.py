@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import click
 
 from zharness.errors import UsageError
-from zharness.report.live import Options, Outputs, conclude, engines_of, recorded
+from zharness.report.live import Options, Outputs, as_planned, conclude, engines_of, recorded
 from zharness.report.page import check_writable
 from zharness.run import Record, Request, plan
 from zharness.run.attached import AttachedRunner
@@ -77,9 +77,9 @@ class Run:
             self.planned = len(cells)
             complaints = unmatched(cells, runner.claims, self.options.own)
             self.file = self.files.enter_context(record_file(self.outputs.jsonl)) if self.outputs.jsonl else None
-            for record in recorded(map(runner.run, cells), self.file, len(cells)):
+            for record in recorded(map(runner.run, self.options.ordered(cells)), self.file, len(cells)):
                 self.records.append(record)
-        return conclude(self.records, time.monotonic() - self.began, self.outputs, complaints)
+        return conclude(as_planned(self.records, cells), time.monotonic() - self.began, self.outputs, complaints)
 
     def last_words(self, outcome: GroupOutcome | None, words: str) -> int:
         """Report what there is, with the cell during which a rank was lost."""

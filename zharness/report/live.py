@@ -25,7 +25,7 @@ from zharness.report.sensitivity import sensitivity
 from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.excuses import Excuse
-from zharness.run.plan import validate
+from zharness.run.plan import shuffled, validate
 from zharness.run.record import RecordFile, record_file
 from zharness.run.runner import Withheld, surroundings
 from zharness.run.unmatched import unmatched
@@ -46,7 +46,8 @@ class Outputs:
 class Options:
     """How cells are run: seconds for one group of ranks, the salt of every seed, cells at a time, whose ranks.
 
-    ``own`` are the user's excuses; ``withheld`` says whether features that an engine refuses are tried.
+    ``own`` are the user's excuses; ``withheld`` says whether features that an engine refuses are tried. ``shuffle`` is
+    the seed of the order in which cells run; None: that of the matrix.
     """
 
     timeout: float = 60.0
@@ -55,10 +56,15 @@ class Options:
     isolation: Isolation = Isolation.FRESH
     own: tuple[Excuse, ...] = ()
     withheld: Withheld = Withheld.LEFT
+    shuffle: int | None = None
 
     def runner(self, places: Mapping[str, Surroundings]) -> Runner:
         """One lane's runner."""
         return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld)
+
+    def ordered(self, cells: Sequence[Planned]) -> Sequence[Planned]:
+        """The cells in the order in which they run."""
+        return cells if self.shuffle is None else shuffled(cells, self.shuffle)
 
     def width(self) -> int:
         """Cells at a time: as asked, else one for each core, since half of a cell is start and judgement."""
@@ -111,9 +117,14 @@ def run_request(
         runners = [stack.enter_context(options.runner(places)) for _ in range(options.width())]
         cells = plan(request, runners[0].claims)
         complaints = unmatched(cells, runners[0].claims, options.own)
-        found = list(recorded(run_all(cells, runners), sink(), len(cells)))
+        found = list(recorded(run_all(options.ordered(cells), runners), sink(), len(cells)))
+    return as_planned(found, cells), complaints
+
+
+def as_planned(records: Iterable[Record], cells: Sequence[Planned]) -> list[Record]:
+    """The records in the order of the matrix."""
     order = {cell.case: position for position, cell in enumerate(cells)}
-    return sorted(found, key=lambda record: order[record.case]), complaints
+    return sorted(records, key=lambda record: order[record.case])
 
 
 def engines_of(request: Request) -> list[str]:

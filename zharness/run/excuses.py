@@ -28,7 +28,7 @@ VERDICTS = ("fail", "crash", "hang")
 REQUIRED = ("check", "upstream", "reason", "verdict", "signatures")
 LISTS: Mapping[str, type] = {
     **dict.fromkeys(("stages", "world_sizes"), int),
-    **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures"), str),
+    **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
 }
 TEXTS = ("engine", "check", "upstream", "reason", "verdict", "releases", "documented")
 _HEADER = re.compile(r"\s*\[\[\s*excuse\s*\]\]\s*(#.*)?")
@@ -39,10 +39,11 @@ class Excuse:
     """Cells that are known to fail, why, and how.
 
     The cell has to end with ``verdict`` and one of ``signatures`` to occur in its cause: a cell that fails otherwise is
-    not excused. Empty tuples match everything; ``releases`` is a version specifier (PEP 440) from the first to the last
-    bad release. With ``documented``, the address of documentation that states the difference, and ``remedy``, the
-    engine options that it names, the cell is run again with the remedy; when it passes then, its verdict is
-    ``contract``. ``place`` is the entry's file and line.
+    not excused. ``details`` are for a cause that says little, a KeyError: one of them has to stand in what the ranks
+    told beside it, tracebacks and output. Empty tuples match everything; ``releases`` is a version specifier (PEP 440)
+    from the first to the last bad release. With ``documented``, the address of documentation that states the
+    difference, and ``remedy``, the engine options that it names, the cell is run again with the remedy; when it passes
+    then, its verdict is ``contract``. ``place`` is the entry's file and line.
     """
 
     engine: str
@@ -58,6 +59,7 @@ class Excuse:
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     engine_variants: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
     documented: str = ""
     remedy: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
@@ -78,6 +80,11 @@ class Excuse:
             and all(not allowed or value in allowed for allowed, value in narrowed)
             and self.speaks_of(version)
         )
+
+    def tells_of(self, cause: str, details: str) -> bool:
+        """Whether a cell that ended with this cause and these details failed in the way that is excused."""
+        alike = any(signature in cause for signature in self.signatures)
+        return alike and (not self.details or any(words in details for words in self.details))
 
     def speaks_of(self, version: str) -> bool:
         """Whether ``version`` is among the releases; what is no version, of an engine without any, is where all are."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zharness import engines
@@ -63,6 +64,11 @@ def plan(request: Request, claims: Claims) -> list[Planned]:
             "`zharness list checks` and `zharness list models` say what there is"
         )
     return list({cell.case: cell for cell in cells}.values())
+
+
+def shuffled(cells: Sequence[Planned], seed: int) -> list[Planned]:
+    """``cells`` in an order that follows from ``seed``: ranks that live on then meet them in another one."""
+    return random.Random(seed).sample(cells, len(cells))  # noqa: S311 - an order, no secret
 
 
 def validate(request: Request) -> None:

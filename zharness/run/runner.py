@@ -268,8 +268,7 @@ def excused(record: Record, excuse: Excuse) -> Record:
     if not record.verdict.broken:
         stale = f"{excuse.upstream} no longer shows here: narrow or delete its entry, {excuse.place}"
         return replace(record, stale=stale)
-    alike = any(signature in record.cause for signature in excuse.signatures)
-    if record.verdict.value != excuse.verdict or not alike:
+    if record.verdict.value != excuse.verdict or not excuse.tells_of(record.cause, record.details):
         return record
     return replace(record, excuse=excuse.upstream)
 
