@@ -218,8 +218,11 @@ def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path
     zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml
     """
     from zharness.releases import watch
+    from zharness.releases.place import surroundings
     from zharness.run.excuses import read_excuses
 
     chosen, own = Axes(**options), read_excuses(excuses)
+    for text in (base, change):
+        surroundings(text)  # whatever cannot be had is told before the other has run for a minute
     with ExitStack() as stack:
         return watch.compare(base, change, chosen.request(checks), chosen.measure(stack, own), own)
