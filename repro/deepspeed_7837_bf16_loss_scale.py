@@ -4,7 +4,7 @@ id: 7837
 engine: deepspeed
 symptom: bf16 without ZeRO does not learn, and its gradient norms differ from those of ZeRO stages 1 to 3
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7837
-affects: >=0.17.6,<=0.18.5
+affects: >=0.18.3,<=0.18.5
 fixed: 0.18.6
 broken: 0.18.5
 ranks: 1
@@ -16,8 +16,8 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7837_bf16_loss_scale.py
 
-The optimizer wrapper for fp16 is used for bf16 too, with its initial loss scale of 65536; engine.backward does not
-scale the loss, and the step unscales. Fixed by #7839.
+The optimizer wrapper for fp16 is used for bf16 too, with its initial loss scale of 65536, and its step unscales. Since
+0.18.3 engine.backward does not go through the wrapper's backward any more, which scaled the loss. Fixed by #7839.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
