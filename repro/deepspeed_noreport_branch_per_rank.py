@@ -81,6 +81,7 @@ def moves(model):
 
 def main():
     deepspeed.init_distributed()
+    assert torch.distributed.get_world_size() == 2, "this shows on 2 ranks"
     rank, device = torch.distributed.get_rank(), deepspeed.accelerator.get_accelerator().current_device_name()
     model, inputs = Routed().to(device), torch.ones(1, 4).to(device)
     wanted = wanted_moves(Routed().to(device), inputs)

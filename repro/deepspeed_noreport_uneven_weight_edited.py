@@ -53,6 +53,7 @@ CONFIG = {
 
 def main():
     deepspeed.init_distributed()
+    assert torch.distributed.get_world_size() == 2, "this shows on 2 ranks"
     rank, device = torch.distributed.get_rank(), deepspeed.accelerator.get_accelerator().current_device_name()
     model = nn.Linear(5, 1, bias=False).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
