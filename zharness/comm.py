@@ -54,6 +54,7 @@ class Comm:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._gloo = dist.get_backend(group) == "gloo"
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # broadcast's group_src is torch 2.6
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
 
     @property
@@ -87,7 +88,8 @@ class Comm:
             parts = full.view(self.world_size, shard.numel()).unbind()
             parts[self.rank].copy_(shard)
             sent = [
-                dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
+                dist.broadcast(part, source, group=self.group, async_op=True)
+                for source, part in zip(self._ranks, parts, strict=True)
             ]
             for work in sent:
                 work.wait()

@@ -113,6 +113,16 @@ def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     assert not any(cell.unsupported for cell in plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous))
 
 
+def test_no_cell_is_run_of_an_engine_that_this_torch_cannot_build() -> None:
+    def absent(engine: str, stage: int) -> Capabilities:
+        return replace(claims(engine, stage), absent="torch 2.4.1 has no public fully_shard; take torch 2.6 or newer")
+
+    cells = plan(Request(patterns=("training", "state")), absent)
+    assert {cell.unsupported for cell in cells} == {
+        "reference cannot be built: torch 2.4.1 has no public fully_shard; take torch 2.6 or newer"
+    }
+
+
 def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
     cells = plan(Request(patterns=("precision",), dtypes=("fp32", "bf16")), claims)
     assert {cell.case.dtype for cell in cells if not cell.unsupported} == {"fp32"}

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import backward
-from torch.distributed.tensor import DTensor
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
@@ -17,6 +16,7 @@ from zharness.checks.play import Play, Scene, Side, check
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.parity import Comparison, Tier
+from zharness.reference.torch_private import DTensor
 from zharness.workload import Batch, ModelSpec
 
 # Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 
 from zharness.comm import Comm
@@ -74,7 +75,14 @@ FILLED = (
     "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
 )
 REDUCED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CAPABILITIES = Capabilities(stages=frozenset({2, 3}), dtypes=frozenset(DTYPES), refuses=REFUSES, variants=VARIANTS)
+PUBLIC = Version(torch.__version__).release >= (2, 6)  # told without importing it, which takes a while
+CAPABILITIES = Capabilities(
+    stages=frozenset({2, 3}),
+    dtypes=frozenset(DTYPES),
+    refuses=REFUSES,
+    variants=VARIANTS,
+    absent="" if PUBLIC else f"torch {torch.__version__} has no public fully_shard; take torch 2.6 or newer",
+)
 OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",

@@ -75,7 +75,8 @@ class Capabilities:
     it has any. ``own_kernels`` maps a stage to the reason why local gradients there do not come from torch's kernels
     (then only exact arithmetic and tier C can judge them). ``wires`` maps a dtype to the one in which gradients of such
     a training are reduced, where that is another: it sets the bound that the reduction is held to. ``variants`` are
-    further options of the engine, by name, that must not change a number.
+    further options of the engine, by name, that must not change a number. ``absent`` says why the engine cannot be
+    built here at all, where it cannot: then no cell is run.
     """
 
     stages: frozenset[int]
@@ -84,6 +85,7 @@ class Capabilities:
     own_kernels: Mapping[int, str] = field(default_factory=dict)
     wires: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    absent: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.layout import Original, Owner, Owners
 from zharness.reference.parameters import Parameters
+from zharness.reference.torch_private import DTensor, Replicate, Shard
 
 # What torch.optim keeps as one number for a whole parameter (the last three are NAdam's and ASGD's).
 SINGLE = frozenset({"step", "mu_product", "eta", "mu"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+
+try:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+except ImportError:  # public since torch 2.5
+    from torch.distributed._tensor import DTensor, Replicate, Shard  # type: ignore[attr-defined]
+
+__all__ = ["DTensor", "Replicate", "Shard"]  # beside what is defined here
 
 
 class WeakStorage:
@@ -127,3 +134,15 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
 def has_setup_context() -> bool:
     """Whether a Function may be written as forward without ctx, which torch.func can transform (torch 2.0)."""
     return hasattr(torch.autograd.Function, "setup_context")
+
+
+@contextmanager
+def safe_globals(classes: Sequence[type]) -> Iterator[None]:
+    """Classes that ``torch.load(weights_only=True)`` may make in here (add_safe_globals, torch 2.4)."""
+    before = list(torch.serialization.get_safe_globals())
+    torch.serialization.add_safe_globals(list(classes))
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)

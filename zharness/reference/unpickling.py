@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from zharness.errors import CheckpointError
+from zharness.reference.torch_private import safe_globals
 
 _DCP = "torch.distributed.checkpoint"
 # What torch 2.6 to 2.13 write into .metadata: records without behaviour, and the constants in them.
@@ -80,11 +81,14 @@ class TensorReader(FileSystemReader):
 class LossScaler:
     """Stands in for deepspeed.runtime.fp16.loss_scaler.LossScaler: its attributes, none of its behaviour."""
 
+    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # by which a file names it, and torch knows what is allowed
     cur_scale: float
 
 
 class ZeroStageEnum(IntEnum):
     """Stands in for deepspeed.runtime.zero.config.ZeroStageEnum."""
+
+    __module__ = "deepspeed.runtime.zero.config"
 
     disabled = 0
     optimizer_states = 1
@@ -108,10 +112,5 @@ def load(file: Path | io.BytesIO, what: str) -> Any:
 
 def load_deepspeed(file: Path) -> Any:
     """``load`` of a file of DeepSpeed's own: two of its classes become the stand-ins above."""
-    with torch.serialization.safe_globals(
-        [
-            (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-            (ZeroStageEnum, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-        ]
-    ):
+    with safe_globals((LossScaler, ZeroStageEnum)):
         return load(file, str(file))

@@ -169,6 +169,8 @@ def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
 
 def not_stated(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why there is no such cell, whatever features are claimed; the empty string where there is."""
+    if capabilities.absent:
+        return f"{case.engine} cannot be built: {capabilities.absent}"
     if case.engine_variant and case.engine_variant not in capabilities.variants:
         return f"{case.engine} has no variant {case.engine_variant} at stage {case.stage}"
     if case.dtype not in capabilities.dtypes:
