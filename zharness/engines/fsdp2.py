@@ -70,18 +70,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are gathered, and gradients reduced, in bf16;
 # the shards that the optimizer works on, and their gradients, stay fp32.
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def without(torch_version: str) -> str:
+    """Why FSDP2 cannot be built on an older torch, decided without importing it, which takes a while."""
+    if Version(torch_version).release < (2, 6):
+        return f"torch {torch_version} has no public fully_shard; take torch 2.8 or newer"
+    return (
+        f"on gloo fully_shard of torch {torch_version} sums where it documents a mean (pytorch/pytorch#162338), and "
+        "has no set_force_sum_reduction_for_comms; take torch 2.8 or newer"
+    )
+
+
 FILLED = (
     "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
     "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
 )
 REDUCED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PUBLIC = Version(torch.__version__).release >= (2, 6)  # told without importing it, which takes a while
+# On gloo reduce_scatter with ReduceOp.AVG gives the sum on torch 2.8, and the mean on 2.13. Those between were not
+# tried; to sum and divide afterwards is as right there.
+MEANS_ON_GLOO = Version(torch.__version__).release >= (2, 13)
+# 2.6 and 2.7 are public too, but without set_force_sum_reduction_for_comms every mean on gloo would be a sum.
+USABLE = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
     dtypes=frozenset(DTYPES),
     refuses=REFUSES,
     variants=VARIANTS,
-    absent="" if PUBLIC else f"torch {torch.__version__} has no public fully_shard; take torch 2.6 or newer",
+    absent="" if USABLE else without(torch.__version__),
 )
 OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
@@ -299,6 +315,9 @@ def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
     if config.reduction is Reduction.SUM:
         # Any factor but the world size would go through NCCL's PreMulSum, which gloo does not have.
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+    elif not MEANS_ON_GLOO and dist.get_backend() == "gloo":
+        # Left to itself it asks gloo for the mean and gets the sum: pytorch/pytorch#162338.
+        options = {"force_sum_reduction_for_comms": True, **options}
     for name, value in options.items():
         for module in sharded:
             method(f"set_{name}", module)(value)

@@ -1,0 +1,128 @@
+"""What the workflows run is what the README and tox.ini say, pinned and with the least permissions."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+SPOKEN = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
+ENVIRONMENT = re.compile(r"torch(\d+|_newest)|lint|actionlint")
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    """One workflow. YAML 1.1 reads the key ``on`` as True."""
+    loaded: dict[Any, Any] = yaml.safe_load(WORKFLOWS[name].read_text(encoding="utf-8"))
+    return loaded
+
+
+def steps(name: str) -> Iterator[dict[str, Any]]:
+    """Every step of every job."""
+    for job in workflow(name)["jobs"].values():
+        yield from job["steps"]
+
+
+def written() -> set[tuple[str, ...]]:
+    """Every command of the README: lines after a prompt without the words behind them, parts of a line, code spans."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = ["".join(match) for match in SPOKEN.findall(text)]
+    return {parsed(part) for line in lines for part in re.split(r" && | {2,}", line)}
+
+
+def parsed(command: str) -> tuple[str, ...]:
+    """A command's words, as a shell takes them apart; a code span that is no command has none."""
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:
+        return ()
+
+
+def expanded(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The command of a step with each value of its variables: a matrix's choices, an input's default."""
+    spelled = re.sub(r" \$\{EXCUSES:\+[^}]*\}", "", step["run"].strip())  # nothing, as the input is empty unless given
+    values = {key: choices(name, str(value)) for key, value in step.get("env", {}).items()}
+    for combination in itertools.product(*values.values()):
+        command = spelled
+        for key, value in zip(values, combination, strict=True):
+            command = command.replace(f"${key}", value)
+        yield parsed(command)
+
+
+def choices(name: str, expression: str) -> list[str]:
+    """What ``${{ matrix.KEY }}`` or ``${{ inputs.KEY }}`` may stand for."""
+    kind, _, key = expression.strip("${} ").partition(".")
+    if kind == "inputs":
+        return [workflow(name)[True]["workflow_call"]["inputs"][key]["default"]]
+    return list(workflow(name)["jobs"]["torch"]["strategy"]["matrix"][key])
+
+
+def environments() -> set[str]:
+    """Every environment that tox.ini spells out, with its braces expanded."""
+    parser = configparser.RawConfigParser()
+    parser.read(ROOT / "tox.ini")
+    names = [section.removeprefix("testenv:") for section in parser.sections() if section.startswith("testenv:")]
+    found = {name for name in names if "{" not in name}
+    for head, choices in (re.fullmatch(r"(\w+)\{(.*)\}", name).groups() for name in names if "{" in name):  # type: ignore[union-attr]
+        found.update(head + choice for choice in choices.split(","))
+    return found
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_runs_what_the_readme_says(name: str) -> None:
+    unknown = [step["run"] for step in steps(name) if "run" in step and not written() & set(expanded(name, step))]
+    assert not unknown, f"say it in README.md as it stands in {name}, or run what is said there: {unknown}"
+
+
+def test_the_environments_of_tox_that_workflows_name_exist() -> None:
+    named = {found[0] for path in WORKFLOWS.values() for found in ENVIRONMENT.finditer(path.read_text("utf-8"))}
+    matrix = workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
+    assert {"lint", "actionlint", "torch_newest", *matrix["torch"]} <= named
+    assert set(matrix["torch"]) | {"lint", "actionlint", "torch_newest"} <= environments()
+
+
+def test_every_engine_meets_every_torch_release_and_deepspeed_those_that_have_it() -> None:
+    matrix = workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
+    assert set(matrix["engine"]) == {"reference", "fsdp2", "ddp", "zero1"}
+    with_deepspeed = {entry["torch"] for entry in matrix["include"] if entry["engine"] == "deepspeed"}
+    (line,) = re.findall(r"^ *([\w,]+): deepspeed$", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.MULTILINE)
+    assert with_deepspeed == set(line.split(","))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_may_read_the_source_and_nothing_else(name: str) -> None:
+    assert workflow(name)["permissions"] == {"contents": "read"}
+    assert not any("permissions" in job for job in workflow(name)["jobs"].values())
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_action_is_pinned_to_a_commit(name: str) -> None:
+    used = [step["uses"] for step in steps(name) if "uses" in step]
+    loose = [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
+    assert not loose, loose
+
+
+def test_linters_of_workflows_find_nothing() -> None:
+    # actionlint has an environment of its own in tox.ini: its package fetches a program when it is built.
+    linters = {"zizmor": ("--offline", "--no-progress"), "actionlint": ()}
+    scripts = sysconfig.get_path("scripts")
+    found = {name: shutil.which(name, path=scripts) or shutil.which(name) for name in linters}
+    assert found["zizmor"], f"zizmor is not in {sys.prefix}; install the package's extra 'test'"
+    for name, program in found.items():
+        if program is not None:
+            done = subprocess.run(
+                [program, *linters[name], *map(str, WORKFLOWS.values())], capture_output=True, text=True, cwd=ROOT
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
