@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "May be repeated.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs at a time; one for each core.")
-@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="For one run.")
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="For one run.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each run.")
 @click.option("--markdown", is_flag=True, help="Print bugs x releases as a table in Markdown.")
 def repro(
