@@ -231,5 +231,6 @@ CHECKS = (
         judge=judge_refuse_pickle,
         needs=(Feature.CHECKPOINT,),
         integral=False,
+        own_numbers=("",),
     ),
 )

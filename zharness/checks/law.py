@@ -21,7 +21,8 @@ class Check:
     yields comparisons in the order in which an error would have entered. ``tier`` is the one that applies to random
     weights; the exact model is judged by X where its certificate holds. ``needs`` are features that an engine has to
     claim; ``integral`` says that weights stay the exact model's integers throughout; ``variants`` are the spellings
-    or settings that make a cell of their own, each with what it needs on top; ``dtypes`` those that it is stated for.
+    or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
+    hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Check:
     needs: tuple[Feature, ...] = ()
     integral: bool = True
     variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),)
+    own_numbers: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
     def features(self, variant: str) -> tuple[Feature, ...]:

@@ -199,6 +199,7 @@ CHECKS = (
         judge=judge_stay_put,
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         integral=False,
+        own_numbers=("",),
         dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
     ),
     Check(
@@ -210,6 +211,7 @@ CHECKS = (
         judge=judge_unfrozen,
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
         integral=False,
+        own_numbers=("",),
         dtypes=("fp32",),  # as above
     ),
     Check(

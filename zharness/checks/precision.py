@@ -275,5 +275,6 @@ CHECKS = (
         ),
         needs=(),
         variants=tuple((mode, (needed,)) for mode, (_, _, needed) in MODES.items()),
+        own_numbers=tuple(MODES),
     ),
 )

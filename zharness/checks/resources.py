@@ -333,13 +333,12 @@ def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
 Judge = Callable[[Trial], Iterator[Comparison]]
 
 
-def law(
-    name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *needs: Feature, models: tuple[str, ...] = ()
-) -> Check:
-    """A check of this group."""
-    chosen = models or ("mlp",)
-    dtypes = ("fp32",)  # of which the formulas count the bytes
-    return Check(f"resources.{name}", words, Tier.EXACT, chosen, observe, judge, needs, False, dtypes=dtypes)
+def law(name: str, words: str, observe: Callable[[Bench], None], judge: Judge, *needs: Feature, **how: Any) -> Check:
+    """A check of this group, in the dtype of which formulas count the bytes; ``how`` are further fields of Check."""
+    fields = {"models": ("mlp",), "own_numbers": ("",), "dtypes": ("fp32",), **how}
+    return Check(
+        f"resources.{name}", words, Tier.EXACT, observe=observe, judge=judge, needs=needs, integral=False, **fields
+    )
 
 
 CHECKS = (
@@ -388,6 +387,7 @@ CHECKS = (
         judge_poisoned_memory,
         Feature.STEADINESS,
         models=("mlp", "conv"),
+        own_numbers=(),
     ),
     law(
         "hook_count",

@@ -211,6 +211,7 @@ CHECKS = (
         needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
         variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,))),
+        own_numbers=("adamw", "sgd", "buffers"),
     ),
     Check(
         name="state.reshard",

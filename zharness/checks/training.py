@@ -92,6 +92,7 @@ CHECKS = (
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
         variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,)), ("others", ()), ("rprop", ())),
+        own_numbers=("others", "rprop"),
     ),
     Check(
         name="training.free_running",

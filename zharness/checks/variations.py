@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ Judge = Callable[[Trial], Iterator[Comparison]]
 
 MODELS = ("mlp", "transformer")
 POWERS = (0, 3, -2)
+MOVING: Mapping[str, Any] = {"integral": False, "own_numbers": ("",)}  # weights that move, as the engine's numbers say
 SGD = OptimizerSpec(name="sgd", args={"lr": 1.0})
 ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2})
 STEPS = 2
@@ -338,7 +339,7 @@ CHECKS = (
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,
-        integral=False,
+        **MOVING,
     ),
     law(
         "ranks_agree",
@@ -347,7 +348,7 @@ CHECKS = (
         judge_ranks_agree,
         tier=Tier.EXACT,
         needs=(Feature.CLIP,),
-        integral=False,
+        **MOVING,
     ),
     law(
         "config_invariance",
@@ -386,7 +387,7 @@ CHECKS = (
         observe_clip_and_norm,
         judge_clip_and_norm,
         needs=(Feature.CLIP,),
-        integral=False,
+        **MOVING,
     ),
     law(
         "forward_alone",

@@ -186,6 +186,7 @@ def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why no honest tolerance exists for this cell; the empty string where one does."""
     kernels = capabilities.own_kernels.get(case.stage)
     exact = check.integral and model_spec(case.model).exact
-    if kernels is not None and not exact and check.tier is not Tier.CALIBRATED:
+    own = check.tier is Tier.CALIBRATED or case.variant in check.own_numbers
+    if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
     return ""
