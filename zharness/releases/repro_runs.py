@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -63,8 +64,10 @@ def results(
     if len(troubles) == len(places):
         raise troubles[0]
     found: dict[Run, ReproResult] = {}
-    with tqdm(total=len(runs), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
-        for run, result in run_all(runs, places, jobs or os.cpu_count() or 1, seconds):
+    ended = run_all(runs, places, jobs or os.cpu_count() or 1, seconds)
+    # Closed here and now: while an exception is on its way, its traceback would keep the generator, and what it runs.
+    with tqdm(total=len(runs), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar, closing(ended):
+        for run, result in ended:
             found[run] = result
             if finished is not None:
                 finished(result)
@@ -89,7 +92,7 @@ def fetched(runs: Sequence[Run]) -> dict[str, Place | UsageError]:
 
 def run_all(
     runs: Sequence[Run], places: dict[str, Place | UsageError], jobs: int, seconds: float
-) -> Iterator[tuple[Run, ReproResult]]:
+) -> Generator[tuple[Run, ReproResult], None, None]:
     """Results as they come. When the caller stops or is interrupted, what runs is ended and nothing else begins."""
     running = Running()
 
