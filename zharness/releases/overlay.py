@@ -21,6 +21,7 @@ from pathlib import Path
 
 import filelock
 import torch
+from tqdm import tqdm
 
 from zharness.errors import UsageError
 
@@ -160,8 +161,9 @@ def _build(place: Path, wanted: Stamp) -> None:
         shutil.rmtree(left)  # of a process that was killed: we hold the lock, so nobody is in there
     beside = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
     try:
-        _install(beside, wanted)
-        _check_import(beside, wanted)
+        with tqdm(desc=f"installing {wanted}", bar_format="{desc}", leave=False, disable=not sys.stderr.isatty()):
+            _install(beside, wanted)
+            _check_import(beside, wanted)
         (beside / STAMP).write_text(json.dumps(asdict(wanted)))
         if place.exists():
             shutil.rmtree(place)  # without a valid stamp it is nobody's
