@@ -111,11 +111,6 @@ class Comm:
         arrived = _finish(dist.all_to_all_single(received, full, group=self.group, async_op=True), received)
         return lambda: torch.sum(arrived().view(self.world_size, -1), dim=0, out=shard)
 
-    def begin_all_reduce(self, tensor: Tensor) -> Finish:
-        """The sum of ``all_reduce`` without waiting: call what it gives, and leave ``tensor`` alone until then."""
-        self._count(Collective.ALL_REDUCE, tensor)
-        return _finish(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
-
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
         self._count(Collective.BROADCAST, tensor)

@@ -23,7 +23,6 @@ from zharness.engines.protocol import (
 )
 from zharness.engines.reference import capabilities_at, factory
 from zharness.errors import UsageError
-from zharness.world import run
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SPEC = OptimizerSpec(
@@ -72,16 +71,18 @@ def train(stage: int, owner: AccumulationOwner, reduction: Reduction) -> None:
     engine.close()
 
 
+@pytest.mark.world_size(3)
 @stages
 @pytest.mark.parametrize("owner", AccumulationOwner)
 @pytest.mark.parametrize("reduction", Reduction)
 def test_groups_schedule_clipping_and_both_owners_of_accumulation(
     stage: int, owner: AccumulationOwner, reduction: Reduction
 ) -> None:
-    run(train, stage, owner, reduction, world_size=3)
+    train(stage, owner, reduction)
 
 
-def options_and_refusals() -> None:
+@pytest.mark.world_size(1)
+def test_options_are_laid_over_the_configuration_and_what_is_not_claimed_is_refused() -> None:
     config = EngineConfig(3, options={"zero_optimization": {"stage3_prefetch_bucket_size": 10}, "steps_per_print": 5})
     engine = factory(net(), config)
     with pytest.raises(UsageError, match="no room"), engine.no_sync():
@@ -90,8 +91,4 @@ def options_and_refusals() -> None:
         factory(net(), EngineConfig(dtype="fp8"))
     with pytest.raises(UsageError, match=r"zero_optimization\.nonsense"):
         factory(net(), EngineConfig(options={"zero_optimization": {"nonsense": 1}}))
-
-
-def test_options_are_laid_over_the_configuration_and_what_is_not_claimed_is_refused() -> None:
-    run(options_and_refusals)
     assert [set(capabilities_at(stage).refuses) for stage in range(4)] == [set(), set(), *2 * [{Feature.NO_SYNC}]]

@@ -17,7 +17,6 @@ from zharness.reference import Engine, initialize
 from zharness.reference.config import harmless_keys, load, read
 from zharness.reference.loss_scale import Scaling
 from zharness.reference.precision import Autocast
-from zharness.world import run
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
@@ -258,6 +257,7 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -270,7 +270,7 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_an_optimizer_that_does_not_fit_the_model_is_refused(make: Callable[..., dict[str, Any]], words: str) -> None:
-    run(refuse, make, words, world_size=2)
+    refuse(make, words)
 
 
 def refuse_integers() -> None:
@@ -280,8 +280,9 @@ def refuse_integers() -> None:
         start(model, config={"optimizer": SGD})
 
 
+@pytest.mark.world_size(1)
 def test_a_trained_parameter_that_is_no_real_number_is_refused_by_name() -> None:
-    run(refuse_integers)
+    refuse_integers()
 
 
 def client_optimizer(stage: int) -> None:
@@ -303,9 +304,10 @@ def client_optimizer(stage: int) -> None:
     assert moved == [still | {"weight": [[0.5, 0.5], [0.5, 0.5]]}, still]
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_clients_optimizer_keeps_its_groups_and_its_schedule(stage: int) -> None:
-    run(client_optimizer, stage, world_size=2)
+    client_optimizer(stage)
 
 
 def some_parameters(stage: int) -> None:
@@ -319,6 +321,7 @@ def some_parameters(stage: int) -> None:
     assert torch.equal(after["bias"], before["bias"] - Tensor([2.0, 2.0]))
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_model_parameters_choose_what_the_configured_optimizer_updates(stage: int) -> None:
-    run(some_parameters, stage, world_size=2)
+    some_parameters(stage)

@@ -9,7 +9,6 @@ from torch.func import vmap
 
 from suites.reference.stage3 import BUCKET, ONE_BY_ONE, Mlp, Recurrent, assert_mean, pair
 from zharness.reference import torch_private
-from zharness.world import run
 
 
 def peak_of_training(autocast: bool, bucket: int) -> None:
@@ -26,11 +25,11 @@ def peak_of_training(autocast: bool, bucket: int) -> None:
     assert module_bytes // (2 if autocast else 1) <= engine.peak_gathered_bytes() <= 2 * module_bytes + 4 * bucket
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.world_size(1, 3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_at_most_two_modules_and_a_bucket_are_gathered_while_training(autocast: bool, world_size: int) -> None:
+def test_at_most_two_modules_and_a_bucket_are_gathered_while_training(autocast: bool) -> None:
     for bucket in (0, BUCKET):
-        run(peak_of_training, autocast, bucket, world_size=world_size)
+        peak_of_training(autocast, bucket)
 
 
 def peak_of_frozen() -> None:
@@ -44,8 +43,9 @@ def peak_of_frozen() -> None:
     assert engine.full_grads() == {}
 
 
+@pytest.mark.world_size(2)
 def test_frozen_modules_are_let_go_one_by_one_too() -> None:
-    run(peak_of_frozen, world_size=2)
+    peak_of_frozen()
 
 
 def peak_of_vmap() -> None:
@@ -59,8 +59,9 @@ def peak_of_vmap() -> None:
     assert engine.peak_gathered_bytes() <= 2 * (32 * 32 + 32) * 4
 
 
+@pytest.mark.world_size(2)
 def test_training_through_vmap_holds_no_more_than_ordinary_training() -> None:
-    run(peak_of_vmap, world_size=2)
+    peak_of_vmap()
 
 
 class Projections(nn.Module):
@@ -104,8 +105,9 @@ def casts_that_autocast_makes() -> None:
     assert engine.gathered_bytes() == 0
 
 
+@pytest.mark.world_size(2)
 def test_no_low_precision_copy_of_a_weight_waits_for_backward() -> None:
-    run(casts_that_autocast_makes, world_size=2)
+    casts_that_autocast_makes()
 
 
 def gathers_of_recurrence() -> None:
@@ -121,12 +123,16 @@ def gathers_of_recurrence() -> None:
     assert_mean(engine.full_grads(), plain)
 
 
+@pytest.mark.world_size(2)
 def test_a_weight_that_many_nodes_saved_is_gathered_once_per_backward() -> None:
-    run(gathers_of_recurrence, world_size=2)
+    gathers_of_recurrence()
 
 
-def without_a_look_at_saved_tensors() -> None:
-    torch._C._autograd.SavedTensor = object  # this rank ends with the test
+@pytest.mark.world_size(2)
+def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)
     engine, plain = pair(Mlp)
     x = torch.randn(3, 8, requires_grad=True)
     plain(x).sum().backward()
@@ -135,7 +141,3 @@ def without_a_look_at_saved_tensors() -> None:
     out.sum().backward()
     assert engine.gathered_bytes() == 0
     assert_mean(engine.full_grads(), plain)
-
-
-def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_graph() -> None:
-    run(without_a_look_at_saved_tensors, world_size=2)

@@ -13,7 +13,6 @@ from suites.reference.same import Breaking
 from suites.reference.stage3 import CONFIG, Layers, Mlp, Recurrent, assert_mean, pair
 from zharness.errors import ConfigError, StaleGraphError
 from zharness.reference import initialize
-from zharness.world import run
 
 
 def train_layers(autocast: bool) -> None:
@@ -35,10 +34,10 @@ def train_layers(autocast: bool) -> None:
         assert torch.equal(p, before[name]) == name.startswith("unused"), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_gradients_of_every_kind_of_layer_are_the_ranks_mean(autocast: bool, world_size: int) -> None:
-    run(train_layers, autocast, world_size=world_size)
+def test_gradients_of_every_kind_of_layer_are_the_ranks_mean(autocast: bool) -> None:
+    train_layers(autocast)
 
 
 def weights_computed_before() -> None:
@@ -59,8 +58,9 @@ def weights_computed_before() -> None:
         engine.step()
 
 
+@pytest.mark.world_size(2)
 def test_a_graph_that_is_older_than_the_engine_is_in_nobodys_way() -> None:
-    run(weights_computed_before, world_size=2)
+    weights_computed_before()
 
 
 def sparse_gradients(stage: int) -> None:
@@ -75,9 +75,10 @@ def sparse_gradients(stage: int) -> None:
     engine.step()
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sparse_gradients_are_reduced_densely(stage: int) -> None:
-    run(sparse_gradients, stage, world_size=2)
+    sparse_gradients(stage)
 
 
 def step_between_retained_backwards(held: bool) -> None:
@@ -102,9 +103,10 @@ def step_between_retained_backwards(held: bool) -> None:
     assert engine.gathered_bytes() == 0
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("held", [False, True], ids=["promised", "held"])
 def test_a_step_between_two_backwards_on_one_graph_is_refused_as_torch_refuses_it(held: bool) -> None:
-    run(step_between_retained_backwards, held, world_size=2)
+    step_between_retained_backwards(held)
 
 
 def failure_and_retry() -> None:
@@ -126,8 +128,9 @@ def failure_and_retry() -> None:
     assert engine.gathered_bytes() == 0
 
 
+@pytest.mark.world_size(2)
 def test_after_an_exception_in_forward_or_backward_the_next_step_is_right() -> None:
-    run(failure_and_retry, world_size=2)
+    failure_and_retry()
 
 
 def names_and_classes() -> None:
@@ -142,8 +145,9 @@ def names_and_classes() -> None:
     assert type(engine.module) is Layers
 
 
+@pytest.mark.world_size(3)
 def test_names_and_classes_are_those_of_the_model_and_close_gives_the_classes_back() -> None:
-    run(names_and_classes, world_size=3)
+    names_and_classes()
 
 
 def script() -> None:
@@ -151,5 +155,6 @@ def script() -> None:
         initialize(model=nn.Sequential(torch.jit.script(nn.Linear(2, 2))), config=CONFIG)
 
 
+@pytest.mark.world_size(1)
 def test_a_scripted_module_is_refused_by_name() -> None:
-    run(script)
+    script()

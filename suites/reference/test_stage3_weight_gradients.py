@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from zharness.reference import Engine, initialize
-from zharness.world import run
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
@@ -52,9 +51,9 @@ def penalty_on_weights() -> None:
     assert engine.gathered_bytes() == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_penalty_on_the_weights_gradient_is_the_global_gradients(world_size: int) -> None:
-    run(penalty_on_weights, world_size=world_size)
+@pytest.mark.world_size(1, 2, 3)
+def test_a_penalty_on_the_weights_gradient_is_the_global_gradients() -> None:
+    penalty_on_weights()
 
 
 def batched_weight_gradients() -> None:
@@ -69,5 +68,6 @@ def batched_weight_gradients() -> None:
         assert all(torch.equal(many[row], one) for one, many in zip(alone, legacy, strict=True))
 
 
+@pytest.mark.world_size(2)
 def test_batched_gradients_of_the_weights_are_reduced_row_by_row() -> None:
-    run(batched_weight_gradients, world_size=2)
+    batched_weight_gradients()

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from zharness.errors import NonFiniteError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
-from zharness.world import run
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 class Net(nn.Module):
@@ -119,10 +117,10 @@ def train(stage: int, name: str) -> None:
 
 
 @stages
-@world_sizes
+@pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_step_is_the_plain_optimizers_step_with_the_mean_gradient(stage: int, world_size: int, name: str) -> None:
-    run(train, stage, name, world_size=world_size)
+def test_a_step_is_the_plain_optimizers_step_with_the_mean_gradient(stage: int, name: str) -> None:
+    train(stage, name)
 
 
 def accumulate(stage: int, steps: int) -> None:
@@ -150,10 +148,11 @@ def accumulate(stage: int, steps: int) -> None:
     assert engine.steps == 2
 
 
+@pytest.mark.world_size(3)
 @stages
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_micro_batches_and_several_backwards_accumulate_to_their_mean(stage: int, steps: int) -> None:
-    run(accumulate, stage, steps, world_size=3)
+    accumulate(stage, steps)
 
 
 def spell_scale(stage: int) -> None:
@@ -170,9 +169,10 @@ def spell_scale(stage: int) -> None:
         engine.zero_grad()
 
 
+@pytest.mark.world_size(2)
 @stages
 def test_a_retained_graph_may_be_scaled_in_every_spelling(stage: int) -> None:
-    run(spell_scale, stage, world_size=2)
+    spell_scale(stage)
 
 
 def late_backward(stage: int) -> None:
@@ -194,9 +194,10 @@ def late_backward(stage: int) -> None:
     assert engine.full_grads() == {}
 
 
+@pytest.mark.world_size(2)
 @stages
 def test_asking_for_gradients_between_backwards_reduces_nothing_twice(stage: int) -> None:
-    run(late_backward, stage, world_size=2)
+    late_backward(stage)
 
 
 def clip(stage: int, limit: float) -> None:
@@ -216,10 +217,11 @@ def clip(stage: int, limit: float) -> None:
         assert torch.equal(p, before[name] - grads[name] * factor if name in grads else before[name]), name
 
 
+@pytest.mark.world_size(3)
 @stages
 @pytest.mark.parametrize("limit", [0.5, 1e9])
 def test_gradients_are_clipped_by_their_global_norm(stage: int, limit: float) -> None:
-    run(clip, stage, limit, world_size=3)
+    clip(stage, limit)
 
 
 def infinite_norm(stage: int, value: float) -> None:
@@ -235,10 +237,11 @@ def infinite_norm(stage: int, value: float) -> None:
     assert (engine.full_grads(), engine.steps, engine.skipped_steps) == ({}, 0, 1)
 
 
+@pytest.mark.world_size(2)
 @stages
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_loss_or_norm_that_is_not_finite_on_one_rank_is_reported_and_raises_on_all(stage: int, value: float) -> None:
-    run(infinite_norm, stage, value, world_size=2)
+    infinite_norm(stage, value)
 
 
 def unseen_loss(stage: int) -> None:
@@ -250,9 +253,10 @@ def unseen_loss(stage: int) -> None:
     assert all(torch.equal(p, before[name]) for name, p in engine.full_params().items())
 
 
+@pytest.mark.world_size(2)
 @stages
 def test_a_gradient_of_a_loss_that_the_engine_never_saw_is_looked_at_too(stage: int) -> None:
-    run(unseen_loss, stage, world_size=2)
+    unseen_loss(stage)
 
 
 def refuse_stale_graph(stage: int) -> None:
@@ -265,9 +269,9 @@ def refuse_stale_graph(stage: int) -> None:
 
 
 @stages
-@world_sizes
-def test_every_rank_refuses_a_graph_that_is_older_than_the_weights(stage: int, world_size: int) -> None:
-    run(refuse_stale_graph, stage, world_size=world_size)
+@pytest.mark.world_size(1, 2, 3)
+def test_every_rank_refuses_a_graph_that_is_older_than_the_weights(stage: int) -> None:
+    refuse_stale_graph(stage)
 
 
 def refuse_where_nothing_was_updated(stage: int) -> None:
@@ -282,9 +286,10 @@ def refuse_where_nothing_was_updated(stage: int) -> None:
         out.sum().backward()
 
 
+@pytest.mark.world_size(3)
 @stages
 def test_a_rank_that_owns_no_element_refuses_an_old_graph_too(stage: int) -> None:
-    run(refuse_where_nothing_was_updated, stage, world_size=3)
+    refuse_where_nothing_was_updated(stage)
 
 
 def one_model_start() -> None:
@@ -302,8 +307,9 @@ def one_model_start() -> None:
     assert engine.settings.stage == 0
 
 
+@pytest.mark.world_size(2)
 def test_every_rank_starts_from_rank_0s_parameters_and_buffers() -> None:
-    run(one_model_start, world_size=2)
+    one_model_start()
 
 
 def held_bytes(stage: int) -> dict[str, int]:
@@ -317,13 +323,13 @@ def held_bytes(stage: int) -> dict[str, int]:
 
 
 @stages
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_each_rank_holds_its_share_of_what_its_stage_shards(stage: int, world_size: int) -> None:
+@pytest.mark.world_size(1, 3, 4)
+def test_each_rank_holds_its_share_of_what_its_stage_shards(stage: int) -> None:
     whole = 2 * (60 * 60 + 60) * 4
-    share = whole // world_size
+    share = whole // dist.get_world_size()
     wanted = {
         "parameters": share if stage == 3 else whole,
         "gradients": share if stage >= 2 else whole,
         "optimizer_state": 2 * (share if stage >= 1 else whole) + 4 * 4,  # and one step count for each of 4 parameters
     }
-    assert run(held_bytes, stage, world_size=world_size) == [wanted] * world_size
+    assert held_bytes(stage) == wanted

@@ -118,6 +118,10 @@ class Trial:
         """Whether tier X applies to the mean over these micro-steps, and why not."""
         return certified(self.baseline, steps, self.dtype, objective)
 
+    def in_one_order(self) -> bool:
+        """Whether the mean over ranks has one value: of two terms, or exact; the order of more is the engine's own."""
+        return self.world_size <= 2 or bool(self.exact(range(1)))
+
     def locals(
         self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
     ) -> list[Local]:

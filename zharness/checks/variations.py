@@ -57,10 +57,12 @@ def observe_loss_scale_power(bench: Bench) -> None:
 def judge_loss_scale_power(trial: Trial) -> Iterator[Comparison]:
     yield from trial.reduced("grads", [trial.locals()], exact=trial.exact(range(1)))
     for at, power in enumerate(POWERS):
+        if not trial.in_one_order():  # DDP packs its buckets anew after the first backward, and so adds otherwise
+            yield from trial.reduced("grads", [trial.locals()], at, scale=2.0**power)
+            continue
         for rank, copy in enumerate(trial.copies("grads", at)):
             for name, grad in trial.copies("grads")[0].items():
-                place = trial.place(name, Part.REDUCTION, at, rank)
-                yield identical(place, grad.double() * 2.0**power, copy[name])
+                yield identical(trial.place(name, Part.REDUCTION, at, rank), grad.double() * 2.0**power, copy[name])
 
 
 def observe_sgd_step(bench: Bench) -> None:
@@ -122,7 +124,7 @@ def judge_config_invariance(trial: Trial) -> Iterator[Comparison]:
     local = trial.locals()
     for row in (snapshot.step for snapshot in trial.evidence[0].snapshots if snapshot.label == "grads"):
         yield from trial.reduced("grads", [local], row, trial.exact(range(1)))
-        for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)):
+        for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)) * trial.in_one_order():
             first = trial.copies(label)[0]
             for rank, copy in enumerate(trial.copies(label, row)):
                 for name, tensor in first.items():

@@ -42,9 +42,17 @@ class Bucket:
         return comm.begin_reduce_scatter(mine, rows.view(-1)) if mine.numel() else lambda: mine
 
     def all_reduce(self, fulls: Sequence[Tensor], comm: Comm) -> Finish:
-        """Begin to sum ``fulls``, one full tensor for each member, over ranks; flat and end to end. Collective."""
-        flat = torch.cat([full.reshape(-1) for full in fulls])
-        return comm.begin_all_reduce(flat) if flat.numel() else lambda: flat
+        """Begin to sum ``fulls``, one full tensor for each member, over ranks; flat and end to end. Collective.
+
+        Nobody keeps a shard of it, so rank r sums the r-th part of the whole: no element is moved to its owner first.
+        A backend's own all-reduce adds in an order that follows from the bucket's size, which must not change a number.
+        """
+        fill = fulls[0].new_zeros(-self.elements % comm.world_size)
+        flat = torch.cat([*(full.reshape(-1) for full in fulls), fill])
+        if not self.elements:
+            return lambda: flat
+        summed = comm.begin_reduce_scatter(flat.new_empty(flat.numel() // comm.world_size), flat)
+        return lambda: comm.all_gather(flat, summed())[: self.elements]
 
     def wholes(self, flat: Tensor) -> list[Tensor]:
         """Each member whole, as a view of what ``all_reduce`` gave."""
