@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,14 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import laid_over
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part, Tier
+from zharness.plugin import pytest_collection_modifyitems
 from zharness.report import failures, matrix, summary
 from zharness.report.matrix import exit_code
 from zharness.report.sensitivity import sensitivity
 from zharness.run import Planned, Record, Request, Verdict, plan
 from zharness.run.cell import Judgement
 from zharness.run.excuses import Excuse
+from zharness.run.plan import shuffled
 from zharness.run.record import from_json, read_records, record_file
 from zharness.run.runner import conclusion, excused, remedied, who_raised
 
@@ -92,6 +96,24 @@ def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s
     assert runs == exact | calibrated | own | {("training.sgd_step", "transformer")}
     left_out = [cell for cell in cells if cell.unsupported and claimed(cell)]
     assert all("tier C in training.kernels" in cell.unsupported for cell in left_out)
+
+
+def test_another_order_has_the_same_cells_and_follows_from_its_seed() -> None:
+    cells = plan(Request(patterns=("training",)), claims)
+    assert shuffled(cells, 1) == shuffled(cells, 1)
+    assert shuffled(cells, 1) != shuffled(cells, 2)
+    assert set(shuffled(cells, 1)) == set(cells)
+
+
+def test_tests_are_run_in_another_order_where_one_is_asked_for() -> None:
+    def order(seed: int | None) -> list[Any]:
+        items: list[Any] = list(range(20))
+        pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: seed), items)  # type: ignore[arg-type]
+        return items
+
+    assert order(None) == list(range(20))
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == list(range(20))
 
 
 def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
