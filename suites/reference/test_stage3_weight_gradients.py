@@ -27,33 +27,39 @@ def everyones(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def exact_pair() -> tuple[Engine, nn.Module, Tensor]:
+def exact_pair(reduction: str = "sum") -> tuple[Engine, nn.Module, Tensor]:
     """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
         torch.randint(-1, 2, p.shape, out=p.data)
-    engine, *_ = initialize(model=copy.deepcopy(plain), config=CONFIG)
+    engine, *_ = initialize(model=copy.deepcopy(plain), config={**CONFIG, "gradient_allreduce_op": reduction})
     torch.manual_seed(1 + dist.get_rank())
     return engine, plain, torch.randint(-1, 2, (3, 4)).float()
 
 
-def penalty_on_weights() -> None:
+def penalty_on_weights(reduction: str = "sum", divisor: int = 1) -> None:
     """Over the engine's own parameters the first gradient is reduced, so the penalty is that of the reduced one."""
-    engine, plain, x = exact_pair()
+    engine, plain, x = exact_pair(reduction)
     for model, batch in ((plain, everyones(x)), (engine.module, x)):
         loss = model(batch).pow(2).sum()
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         torch.stack([g.pow(2).sum() for g in grads]).sum().backward()
     del loss, grads
     for name, grad in engine.full_grads().items():
-        assert torch.equal(grad, plain.get_parameter(name).grad), name
+        assert torch.equal(grad, plain.get_parameter(name).grad / divisor), name
     assert engine.gathered_bytes() == 0
 
 
 @pytest.mark.world_size(1, 2, 3)
 def test_a_penalty_on_the_weights_gradient_is_the_global_gradients() -> None:
     penalty_on_weights()
+
+
+@pytest.mark.world_size(2)
+def test_with_means_every_reduction_on_the_way_of_a_penalty_divides() -> None:
+    # The penalty is quadratic in a mean, and its own gradient is the mean over ranks, each of which has its shard's.
+    penalty_on_weights("mean", divisor=2**3)
 
 
 def batched_weight_gradients() -> None:

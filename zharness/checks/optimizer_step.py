@@ -38,8 +38,8 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
 
-    The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree. The
-    step is made with the gradients times ``clipped_by``.
+    The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree, and
+    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``.
     """
     step, made = moment.step, moment.step - moment.skipped
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
@@ -54,7 +54,7 @@ def judge_step(
         own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
         grad = Bounded.exact(grads[name])
         grad = grad * grad.scalar(clipped_by, CLIPPING) if clipped_by < 1 else grad
-        expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, step))
+        expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, made))
         for key, value in moments.items():
             found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)

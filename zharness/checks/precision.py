@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.checks import autocast
 from zharness.checks.accumulation import FROZEN
@@ -27,14 +29,17 @@ from zharness.checks.autocast import (
     same,
 )
 from zharness.checks.bench import Bench
+from zharness.checks.dtypes import DTYPES
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Feature, OptimizerSpec
+from zharness.engines.protocol import Absent, Feature, OptimizerSpec
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, identical
 
 ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1})
 STEPS = 6
+# A factor of its own for every step: a schedule that a skipped step moves on shows in the rate of the next.
+SCALED = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STEPS)))
 SCALERS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     "fp16": (
         {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}},
@@ -45,24 +50,63 @@ SCALERS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
 }
 
 
-def overflows(step: int, rank: int, world_size: int) -> bool:
-    """One rank's loss is infinite: the first one's at step 1, the last one's at step 4."""
-    return (step, rank) in ((1, 0), (4, world_size - 1))
+class OneColumn(torch.autograd.Function):
+    """Passes its input through; the gradient of its first column is infinite, and no other number is changed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        spoilt = grads[0].clone()
+        spoilt[:, 0] = torch.inf
+        return spoilt
+
+
+class Overflow(Enum):
+    """Which of a rank's gradients are infinite in a step.
+
+    PART: those of one row of the first layer, and of one element of its bias. Where gradients are sharded one rank owns
+    them, from which alone the others learn that the step is to be skipped.
+    """
+
+    NONE = "none"
+    PART = "of one row"
+    WHOLE = "all"
+
+
+def overflow(step: int, rank: int, world_size: int) -> Overflow:
+    """The first rank's gradients overflow at step 1, some of the last one's at step 4."""
+    return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
+
+
+def output_of(model: Callable[..., Tensor], inputs: Tensor, bad: Overflow) -> Tensor:
+    """The forward of a model, or an engine."""
+    return model(inputs, through=OneColumn.apply) if bad is Overflow.PART else model(inputs)
+
+
+def times_infinity(loss: Tensor, bad: Overflow) -> Tensor:
+    """``loss``, infinite where all of its gradients are to be."""
+    return loss * (torch.inf if bad is Overflow.WHOLE else 1.0)
 
 
 def observe_scaler(bench: Bench) -> None:
     options, _, _ = SCALERS[bench.variant]
-    engine = bench.engine(optimizer=ADAMW, options=options)
+    engine = bench.engine(optimizer=SCALED, options=options)
     for step in range(STEPS):
         bench.record_trained(engine, step)
-        bad = overflows(step, bench.rank, bench.world_size)
-        engine.backward(bench.loss(engine, step) * (float("inf") if bad else 1.0))
+        bad, batch = overflow(step, bench.rank, bench.world_size), bench.batch(step)
+        loss = bench.spec.loss(output_of(engine, batch.inputs, bad), batch.target)
+        engine.backward(times_infinity(loss, bad))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
         seen = engine.observe()
         scale, skipped = (x if isinstance(x, (int, float)) else -1 for x in (seen.loss_scale, seen.skipped_steps))
         bench.record("scaler", {"scale": number(scale), "skipped": number(skipped)}, step)
+        rates = () if isinstance(seen.learning_rates, Absent) else seen.learning_rates
+        bench.record("rates", {str(group): number(rate) for group, rate in enumerate(rates)}, step)
     bench.record_trained(engine, STEPS)
     engine.close()
 
@@ -71,10 +115,10 @@ def holds(trial: Trial, step: int, rank: int, scale: float) -> bool:
     """Whether plain PyTorch's gradient of one rank's scaled loss is finite, on the weights that the engine had."""
     low = replace(trial.baseline, dtype=trial.dtype if trial.variant == "autocast" else torch.float16)
     model, batch = low.module(trial.copies("params", step)[0]), trial.baseline.batch(rank, step)
+    bad = overflow(step, rank, trial.world_size)
     with torch.autocast("cpu", torch.float16, enabled=trial.variant == "autocast"):
-        output = model(batch.inputs.to(low.dtype))
-    bad = overflows(step, rank, trial.world_size)
-    loss = low.objective(output, batch) * (float("inf") if bad else 1.0)
+        output = output_of(model, batch.inputs.to(low.dtype), bad)
+    loss = times_infinity(low.objective(output, batch), bad)
     (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
     return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
@@ -102,11 +146,20 @@ def judge_scaler(trial: Trial) -> Iterator[Comparison]:
             yield identical(place, number(skipped), copy["skipped"])
         moment = Moment(step, "masters", skipped=skipped)
         if finite:
-            yield from judge_step(trial, ADAMW, grads, moment)
+            yield from judge_step(trial, SCALED, grads, moment)
         else:
             yield from unmoved(trial, step)
+        yield from rates_told(trial, step, step + 1 - skipped)
         yield from everyone_agrees(trial, Moment(step + 1, "masters"))
         yield from published(trial, Moment(step + 1, "masters"), "params")
+
+
+def rates_told(trial: Trial, step: int, made: int) -> Iterator[Comparison]:
+    """The learning rate that each group reports is the schedule's behind as many steps as were made."""
+    wanted = number(SCALED.args["lr"] * SCALED.schedule[min(made, STEPS - 1)])
+    for rank, copy in enumerate(trial.copies("rates", step)):
+        for group, rate in copy.items():
+            yield identical(trial.place(f"learning rate of group {group}", Part.OPTIMIZER, step, rank), wanted, rate)
 
 
 def unmoved(trial: Trial, step: int) -> Iterator[Comparison]:
@@ -218,6 +271,9 @@ MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = {
 
 
 def observe_buffers(bench: Bench) -> None:
+    if bench.variant == "declared":
+        observe_declared(bench)
+        return
     options, dtype, _ = MODES[bench.variant]
     engine, batch = bench.engine(optimizer=SGD, options=options), bench.batch(0).to(dtype)
     for _ in range(2):
@@ -229,7 +285,29 @@ def observe_buffers(bench: Bench) -> None:
     engine.close()
 
 
+def observe_declared(bench: Bench) -> None:
+    """Engines of every dtype that is claimed: it is that of parameters, gradients and wire, and no buffer's."""
+    for at, (dtype, of_batch) in enumerate(DTYPES.items()):
+        if dtype in bench.capabilities.dtypes:
+            engine, batch = bench.engine(optimizer=SGD, dtype=dtype), bench.batch(0).to(of_batch)
+            engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            bench.record("buffers", dict(engine.module.named_buffers()), at)
+            engine.close()
+
+
+def judge_declared(trial: Trial) -> Iterator[Comparison]:
+    wanted = dict(trial.baseline.spec.model(trial.baseline.seed).named_buffers())
+    steps = [snapshot.step for snapshot in trial.evidence[0].snapshots]
+    for step, rank in product(steps, range(trial.world_size)):
+        for name, tensor in wanted.items():
+            yield from same(trial, name, Part.OPTIMIZER, tensor, trial.copies("buffers", step)[rank][name], rank)
+
+
 def judge_buffers(trial: Trial) -> Iterator[Comparison]:
+    if trial.variant == "declared":
+        yield from judge_declared(trial)
+        return
     model = trial.baseline.spec.model(trial.baseline.seed)
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     for label, expected in (("buffers", dict(model.named_buffers())), ("params", frozen)):
@@ -243,7 +321,7 @@ CHECKS = (
     replace(
         check(
             "grad_scaler",
-            "fp16's loss scale, skipped steps and weights are torch.amp.GradScaler's; one rank's overflow skips on all",
+            "fp16's loss scale and steps are torch.amp.GradScaler's; one rank's overflow skips on all, schedule too",
             observe_scaler,
             judge_scaler,
         ),
@@ -274,7 +352,7 @@ CHECKS = (
             judge_buffers,
         ),
         needs=(),
-        variants=tuple((mode, (needed,)) for mode, (_, _, needed) in MODES.items()),
-        own_numbers=tuple(MODES),
+        variants=(*((mode, (needed,)) for mode, (_, _, needed) in MODES.items()), ("declared", ())),
+        own_numbers=(*MODES, "declared"),
     ),
 )

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
-from zharness.checks.double_backward import second_loss
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step, norm_told
 from zharness.checks.pairwise import rows
+from zharness.checks.several_backwards import judge_several_backwards, observe_several_backwards
 from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Reduction
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Piece, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded, gamma
-from zharness.workload import Batch
+from zharness.reference.torch_private import DTensor
 
 Observe = Callable[[Bench], None]
 Judge = Callable[[Trial], Iterator[Comparison]]
@@ -66,14 +66,46 @@ def judge_loss_scale_power(trial: Trial) -> Iterator[Comparison]:
 
 
 def observe_sgd_step(bench: Bench) -> None:
+    """A step on ranks whose generators differ, as a user seeds them; and what a rank holds before and after it."""
     engine = bench.engine(optimizer=SGD)
-    trained_step(bench, engine)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(bench.rank)
+        bench.record("generator", {"state": torch.get_rng_state().double()}, 0)
+        bench.record("held", held(engine), 0)
+        trained_step(bench, engine)
+        bench.record("held", held(engine), 1)
+        bench.record("generator", {"state": torch.get_rng_state().double()}, 1)
     engine.close()
+
+
+def held(engine: Engine) -> dict[str, Tensor]:
+    """What this rank's module holds, flat, of each parameter that is a DTensor, and so a shard by torch's own word."""
+    named = engine.module.named_parameters()
+    return {name: p.to_local().detach().flatten() for name, p in named if isinstance(p, DTensor)}
 
 
 def judge_sgd_step(trial: Trial) -> Iterator[Comparison]:
     yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0, "masters"))
     yield from everyone_agrees(trial, Moment(1))
+    for rank, before in enumerate(trial.copies("generator")):
+        place = trial.place("random state", Part.GATHER, 0, rank)
+        yield identical(place, before["state"], trial.copies("generator", 1)[rank]["state"])
+    for step in range(2):
+        yield from owned(trial, step)
+
+
+def owned(trial: Trial, step: int) -> Iterator[Comparison]:
+    """Each rank's part of a sharded weight is the elements of it that the engine's layout gives to this rank."""
+    weights = trial.copies("masters", step)[0]
+    for rank, copy in enumerate(trial.copies("held", step)):
+        for name, part in copy.items():
+            pieces = trial.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
+            mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
+            told = torch.cat([weights[name].new_empty(0), *mine])
+            place = trial.place(name, Part.GATHER, step, rank)
+            yield identical(place, torch.tensor(float(told.numel())), torch.tensor(float(part.numel())))
+            if told.numel() == part.numel():
+                yield identical(place, told, part)
 
 
 def observe_ranks_agree(bench: Bench) -> None:
@@ -178,64 +210,6 @@ def judge_no_sync(trial: Trial) -> Iterator[Comparison]:
         yield from trial.reduced("grads", [trial.locals(step) for step in steps], at, trial.exact(steps))
 
 
-def observe_several_backwards(bench: Bench) -> None:
-    """Two forwards, three losses, three backwards, one step."""
-    if bench.variant == "window":
-        observe_window(bench)
-        return
-    engine = bench.engine(optimizer=FROZEN)
-    for step in range(2):
-        batch = bench.batch(step)
-        output = engine(batch.inputs)
-        engine.backward(bench.spec.loss(output, batch.target), retain_graph=step == 1)
-    engine.backward(second_loss(output))
-    bench.record("grads", engine.full_grads())
-    engine.step()
-    engine.zero_grad()
-    engine.backward(bench.loss(engine, 2))
-    bench.record("grads", engine.full_grads(), 1)
-    engine.close()
-
-
-def observe_window(bench: Bench) -> None:
-    """Two losses, and so two backwards, in each of the two micro-batches of an engine that counts them itself."""
-    owner = AccumulationOwner.ENGINE
-    engine = bench.engine(optimizer=FROZEN, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN)
-    for step in range(2):
-        batch = bench.batch(step)
-        output = engine(batch.inputs)
-        engine.backward(bench.spec.loss(output, batch.target), retain_graph=True)
-        engine.backward(second_loss(output))
-        if step == 1:
-            bench.record("grads", engine.full_grads())
-        engine.step()
-        bench.record_state("state", engine, step)
-    engine.close()
-
-
-def judge_window(trial: Trial) -> Iterator[Comparison]:
-    """No step is made, and no momentum kept, before the second micro-batch."""
-    for copy in trial.copies("state"):
-        for name, kept in copy.items():
-            yield identical(trial.place(name, Part.OPTIMIZER), torch.zeros_like(kept), kept)
-    losses = [trial.locals(step, objective=of) for step in range(2) for of in (None, second)]
-    yield from trial.reduced("grads", losses, exact=trial.exact(range(2)) and trial.exact(range(2), second), scale=2)
-
-
-def second(output: Tensor, _batch: Batch) -> Tensor:
-    return second_loss(output)
-
-
-def judge_several_backwards(trial: Trial) -> Iterator[Comparison]:
-    if trial.variant == "window":
-        yield from judge_window(trial)
-        return
-    losses = [trial.locals(0), trial.locals(1), trial.locals(1, objective=second)]
-    exact = trial.exact(range(2)) and trial.exact(range(1, 2), second)
-    yield from trial.reduced("grads", losses, exact=exact, scale=len(losses))
-    yield from trial.reduced("grads", [trial.locals(2)], 1, trial.exact(range(2, 3)))
-
-
 CLIPS = (1e-2, 1e6)
 
 
@@ -337,7 +311,7 @@ CHECKS = (
     ),
     law(
         "sgd_step",
-        "one step of SGD with a learning rate of 1 moves every parameter by its reduced gradient",
+        "SGD at a rate of 1 moves every weight by its reduced gradient, where layout() says, and no generator",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,
@@ -381,13 +355,14 @@ CHECKS = (
         observe_several_backwards,
         judge_several_backwards,
         needs=(Feature.RETAIN_GRAPH,),
-        variants=(("", ()), ("window", (Feature.ENGINE_ACCUMULATION,))),
+        variants=(("", ()), *((name, (Feature.ENGINE_ACCUMULATION,)) for name in ("window", "given_up"))),
     ),
     law(
         "clip_and_norm",
         "the reported norm is that of all gradients together, and the step is made with the gradients clipped by it",
         observe_clip_and_norm,
         judge_clip_and_norm,
+        models=MODELS,
         needs=(Feature.CLIP,),
         **MOVING,
     ),

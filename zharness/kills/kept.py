@@ -11,7 +11,7 @@ KEPT = {
     "training.kernels": "it alone judges random weights where an engine's kernels are not torch's",
     "training.accumulation": "every owner and length of a window, over two boundaries",
     "training.loss_scale_power": "needs no baseline and no bound, so it holds with kernels that are not torch's",
-    "training.sgd_step": "one step with a rate of 1, so that a wrong gradient is a wrong weight of the same size",
+    "training.sgd_step": "the only one that looks at what a rank holds of a weight, and at its generator",
     "training.ranks_agree": "needs no baseline: it holds for a model that no other law can run",
     "training.config_invariance": "the only one that switches the engine's options",
     "training.sum_or_mean": "the only one that asks for both reductions",

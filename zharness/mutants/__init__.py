@@ -14,10 +14,21 @@ from types import MappingProxyType
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.mutants import blind, contributions, graphs, optimizers, precision, resources, scale, shards, state
+from zharness.mutants import (
+    blind,
+    blind2,
+    contributions,
+    graphs,
+    optimizers,
+    precision,
+    resources,
+    scale,
+    shards,
+    state,
+)
 from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
-FILES = (scale, contributions, shards, optimizers, precision, graphs, state, resources, blind)
+FILES = (scale, contributions, shards, optimizers, precision, graphs, state, resources, blind, blind2)
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
 
 __all__ = ["MUTANTS", "PATH", "Kind", "Mutant", "Target", "find_mutants"]

@@ -64,8 +64,8 @@ class Target:
 class Mutant:
     """``build`` is the broken engine's class, whose docstring says what is wrong; ``imitates`` the real bug's address.
 
-    The first of ``targets`` is the cell that is meant to kill it. ``equivalent`` says why no cell can: then there are
-    no targets.
+    The first of ``targets`` is the cell that is meant to kill it. ``equivalent`` says why no cell can, as it changes
+    nothing or nothing that a law of all engines can be about: then there are no targets.
     """
 
     build: type[Around]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,8 +12,15 @@ from zharness.workload.nets import FEATURES, OUTPUTS
 HIDDEN = 11
 
 
+def unchanged(hidden: Tensor) -> Tensor:
+    """The first layer's output as it is, through which a check may put something of its own."""
+    return hidden
+
+
 class Mixed(nn.Module):
     """Linear layers, one in a block that leaves torch.autocast, and a layer norm: (batch, 12) to (batch, 5).
+
+    ``through`` is called on the first layer's output.
 
     What is frozen, and the buffers, are cast where they are used, as a model has to whose parameters may be lowered.
     """
@@ -28,8 +37,8 @@ class Mixed(nn.Module):
         self.register_buffer("shift", torch.randn(HIDDEN))
         self.register_buffer("steps", torch.tensor(7))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(self.norm(self.first(x)))
+    def forward(self, x: Tensor, through: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
+        hidden = nn.functional.gelu(self.norm(through(self.first(x))))
         hidden = hidden * self.gain.to(hidden.dtype) + self.shift.to(hidden.dtype)
         with torch.autocast(x.device.type, enabled=False):
             hidden = torch.tanh(self.inner(hidden.to(x.dtype)))
