@@ -93,7 +93,8 @@ def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s
     exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation", "config_invariance")}
     calibrated = {("training.kernels", "mlp"), ("training.kernels", "transformer")}
     own = {(f"training.{name}", "mlp") for name in ("optimizers", "sgd_step", "ranks_agree", "clip_and_norm")}
-    assert runs == exact | calibrated | own | {("training.sgd_step", "transformer")}
+    of_both = {(f"training.{name}", "transformer") for name in ("sgd_step", "clip_and_norm")}
+    assert runs == exact | calibrated | own | of_both
     left_out = [cell for cell in cells if cell.unsupported and claimed(cell)]
     assert all("tier C in training.kernels" in cell.unsupported for cell in left_out)
 
