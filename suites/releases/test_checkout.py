@@ -11,7 +11,7 @@ import pytest
 
 from zharness.case import Case
 from zharness.engines import checkouts, registry
-from zharness.errors import UsageError
+from zharness.errors import UsageError, WorldError
 from zharness.releases import checkout
 from zharness.releases.place import place, surroundings
 from zharness.world import RankServer
@@ -148,3 +148,13 @@ def test_an_engine_by_its_factory_has_a_checkout_too(tmp_path: Path) -> None:
         (where,) = server.run(file_of, "mine").values()
     assert where == str(tmp_path / "mine" / "__init__.py")
     assert files(tmp_path / "mine") == before
+
+
+def test_a_session_that_has_imported_another_release_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "__init__.py").touch()
+    with (
+        RankServer(surroundings(f"json:loads@{tmp_path}")) as server,
+        pytest.raises(WorldError, match=r"json .*is already imported by this session.*; run zharness check, or keep"),
+    ):
+        server.run(file_of, "json")

@@ -142,6 +142,22 @@ def test_a_release_that_cannot_be_had_leaves_the_others_running(
         repro_runs.results([Run(made_up, "deepspeed==0.18.8")])
 
 
+def test_a_checkout_that_is_none_leaves_the_others_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = script(tmp_path)
+    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", Verdict.NOT_REPRODUCED))
+    nowhere = f"deepspeed@{tmp_path}/nowhere"
+    gone, here = repro_runs.results([Run(made_up, nowhere), Run(made_up, "deepspeed")])
+    assert (gone.verdict, gone.release, gone.expected) == (Verdict.NOT_RUN, "@", None)
+    assert "expected a source checkout" in gone.evidence
+    assert gone.command == f"zharness repro 1 --on {nowhere}"
+    assert here.verdict is Verdict.NOT_REPRODUCED
+
+
+def test_an_engine_that_is_not_installed_is_asked_for_again_by_its_name(tmp_path: Path) -> None:
+    gone = repro.blank(script(tmp_path), "deepspeed", "", Verdict.NOT_RUN, "told")
+    assert gone.command == "zharness repro 1 --on deepspeed"
+
+
 def test_the_releases_asked_for_take_the_place_of_the_headers(tmp_path: Path) -> None:
     on = ("deepspeed==0.19.0", "deepspeed", "deepspeed==0.19.0")
     assert [run.text for run in chosen(("7913",), False, on)] == ["deepspeed==0.19.0", "deepspeed"]
@@ -219,6 +235,11 @@ def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:
         ("0.19.6", Verdict.NOT_REPRODUCED),
         ("0.19.10", Verdict.NOT_REPRODUCED),
         ("1.0.0+cpu", Verdict.NOT_REPRODUCED),
+        ("0.18.3rc1", None),
+        ("0.19.6rc1", None),
+        ("0.19.6.0", Verdict.NOT_REPRODUCED),
+        ("0.18.3.0", Verdict.REPRODUCED),
+        ("", None),
     ],
 )
 def test_the_header_says_what_a_release_should_show(tmp_path: Path, release: str, expected: Verdict | None) -> None:
@@ -236,6 +257,8 @@ def test_an_open_bug_is_expected_on_every_later_release() -> None:
         ("ranks: 1", "ranks: two", "got ranks: two"),
         ("ranks: 1", "ranks: 1\nneeds: luck", "got needs: luck; allowed: cuda"),
         ("affects: >=0.18.3,<=0.19.5", "affects: older ones", "got affects: older ones"),
+        ("affects: >=0.18.3,<=0.19.5", "affects: <=0.19.x", "got affects: <=0.19.x"),
+        ("fixed: 0.19.6", "fixed: soon", "got fixed: or broken: soon, 0.18.8"),
     ],
 )
 def test_a_wrong_header_is_named(tmp_path: Path, line: str, instead: str, complaint: str) -> None:

@@ -135,6 +135,11 @@ def checkout(text: str) -> Checkout | None:
     return read(Path(path), found.module)
 
 
+def is_checkout(text: str) -> bool:
+    """Whether ``text`` is spelled as a checkout, be there one or not."""
+    return _parsed(text)["checkout"] is not None
+
+
 def version(text: str) -> str | None:
     """The release that ``text`` speaks of: its checkout's, the one asked for, or the installed one, if there is any."""
     found = checkout(text)

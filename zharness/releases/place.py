@@ -81,4 +81,5 @@ def surroundings(name: str) -> Surroundings:
         return runner.surroundings(name)
     found = place(name, info.distribution)
     own = runner.search_path(name)
-    return Surroundings((*found.search_path, *own), found.environment, info.warm_up)
+    module = info.module if found.search_path else ""
+    return Surroundings((*found.search_path, *own), found.environment, info.warm_up, module)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from zharness.engines import registry
 from zharness.errors import UsageError
@@ -34,7 +35,7 @@ SCHEMA = 1
 _ID = re.compile(r"#?\d[\w-]*|\w+(-\w+)+")
 _LINE = re.compile(r"^([a-z]+): +(\S.*)$", re.MULTILINE)
 _BOUND = re.compile(r"(<=|>=|==|<|>)([0-9][\w.+!]*)")
-_COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+_COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
     "==": operator.eq,
@@ -91,7 +92,10 @@ class Repro:
 
     def expected(self, release: str) -> Verdict | None:
         """What ``release`` should show according to the header; None where the header does not say."""
-        at = _version(release)
+        try:
+            at = _version(release)
+        except InvalidVersion:  # of a release that cannot be had
+            return None
         if self.fixed is not None and at >= _version(self.fixed):
             return Verdict.NOT_REPRODUCED
         bounds = _BOUND.findall(self.affects)
@@ -193,8 +197,12 @@ def parse(script: Path) -> Repro:
         raise UsageError(f"{script}: the docstring lacks the lines {', '.join(f'{key}:' for key in missing)}")
     if not said["ranks"].isdecimal() or int(said["ranks"]) < 1:
         raise UsageError(f"{script}: got ranks: {said['ranks']}; expected a positive number")
-    if not all(_BOUND.fullmatch(bound.strip()) for bound in said["affects"].split(",")):
+    bounds = [_BOUND.fullmatch(bound.strip()) for bound in said["affects"].split(",")]
+    if not all(bound and _is_version(bound[2]) for bound in bounds):
         raise UsageError(f"{script}: got affects: {said['affects']}; expected bounds such as >=0.18.3,<=0.19.5")
+    named = [said[key] for key in ("fixed", "broken") if said.get(key, NOT_YET) != NOT_YET]
+    if not all(map(_is_version, named)):
+        raise UsageError(f"{script}: got fixed: or broken: {', '.join(named)}; expected releases such as 0.18.8")
     if said.get("needs", CUDA) != CUDA:
         raise UsageError(f"{script}: got needs: {said['needs']}; allowed: {CUDA}")
     return Repro(
@@ -228,12 +236,14 @@ def run(
 
 
 def blank(repro: Repro, text: str, release: str, verdict: Verdict, evidence: str) -> ReproResult:
-    """The result of a run that took no time; ``text`` is the release as it was asked for."""
-    is_checkout = registry.checkout(text) is not None
-    again = text if is_checkout else f"{repro.engine}=={release}"
+    """The result of a run that took no time; ``text`` is the release as it was asked for, ``release`` empty where that
+    cannot be told.
+    """
+    is_checkout = registry.is_checkout(text)
+    again = text if is_checkout or not release else f"{repro.engine}=={release}"
     return ReproResult(
         repro=repro,
-        release=f"@ {release}" if is_checkout else release,
+        release=f"@ {release}".rstrip() if is_checkout else release,
         verdict=verdict,
         evidence=evidence,
         # A checkout may hold a fix, or a bug, that its version does not tell.
@@ -274,9 +284,16 @@ def _cause(output: str) -> str:
     return lines[-1].strip() if lines else "nothing was printed"
 
 
-def _version(text: str) -> tuple[int, ...]:
-    """The release numbers of ``text``; what follows ``+`` names a build."""
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0]))
+def _version(text: str) -> Version:
+    """``text`` as it sorts among releases; what follows ``+`` names a build. Raises InvalidVersion."""
+    return Version(text.partition("+")[0])
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(_version(text))
+    except InvalidVersion:
+        return False
 
 
 def _loopback() -> dict[str, str]:

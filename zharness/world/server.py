@@ -41,12 +41,14 @@ class Surroundings:
     ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
     os.environ, and ``warm_up`` (``module``, or ``module:function`` without arguments) runs once before the first rank:
     it may import, but must not run a tensor operation, or the children of this process hang in torch's thread pool.
+    ``module`` is the package of which a release is in the first folder of ``search_path``; empty where there is none.
     ``echo`` has what the ranks print written to standard output as well, line by line with the rank in front.
     """
 
     search_path: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     warm_up: str = ""
+    module: str = ""
     echo: bool = False
 
 
@@ -240,6 +242,9 @@ def leave(room: Path) -> NoReturn:
 
 def prepare(surroundings: Surroundings) -> str:
     """Make this process what its ranks should be forked from; in words what went wrong, or the empty string."""
+    trouble = shadowed(surroundings)
+    if trouble:
+        return trouble
     sys.path[:0] = surroundings.search_path
     os.environ.update(surroundings.environment)
     # Python reads the variable at its start only; beside the sources of a checkout no bytecode must be written.
@@ -252,7 +257,22 @@ def prepare(surroundings: Surroundings) -> str:
     except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
         return f"the rank server's warm-up {surroundings.warm_up} raised {type(error).__name__}: {error}"
     freeze()
-    return ""
+    return shadowed(surroundings)
+
+
+def shadowed(surroundings: Surroundings) -> str:
+    """In words which other release of ``module`` this process has imported; the empty string where it has none.
+
+    The ranks would run that one, under the name of the release in ``search_path``.
+    """
+    found = sys.modules.get(surroundings.module)
+    if found is None or Path(getattr(found, "__file__", None) or "").is_relative_to(surroundings.search_path[0]):
+        return ""
+    version = getattr(found, "__version__", "")
+    return (
+        f"{surroundings.module} {version} is already imported by this session, where the release in "
+        f"{surroundings.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
+    )
 
 
 def answer(request: Work | Dismissal, pools: Pools, client: Connection) -> GroupOutcome | Recall | str:
