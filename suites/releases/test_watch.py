@@ -16,6 +16,7 @@ from zharness.releases.place import Place
 from zharness.run import Record, Request
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict
+from zharness.run.runner import excused
 
 PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
     Verdict.PASS,
@@ -109,7 +110,8 @@ def test_a_fault_of_the_harness_is_its_exit_code() -> None:
         (record(CASE, CRASH, "boom"), record(CASE, FAIL, "boom"), Kind.OTHERWISE),
         (record(CASE, PASS), record(CASE, Verdict.UNDETERMINED), Kind.LOST),
         (record(CASE, PASS), record(CASE, Verdict.CONTRACT), None),
-        (record(CASE, UNSUPPORTED), record(CASE, FAIL), None),
+        (record(CASE, UNSUPPORTED), record(CASE, FAIL), Kind.NEW),
+        (record(CASE, UNSUPPORTED), record(CASE, PASS), None),
         (record(CASE, CRASH, "got 0.5 at /a/b/x.py:3"), record(CASE, CRASH, "got 1e-07 at /c/x.py:44"), None),
     ],
 )
@@ -131,7 +133,21 @@ def test_a_release_that_was_not_recorded_is_compared_with_the_newest(capsys: pyt
         "NEWLY BROKEN training.grads[deepspeed==0.11-zero1-w2-fp32-mlp]\n  0.10: pass: pass\n  0.11: fail: fail" in out
     )
     assert "HOLDS AGAIN training.grads[deepspeed==0.11-zero2-w2-fp32-mlp]" in out
-    assert out.endswith("2 cells changed: 1 newly broken, 1 holds again\n")
+    assert "2 cells changed: 1 newly broken, 1 holds again\n" in out
+    assert out.endswith("0.11: 2 cells compared, 0 only before, 0 only now\n")
+
+
+def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = (record(CASE, PASS, release="1"), record(replace(CASE, stage=3), PASS, release="1"))
+    assert Engine({"1": {CASE: PASS, OTHER: PASS}}).matrix("1", known=known) == 0
+    assert "1: 1 cells compared, 1 only before, 1 only now" in capsys.readouterr().out
+    engine = Engine({"1": {OTHER: PASS}, "2": {CASE: PASS}})
+    with pytest.raises(UsageError, match="nothing was compared: of 2 cells before and 1 now none is the same"):
+        engine.matrix("1", known=known)
+    with pytest.raises(UsageError, match="nothing was compared: of 1 cells before and 1 now"):
+        watch.compare("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
 
 
 def test_a_record_of_another_engine_is_refused() -> None:
@@ -157,8 +173,9 @@ def excuse(upstream: str) -> Excuse:
         ({CASE: FAIL}, {CASE: FAIL}, 0, "the change breaks 0; 1 are broken on both"),
         ({CASE: FAIL}, {CASE: PASS}, 0, "HOLDS AGAIN"),
         ({CASE: PASS}, {CASE: ERROR}, 3, "SHOWS NOTHING ANY MORE"),
+        ({CASE: UNSUPPORTED}, {CASE: FAIL}, 1, "NEW FAILURE"),
     ],
-    ids=["nothing", "it broke", "broken before", "mended", "harness"],
+    ids=["nothing", "it broke", "broken before", "mended", "harness", "new failure"],
 )
 def test_a_comparison_fails_on_what_the_change_broke_alone(
     base: Mapping[Case, Verdict],
@@ -172,16 +189,46 @@ def test_a_comparison_fails_on_what_the_change_broke_alone(
     assert told in capsys.readouterr().out
 
 
+def test_what_fails_once_and_not_again_is_told_and_breaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    first = Engine({"1": {CASE: PASS, OTHER: PASS}, "2": {CASE: Verdict.HANG, OTHER: PASS}})
+    second = Engine({"1": {CASE: PASS}, "2": {CASE: PASS}})
+    asked: list[tuple[str, ...]] = []
+
+    def measure(request: Request) -> list[Record]:
+        asked.append(request.patterns)
+        return (first if len(asked) <= 2 else second).measure(request)
+
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), measure, ()) == 0
+    assert asked[2:] == [(replace(CASE, engine=f"deepspeed=={release}").id,) for release in "12"]
+    out = capsys.readouterr().out
+    assert f"SEEN ONCE {replace(CASE, engine='deepspeed==2').id}: hang, not when both were run again" in out
+    assert "2 cells compared, 0 only before, 0 only now: the change breaks 0" in out
+
+
+def test_an_excuse_of_the_users_own_that_went_stale_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine({"1": {CASE: PASS}, "2": {CASE: PASS}})
+    mine = replace(excuse("mine#1"), place="mine.toml:3")
+
+    def stale(request: Request) -> list[Record]:
+        return [excused(found, mine) for found in engine.measure(request)]
+
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), stale, (mine,)) == 0
+    told = capsys.readouterr().out
+    assert "STALE training.grads[deepspeed==2-zero1-w2-fp32-mlp]: mine#1 no longer shows here" in told
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), stale, ()) == 0
+    assert "STALE" not in capsys.readouterr().out
+
+
 def test_what_the_users_own_excuses_cover_is_not_broken_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Engine({"1": {CASE: PASS}, "2": {CASE: FAIL}})
 
-    def excused(request: Request) -> list[Record]:
+    def covered(request: Request) -> list[Record]:
         return [replace(found, excuse="mine#1") for found in engine.measure(request)]
 
     own = (excuse("mine#1"),)
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), excused, own) == 0
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), covered, own) == 0
     assert "the change breaks 0; 0 are broken on both, 1 excused" in capsys.readouterr().out
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), excused, (excuse("other#2"),)) == 1
+    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), covered, (excuse("other#2"),)) == 1
 
 
 def test_a_comparison_with_what_cannot_be_run_is_wrong_usage() -> None:

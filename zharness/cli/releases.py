@@ -17,7 +17,7 @@ from zharness.errors import UsageError
 
 if TYPE_CHECKING:
     from zharness.releases.history import Measure
-    from zharness.run import Request
+    from zharness.run import Record, Request
     from zharness.run.excuses import Excuse
 
 
@@ -113,14 +113,25 @@ class Axes:
         return Request(checks, (), self.stages, self.world_sizes, self.dtypes, self.models)
 
     def measure(self, stack: ExitStack, own: tuple[Excuse, ...] = ()) -> Measure:
-        """Runs the cells of a request; all records go to one file, which is closed with ``stack``."""
+        """Runs the cells of a request; all records go to one file, which is closed with ``stack``.
+
+        Excuses that match nothing are told on standard error, each once.
+        """
         from zharness.releases.place import surroundings
         from zharness.report.live import Options, opened, run_request
         from zharness.world import Isolation
 
         options = Options(self.timeout, lanes=self.jobs or 0, isolation=Isolation(self.isolation), own=own)
         sink = cache(partial(opened, stack, self.jsonl))
-        return lambda request: run_request(request, options, sink, surroundings)[0]
+        tell = cache(partial(click.echo, err=True))
+
+        def measure(request: Request) -> list[Record]:
+            records, complaints = run_request(request, options, sink, surroundings)
+            for complaint in complaints:
+                tell(f"UNMATCHED {complaint}")
+            return records
+
+        return measure
 
 
 @click.command(name="releases")
@@ -157,7 +168,7 @@ def releases(
     zharness releases --clean deepspeed==0.18.8
 
     Broken laws are what it reports, not what it fails on. Exit codes: 0, 1 something changed since the record, 2 no
-    release could be run, 3 some could not, or the harness itself failed.
+    release could be run or the record has none of the cells, 3 some could not, or the harness itself failed.
     """
     from zharness.releases import cached_words, watch
     from zharness.run.record import read_records
@@ -211,8 +222,9 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
 def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path, ...], **options: Any) -> int:
     """Run the same cells on a base and on a change of it, and fail on what the change broke, on nothing else.
 
-    Both are NAME@CHECKOUT, NAME==RELEASE or NAME. Exit codes: 0, 1 the change breaks a law that the base keeps, 2 one
-    of them cannot be run, 3 the harness itself failed.
+    Both are NAME@CHECKOUT, NAME==RELEASE or NAME. What the change breaks is run once more on both, and counts when it
+    breaks again. Exit codes: 0, 1 the change breaks what is not broken on the base, 2 one of them cannot be run or they
+    share no cell, 3 the harness itself failed.
 
     \b
     zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml

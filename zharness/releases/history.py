@@ -54,9 +54,13 @@ class Kind(Enum):
     """How a cell changed."""
 
     BROKEN = "newly broken"
+    NEW = "new failure"  # broken where nothing was shown before
     HOLDS = "holds again"
     OTHERWISE = "fails otherwise"
     LOST = "shows nothing any more"
+
+
+FAILURES = (Kind.BROKEN, Kind.NEW)
 
 
 @dataclass(frozen=True)
@@ -138,14 +142,25 @@ def changes(before: Mapping[Case, Record], after: Mapping[Case, Record]) -> list
     return found
 
 
+def shared(before: Mapping[Case, Record], after: Mapping[Case, Record]) -> str:
+    """How many cells both have and each has alone, in words. Raises UsageError where they share none."""
+    both = len(before.keys() & after.keys())
+    if not both:
+        raise UsageError(
+            f"nothing was compared: of {len(before)} cells before and {len(after)} now none is the same; "
+            "name the same checks, stages, world sizes, dtypes and models as before"
+        )
+    return f"{both} cells compared, {len(before) - both} only before, {len(after) - both} only now"
+
+
 def changed(before: Record, after: Record) -> Kind | None:
-    """How one cell changed; None where it did not, or where the earlier record tells nothing."""
+    """How one cell changed; None where it did not, or where the earlier record tells nothing and the law holds."""
     was, now = standing(before), standing(after)
     if was is now:
         alike = was is not Standing.BROKEN or signature(before) == signature(after)
         return None if alike else Kind.OTHERWISE
     if was is Standing.UNKNOWN:
-        return None
+        return Kind.NEW if now is Standing.BROKEN else None
     return {Standing.BROKEN: Kind.BROKEN, Standing.HOLDS: Kind.HOLDS, Standing.UNKNOWN: Kind.LOST}[now]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import click
 from packaging.version import InvalidVersion, Version
@@ -13,7 +14,7 @@ from zharness.engines.registry import split
 from zharness.errors import UsageError
 from zharness.releases import history, index, repros
 from zharness.releases.bisect import Outcome, Trial, bisect, verdict, words
-from zharness.releases.history import Change, Column, Kind, Measure, Standing, standing
+from zharness.releases.history import FAILURES, Change, Column, Measure, Standing, bare, standing
 from zharness.releases.history_words import differences, overview
 from zharness.releases.place import place
 from zharness.releases.repros import Repro
@@ -37,15 +38,19 @@ def matrix(named: Sequence[str], request: Request, measure: Measure, known: Sequ
     """Run ``request`` on every release of ``named``, print cells x releases and the flips; the exit code.
 
     With ``known``, the records of an earlier run, what changed since decides: 1 when anything did. 3 when a release
-    could not be run, or the harness failed in a cell. Raises UsageError when none could be run.
+    could not be run, or the harness failed in a cell. Raises UsageError when none could be run, and for a release that
+    shares no cell with the record.
     """
     name = split(named[0])[0]
     earlier = history.recorded(known, name) if known else {}
     found = history.columns(named, request, measure)
     click.echo(overview(found))
-    changed = [change for each in found if earlier for change in history.changes(since(earlier, each), each.records)]
+    pairs = [(since(earlier, each), each) for each in found if earlier and not each.trouble]
+    changed = [change for before, each in pairs for change in history.changes(before, each.records)]
     if earlier:
-        click.echo(f"\nsince the record of {', '.join(earlier)}:\n\n{differences(changed)}")
+        click.echo(f"\nsince the record of {', '.join(earlier)}:\n\n{differences(changed)}\n")
+        for before, each in pairs:
+            click.echo(f"{each.release}: {history.shared(before, each.records)}")
     return faults(found) or int(bool(changed))
 
 
@@ -71,37 +76,68 @@ def faults(found: Iterable[Column]) -> int:
 
 
 def compare(base: str, change: str, request: Request, measure: Measure, own: Sequence[Excuse]) -> int:
-    """Run ``request`` on both and print what differs; 1 when ``change`` breaks what holds on ``base``.
+    """Run ``request`` on both and print what differs; 1 when ``change`` breaks what is not broken on ``base``.
 
-    A failure that ``own`` excuses is printed and breaks nothing; a failure of both is neither. Raises UsageError when
-    either cannot be run.
+    What it breaks is run once more on both: on a busy machine a cell may meet its deadline once. A failure that ``own``
+    excuses is printed and breaks nothing; a failure of both is neither. Raises UsageError when either cannot be run,
+    or they share no cell.
     """
+    found = both(base, change, request, measure)
+    counted = history.shared(found[0].records, found[1].records)
+    changed = history.changes(found[0].records, found[1].records)
+    expected = [one for one in changed if is_excused(one, own)]
+    suspects = [one for one in changed if one.kind in FAILURES and one not in expected]
+    again = both(base, change, cells_alone(request, suspects), measure) if suspects else []
+    broken = repeated(suspects, again)
+    once = [one for one in suspects if one not in broken]
+    click.echo(differences([one for one in changed if one not in expected and one not in once]))
+    for one in once:
+        click.echo(f"\nSEEN ONCE {one.after.case.id}: {one.after.verdict.value}, not when both were run again")
+    for record in found[1].records.values():
+        if any(record.stale.endswith(excuse.place) for excuse in own if record.stale):
+            click.echo(f"\nSTALE {record.case.id}: {record.stale}")
+    known = sum(
+        is_broken(record) and is_broken(found[1].records.get(case)) for case, record in found[0].records.items()
+    )
+    click.echo(
+        f"\n{found[0].release} and {found[1].release}, {counted}: the change breaks {len(broken)}; "
+        f"{known} are broken on both, {len(expected)} excused"
+    )
+    return faults([*found, *again]) or int(bool(broken))
+
+
+def both(base: str, change: str, request: Request, measure: Measure) -> list[Column]:
+    """The records of both. Raises UsageError when either cannot be run."""
     found = [history.column(text, request, measure) for text in (base, change)]
     for each in found:
         if each.trouble:
             raise UsageError(f"{each.text}: {each.trouble}")
-    changed = history.changes(found[0].records, found[1].records)
-    expected = [one for one in changed if is_excused(one, own)]
-    new = [one for one in changed if one not in expected]
-    broken = [one for one in new if one.kind is Kind.BROKEN]
-    click.echo(differences(new))
-    both = [case for case, record in found[1].records.items() if is_broken(record) and case in found[0].records]
-    known = sum(is_broken(found[0].records[case]) for case in both)
-    click.echo(
-        f"\n{found[0].release} and {found[1].release}, {len(found[1].records)} cells: the change breaks {len(broken)}; "
-        f"{known} are broken on both, {len(expected)} excused"
-    )
-    return faults(found) or int(bool(broken))
+    return found
 
 
-def is_broken(record: Record) -> bool:
-    """Whether a record says that its law is broken."""
-    return standing(record) is Standing.BROKEN
+def cells_alone(request: Request, changes: Sequence[Change]) -> Request:
+    """``request`` for the cells of ``changes``, and no others."""
+    return replace(request, patterns=tuple(change.after.case.id for change in changes))
+
+
+def repeated(suspects: Sequence[Change], again: Sequence[Column]) -> list[Change]:
+    """Those of ``suspects`` that are failures when they are run ``again``, too."""
+    if not again:
+        return []
+    failed = {
+        bare(one.after.case) for one in history.changes(*(each.records for each in again)) if one.kind in FAILURES
+    }
+    return [one for one in suspects if bare(one.after.case) in failed]
+
+
+def is_broken(record: Record | None) -> bool:
+    """Whether there is a record, which says that its law is broken."""
+    return record is not None and standing(record) is Standing.BROKEN
 
 
 def is_excused(change: Change, own: Sequence[Excuse]) -> bool:
     """Whether one of the user's excuses covers what the change broke; those of the package speak of releases."""
-    return change.kind is Kind.BROKEN and change.after.excuse in {excuse.upstream for excuse in own}
+    return change.kind in FAILURES and change.after.excuse in {excuse.upstream for excuse in own}
 
 
 def halve(engine: str, good: str, bad: str, trial: Trial) -> int:
