@@ -51,7 +51,7 @@ def parsed(command: str) -> tuple[str, ...]:
 
 
 def expanded(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The command of a step with each value of its variables: a matrix's choices, an input's default."""
+    """The command of a step with each value of its variables: a matrix's choices, an input's default or example."""
     spelled = re.sub(r" \$\{EXCUSES:\+[^}]*\}", "", step["run"].strip())  # nothing, as the input is empty unless given
     values = {key: choices(name, str(value)) for key, value in step.get("env", {}).items()}
     for combination in itertools.product(*values.values()):
@@ -65,8 +65,16 @@ def choices(name: str, expression: str) -> list[str]:
     """What ``${{ matrix.KEY }}`` or ``${{ inputs.KEY }}`` may stand for."""
     kind, _, key = expression.strip("${} ").partition(".")
     if kind == "inputs":
-        return [workflow(name)[True]["workflow_call"]["inputs"][key]["default"]]
+        given = workflow(name)[True]["workflow_call"]["inputs"][key]
+        return [example()[key] if given.get("required") else given["default"]]
     return list(workflow(name)["jobs"]["torch"]["strategy"]["matrix"][key])
+
+
+def example() -> dict[str, str]:
+    """What the README's caller of compare.yml gives it."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    given: dict[str, str] = yaml.safe_load(block)["jobs"]["zharness"]["with"]
+    return given
 
 
 def environments() -> set[str]:
@@ -112,6 +120,33 @@ def test_every_action_is_pinned_to_a_commit(name: str) -> None:
     used = [step["uses"] for step in steps(name) if "uses" in step]
     loose = [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
     assert not loose, loose
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_no_key_of_a_cache_holds_what_a_caller_wrote(name: str) -> None:
+    # A key with a comma is refused, and a requirement such as zharness[deepspeed,test] has one.
+    keys = [step["with"].get("key", "") for step in steps(name) if "actions/cache" in step.get("uses", "")]
+    assert not [key for key in keys if "inputs." in key]
+
+
+def test_what_is_installed_in_an_engines_repository_is_named_by_that_repository() -> None:
+    # By name alone it would come from an index, where the name may be anybody's.
+    requirement = workflow("compare.yml")[True]["workflow_call"]["inputs"]["requirement"]
+    assert requirement["required"] is True
+    assert "default" not in requirement
+
+
+def test_the_weekly_record_is_kept_before_anything_that_may_fail_by_what_it_finds() -> None:
+    said = [step.get("run", step.get("uses", "")) for step in workflow("newest.yml")["jobs"]["deepspeed"]["steps"]]
+    recorded, saved, watched = (
+        next(at for at, text in enumerate(said) if part in text)
+        for part in ("zharness check", "actions/cache/save", "zharness releases")
+    )
+    assert recorded < saved < watched
+
+
+def test_every_reproduction_runs_each_week() -> None:
+    assert any(step.get("run", "").startswith("zharness repro --all") for step in steps("newest.yml"))
 
 
 def test_linters_of_workflows_find_nothing() -> None:
