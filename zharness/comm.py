@@ -105,10 +105,10 @@ class Comm:
         """``reduce_scatter`` without waiting: call what it gives, and leave ``full`` alone until then."""
         self._count(Collective.REDUCE_SCATTER, full)
         if not (self._gloo and full.device.type == "cpu"):
-            return _finish(dist.reduce_scatter_tensor(shard, full, group=self.group, async_op=True), shard)
+            return _finish(dist.reduce_scatter_tensor(shard, full, group=self.group, async_op=True), shard, full)
         # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
         received = torch.empty_like(full)
-        arrived = _finish(dist.all_to_all_single(received, full, group=self.group, async_op=True), received)
+        arrived = _finish(dist.all_to_all_single(received, full, group=self.group, async_op=True), received, full)
         return lambda: torch.sum(arrived().view(self.world_size, -1), dim=0, out=shard)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -124,9 +124,13 @@ class Comm:
         self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())
 
 
-def _finish(work: dist.Work, result: Tensor) -> Finish:
+def _finish(work: dist.Work, result: Tensor, read: Tensor) -> Finish:
+    """Waits once; until then it keeps what the collective ``read``, whether or not the backend does."""
+    under_way = [(work, read)]
+
     def finish() -> Tensor:
-        work.wait()
+        while under_way:
+            under_way.pop()[0].wait()
         return result
 
     return finish

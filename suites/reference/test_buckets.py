@@ -191,3 +191,16 @@ def test_a_backward_that_raised_leaves_nothing_on_the_shelf_once_it_is_forgotten
     plain(batch(), "left").sum().backward()
     engine(batch(), "left").sum().backward()
     assert_same(engine.full_grads(), summed(plain))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bucket_that_travels_when_a_backward_raises_is_forgotten_with_it(stage: int) -> None:
+    engine, plain = pair(stage, reduce_bucket_size=1)
+    hidden = Breaking.apply(batch().requires_grad_())
+    with pytest.raises(ValueError, match="broken on purpose"):
+        engine(hidden, "left").sum().backward()
+    engine.zero_grad()
+    plain(batch(), "right").sum().backward()
+    engine(batch(), "right").sum().backward()
+    assert_same(engine.full_grads(), summed(plain))

@@ -84,10 +84,9 @@ class Gradients:
         if self._owners.parameters is Owner.SHARDED:
             self._wire.channel.settle()
         used, _ = self._agree(list(self._originals.values()))
+        for bucket in self._buckets:
+            self._follow(bucket.only(used))
         self._settle()
-        # All are under way before the first is waited for: one is added up while the others travel.
-        for settle in [self._begin(bucket.only(used)) for bucket in self._buckets]:
-            settle()
         if self._rounds is not None:
             self._rounds.forget()
         # In one order on all ranks: which came first differs, where ranks used different parameters.
@@ -104,7 +103,7 @@ class Gradients:
 
     def forget(self) -> None:
         """No gradient anywhere: neither reduced nor waiting; and nothing that a failed backward left gathered."""
-        self._settle()
+        self._underway = _nothing  # not waited for: nobody wants it, and a peer that died may have broken it
         self._reduced.clear()
         self._wire.shelf.clear()
         for original in self._originals.values():
@@ -135,9 +134,14 @@ class Gradients:
         The bucket travels while backward goes on: until the next one comes, or somebody asks for gradients.
         """
         used, further = self._agree(bucket.members, more)
-        self._settle()
-        self._underway = self._begin(bucket.only(used))
+        self._follow(bucket.only(used))
         return bool(used) or further
+
+    def _follow(self, bucket: Bucket) -> None:
+        """Begin with ``bucket``, then finish the one before: two are in memory at a time, and one of them travels."""
+        begun = self._begin(bucket)
+        self._settle()
+        self._underway = begun
 
     def _settle(self) -> None:
         underway, self._underway = self._underway, _nothing
