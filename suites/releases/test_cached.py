@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from zharness.cli import cli
 from zharness.errors import UsageError
-from zharness.releases import cached, cached_words, overlay
+from zharness.releases import cached, cached_words, checkout, overlay
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +27,10 @@ def made_up(folder: Path, release: str) -> None:
     (folder / "made_up" / "__init__.py").write_text(f"__version__ = {release!r}\n" + "#" * 1_000_000)
 
 
+def cleaned(wanted: Sequence[str]) -> str:
+    return cached_words.cleaned(list(cached.clean(wanted)))
+
+
 def subjects() -> list[str]:
     return [entry.subject for entry in cached.entries()]
 
@@ -36,7 +43,7 @@ def test_what_is_cached_is_listed_with_its_size() -> None:
 
 
 def test_one_release_is_removed_and_the_size_that_was_freed_is_told(cache: Path) -> None:
-    told = cached_words.cleaned(("made_up==1.0",))
+    told = cleaned(("made_up==1.0",))
     assert told.splitlines()[0].startswith("made_up==1.0 (Python 3.")
     assert "freed 1.0 MB of" in told
     assert subjects() == ["made_up==2.0"]
@@ -46,17 +53,32 @@ def test_one_release_is_removed_and_the_size_that_was_freed_is_told(cache: Path)
 def test_what_this_package_did_not_make_is_left_alone(cache: Path) -> None:
     (cache / "somebody").mkdir()
     (cache / ".made_up-3.0.building-abc").mkdir()
-    cached_words.cleaned(())
+    cleaned(())
     assert [entry.name for entry in cache.iterdir() if entry.is_dir()] == ["somebody"]
 
 
 def test_a_release_that_is_being_built_is_left_alone(cache: Path) -> None:
     (place,) = (entry.path for entry in cached.entries() if entry.subject == "made_up==1.0")
     with overlay.alone(place):
-        assert "left alone: another process is building it" in cached_words.cleaned(("made_up==1.0",))
+        assert "left alone: another process is building it" in cleaned(("made_up==1.0",))
+        done = CliRunner().invoke(cli, ["releases", "--clean", "made_up==1.0"], standalone_mode=False)
+        assert done.return_value == 3
     assert "made_up==1.0" in subjects()
 
 
 def test_a_release_that_is_not_cached_is_named_beside_those_that_are() -> None:
     with pytest.raises(UsageError, match=r"unknown release in the cache 'made_up==9\.9'; allowed: made_up==1\.0, "):
-        cached_words.cleaned(("made_up==9.9",))
+        cleaned(("made_up==9.9",))
+
+
+def test_a_checkout_is_removed_by_any_spelling_of_its_path(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, half = cache.parent / "checkouts" / "made_up-0123", cache.parent / "checkouts" / ".made_up-4.building-x"
+    for folder in (room, half):
+        folder.mkdir(parents=True)
+    (room / checkout.STAMP).write_text(f"made_up@{tmp_path / 'sources'}")
+    monkeypatch.chdir(cache)
+    assert cleaned(("made_up@../sources",)).startswith(f"made_up@{tmp_path / 'sources'} (")
+    cleaned(())
+    assert not [entry for entry in room.parent.iterdir() if entry.is_dir()]

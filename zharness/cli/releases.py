@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from zharness.cli.options import OUTPUT, SECONDS, integers, words
 from zharness.errors import UsageError
@@ -107,10 +108,16 @@ class Axes:
     jsonl: Path | None
 
     def request(self, checks: tuple[str, ...]) -> Request:
-        """The cells, of an engine that is filled in later."""
-        from zharness.run import Request
+        """The cells, of an engine that is filled in later.
 
-        return Request(checks, (), self.stages, self.world_sizes, self.dtypes, self.models)
+        Raises UsageError for what does not exist: a mistake is told before any release is fetched.
+        """
+        from zharness.run import Request
+        from zharness.run.plan import validate
+
+        request = Request(checks, (), self.stages, self.world_sizes, self.dtypes, self.models)
+        validate(request)
+        return request
 
     def measure(self, stack: ExitStack, own: tuple[Excuse, ...] = ()) -> Measure:
         """Runs the cells of a request; all records go to one file, which is closed with ``stack``.
@@ -134,6 +141,21 @@ class Axes:
         return measure
 
 
+def refuse_axes(identifier: str) -> None:
+    """Raises UsageError where the current command was given options that say which cells are run, and how."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in {field.name for field in fields(Axes)}
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise UsageError(
+            f"got {', '.join(given)} for reproduction {identifier}, which has no cells; leave them out, or name a check"
+        )
+
+
 @click.command(name="releases")
 @click.argument("engine", required=False)
 @click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
@@ -146,7 +168,12 @@ class Axes:
     help="Print what changed since this record, and exit with 1 when anything did.",
 )
 @click.option("--list", "listed", is_flag=True, help="Print what the cache holds, and run nothing.")
-@click.option("--clean", is_flag=True, help="Remove from the cache ENGINE==RELEASE, ENGINE, or everything.")
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Remove from the cache ENGINE==RELEASE, ENGINE@CHECKOUT, ENGINE, or every release and all kept of checkouts "
+    "(not what setup_repro.sh made). What runs on them at the moment breaks.",
+)
 @axes
 def releases(
     engine: str | None,
@@ -168,22 +195,30 @@ def releases(
     zharness releases --clean deepspeed==0.18.8
 
     Broken laws are what it reports, not what it fails on. Exit codes: 0, 1 something changed since the record, 2 no
-    release could be run or the record has none of the cells, 3 some could not, or the harness itself failed.
+    release could be run or the record has none of the cells, 3 some could not be run, or not be removed, or the harness
+    itself failed.
     """
-    from zharness.releases import cached_words, watch
+    from zharness.releases import cached, cached_words, watch
     from zharness.run.record import read_records
 
-    if listed or clean:
-        named = tuple(text for text in (engine, *versions) if text)
-        click.echo(cached_words.cleaned(named) if clean else cached_words.listed(named))
+    named = tuple(text for text in (engine, *versions) if text)
+    if listed and clean:
+        raise UsageError("got --list and --clean; --list says what --clean would remove: name one of them")
+    if listed:
+        click.echo(cached_words.listed(named))
         return 0
+    if clean:
+        done = list(cached.clean(named))
+        click.echo(cached_words.cleaned(done))
+        return 0 if all(what == cached.REMOVED for _, what in done) else 3
     if engine is None:
         raise UsageError("no engine was named; try: zharness releases deepspeed 0.18.8 0.19.8, or --list")
     axes_ = Axes(**options)
-    named_texts = watch.texts(engine, versions, newest)
+    request = axes_.request(checks)
+    texts = watch.texts(engine, versions, newest)
     known = read_records(compare_to) if compare_to else []
     with ExitStack() as stack:
-        return watch.matrix(named_texts, axes_.request(checks), axes_.measure(stack), known)
+        return watch.matrix(texts, request, axes_.measure(stack), known)
 
 
 @click.command()
@@ -207,6 +242,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
 
     chosen = Axes(**options)
     if repros.looks_like_id(check):
+        refuse_axes(check)
         return watch.halve(engine, good, bad, watch.by_repro(repros.find_one(engine, check)))
     with ExitStack() as stack:
         cells = watch.by_cells(engine, chosen.request((check,)), chosen.measure(stack))
@@ -234,7 +270,8 @@ def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path
     from zharness.run.excuses import read_excuses
 
     chosen, own = Axes(**options), read_excuses(excuses)
+    request = chosen.request(checks)
     for text in (base, change):
         surroundings(text)  # whatever cannot be had is told before the other has run for a minute
     with ExitStack() as stack:
-        return watch.compare(base, change, chosen.request(checks), chosen.measure(stack, own), own)
+        return watch.compare(base, change, request, chosen.measure(stack, own), own)

@@ -34,14 +34,20 @@ class Entry:
 
 def entries() -> list[Entry]:
     """Everything in the cache that this package made, told by its stamp or by the prefix of unfinished installs."""
-    found = [*map(of_overlay, _folders("releases")), *map(of_checkout, _folders("checkouts"))]
+    kinds = (("releases", of_overlay), ("checkouts", of_checkout))
+    found = [unfinished(path) or kind(path) for part, kind in kinds for path in _folders(part)]
     return [entry for entry in found if entry is not None]
+
+
+def unfinished(path: Path) -> Entry | None:
+    """The entry of what a killed process left half made; None for what is whole."""
+    if path.name.startswith(".") and overlay.BUILDING in path.name:
+        return Entry(path, path.name, "unfinished install", size(path))
+    return None
 
 
 def of_overlay(path: Path) -> Entry | None:
     """The entry of an overlay; None for what is none."""
-    if path.name.startswith(".") and overlay.BUILDING in path.name:
-        return Entry(path, path.name, "unfinished install", size(path))
     try:
         stamp = overlay.Stamp(**json.loads((path / overlay.STAMP).read_text()))
     except (OSError, ValueError, TypeError):
@@ -73,7 +79,9 @@ def clean(wanted: Sequence[str]) -> Iterator[tuple[Entry, str]]:
 
 
 def meant(entry: Entry, text: str) -> bool:
-    """Whether ``text`` speaks of ``entry``."""
+    """Whether ``text`` speaks of ``entry``. A checkout is meant by any spelling of its path, be it there or not."""
+    name, at, path = text.partition("@")
+    text = f"{name}@{Path(path).expanduser().resolve()}" if at else text
     if text == entry.subject:
         return True
     return "==" not in text and "@" not in text and split_name(entry) == text
@@ -85,9 +93,9 @@ def split_name(entry: Entry) -> str:
 
 
 def removed(entry: Entry) -> str:
-    """Remove one entry unless somebody is at work on it; what became of it.
+    """Remove one entry unless somebody is building it; what became of it.
 
-    It is renamed first: whatever stands under a release's own name is whole.
+    It is renamed first: whatever stands under a release's own name is whole. Who runs on it is not known: that breaks.
     """
     name = entry.path.name.lstrip(".").partition(overlay.BUILDING)[0]
     lock = filelock.FileLock(str(entry.path.parent / f".{name}.lock"), timeout=0)

@@ -19,9 +19,8 @@ def listed(wanted: Sequence[str]) -> str:
     return f"{table}\n\n" * bool(body) + f"{len(found)} in {overlay.cache()}, {total}"
 
 
-def cleaned(wanted: Sequence[str]) -> str:
-    """Remove ``wanted``, or everything, and say what became of each and how much was freed."""
-    done = list(cached.clean(wanted))
+def cleaned(done: Sequence[tuple[Entry, str]]) -> str:
+    """What became of each, and how much was freed."""
     freed = sum(entry.size for entry, what in done if what == cached.REMOVED)
     return "\n".join([*map(line, done), f"freed {megabytes(freed)} of {overlay.cache()}"])
 

@@ -38,18 +38,18 @@ def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
     room = _room(checkout)
     generated = _GENERATED.get(checkout.module)
     subject = f"{checkout.module}@{checkout.path}"
-    with overlay.writable(subject):
+    with overlay.writable(subject), overlay.alone(room):
         room.mkdir(parents=True, exist_ok=True)
         (room / STAMP).write_text(subject)
         if generated is None or (checkout.package / generated[0]).exists():
             place = checkout.path
         else:
             place = _linked(checkout, room / "links", generated[0], generated[1].format(version=checkout.version))
-    env = overlay.environment(place, room)
-    # Compiled bytecode would be written beside the sources, which are not ours. Another place for it would hold torch's
-    # as well, compiled once more.
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
-    overlay.imported(place, checkout.module, env, subject)
+        env = overlay.environment(place, room)
+        # Compiled bytecode would be written beside the sources, which are not ours. Another place for it would hold
+        # torch's as well, compiled once more.
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        overlay.imported(place, checkout.module, env, subject)
     return place, env
 
 
@@ -60,21 +60,26 @@ def _room(checkout: Checkout) -> Path:
 
 
 def _linked(checkout: Checkout, place: Path, name: str, text: str) -> Path:
-    """``place``, a folder in which the package is links to the checkout's entries and the file ``name``."""
+    """``place``, a folder in which the package is links to the checkout's entries and the file ``name``.
+
+    The caller holds the room's lock.
+    """
     entries = {entry.name: entry for entry in checkout.package.iterdir() if entry.name != "__pycache__"}
     package = place / checkout.module
-    with overlay.alone(place):
-        if not _is_current(package, entries, name, text):
-            beside = Path(tempfile.mkdtemp(dir=place.parent))
-            try:
-                (beside / checkout.module).mkdir()
-                for entry in entries.values():
-                    (beside / checkout.module / entry.name).symlink_to(entry)
-                (beside / checkout.module / name).write_text(text)
-                shutil.rmtree(place, ignore_errors=True)
-                beside.rename(place)
-            finally:
-                shutil.rmtree(beside, ignore_errors=True)
+    prefix = f".{place.name}{overlay.BUILDING}"
+    for left in place.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left)  # of a process that was killed
+    if not _is_current(package, entries, name, text):
+        beside = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
+        try:
+            (beside / checkout.module).mkdir()
+            for entry in entries.values():
+                (beside / checkout.module / entry.name).symlink_to(entry)
+            (beside / checkout.module / name).write_text(text)
+            shutil.rmtree(place, ignore_errors=True)
+            beside.rename(place)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     return place
 
 

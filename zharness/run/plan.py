@@ -72,7 +72,7 @@ def shuffled(cells: Sequence[Planned], seed: int) -> list[Planned]:
 
 
 def validate(request: Request) -> None:
-    """Raises UsageError for an engine, stage, dtype, model or world size that does not exist."""
+    """Raises UsageError for an engine, stage, dtype, model, world size or check that does not exist."""
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:
@@ -85,6 +85,9 @@ def validate(request: Request) -> None:
         model_spec(model)
     for world_size in request.world_sizes:
         check_world_size(world_size)
+    find_checks(tuple(pattern for pattern in request.patterns if not looks_like_id(pattern)))
+    for pattern in filter(looks_like_id, request.patterns):
+        check_named(Case.parse(pattern).check)
 
 
 def named(case: Case, claims: Claims) -> Planned:
