@@ -71,6 +71,42 @@ def test_a_pip_that_found_the_disk_full_is_told_the_same_way(monkeypatch: pytest
         overlay.ensure("made_up", "1.0")
 
 
+def test_a_release_for_another_python_is_told_with_the_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = (
+        "ERROR: Ignored the following versions that require a different python version: "
+        "0.9 Requires-Python >=3.99; 1.0 Requires-Python >=3.98,<4\n"
+        "ERROR: Could not find a version that satisfies the requirement made_up==1.0 (from versions: 0.7, 0.8)"
+    )
+    monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
+    with pytest.raises(UsageError, match=r"made_up==1\.0 needs Python >=3\.98,<4, and this is 3\."):
+        overlay.ensure("made_up", "1.0")
+
+
+def test_what_outlives_its_launcher_is_ended_too() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "code = 'import signal; signal.pause()'\n"
+        "print(subprocess.Popen([sys.executable, '-c', code], start_new_session=True).pid)\n"
+    )
+    done = overlay.run_apart([sys.executable, "-c", code], None, 60.0, "the launcher")
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_who_waits_for_another_install_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overlay, "_INSTALL_SECONDS", 0.0)
+    monkeypatch.setattr(overlay, "_IMPORT_SECONDS", 0.0)
+    with (
+        overlay.alone(tmp_path / "place"),
+        pytest.raises(UsageError, match="another process has been building place for too long"),
+        overlay.alone(tmp_path / "place"),
+    ):
+        pass
+    assert "waiting for another process, which builds place" in capsys.readouterr().err
+
+
 def test_a_cache_that_is_no_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "file" / "cache"))

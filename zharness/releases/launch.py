@@ -12,17 +12,19 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Lock
 from typing import IO
+from uuid import uuid4
 
 from zharness.errors import HarnessFault
 
 GRACE_SECONDS = 10.0
+_MARK = "ZHARNESS_LAUNCH"  # in the environment of a command and of all that it starts, with a word of its own
 
 
 class Running:
     """The commands that several threads wait for; any thread can end them all, for only one of them hears a Ctrl-C."""
 
     def __init__(self) -> None:
-        self._children: set[subprocess.Popen[bytes]] = set()
+        self._children: dict[subprocess.Popen[bytes], str] = {}
         self._gate = Lock()
         self._over = Event()
 
@@ -30,30 +32,35 @@ class Running:
         """End every command, and let none begin."""
         with self._gate:
             self._over.set()
-            children = tuple(self._children)
-        for child in children:
-            end(child)
+            children = dict(self._children)
+        for child, mark in children.items():
+            end(child, mark)
 
     @contextmanager
     def started(
-        self, command: list[str], env: Mapping[str, str], output: IO[bytes]
+        self, command: list[str], env: Mapping[str, str], output: IO[bytes], folder: Path | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A child that is gone when the block ends. Raises KeyboardInterrupt once ``end`` was called."""
-        with self._gate:
-            if self._over.is_set():
-                raise KeyboardInterrupt
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the tree in order.
-            child = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-            self._children.add(child)
+        """A child, in ``folder`` where one is given, that is gone with all it started when the block ends.
+
+        Raises KeyboardInterrupt once ``end`` was called.
+        """
+        child, mark = None, uuid4().hex
         try:
+            with self._gate:
+                if self._over.is_set():
+                    raise KeyboardInterrupt
+                # A session of its own: Ctrl-C reaches this process alone, which then ends the tree in order.
+                child = subprocess.Popen(
+                    command, env={**env, _MARK: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+                self._children[child] = mark
             yield child
         finally:
-            end(child)
-            with self._gate:
-                self._children.discard(child)
+            if child is not None:
+                end(child, mark)
+                with self._gate:
+                    self._children.pop(child, None)
 
 
 def torchrun(arguments: list[str], env: Mapping[str, str], seconds: float, running: Running) -> tuple[int | None, str]:
@@ -75,54 +82,45 @@ def torchrun(arguments: list[str], env: Mapping[str, str], seconds: float, runni
         return code, "\n".join(file.read_text(errors="replace") for file in written)
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End ``child`` and what it started: its ranks have sessions of their own, so one killpg does not reach them."""
-    if child.poll() is not None:
-        return
-    family = _descendants(child.pid)
-    child.terminate()  # the launcher ends its ranks in answer
+def end(child: subprocess.Popen[bytes], mark: str) -> None:
+    """End ``child`` and what it started, also where it has ended and its ranks have not.
+
+    Ranks have sessions of their own, so one killpg does not reach them, and no parent any more when the launcher is
+    gone; ``mark`` in their environment tells them.
+    """
     try:
-        child.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
+        child.terminate()  # the launcher ends its ranks in answer
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+    finally:
+        # A second Ctrl-C comes through here too.
         child.kill()
-    # Only who is still the same process: a number may have been given to another one meanwhile.
-    for pid in family & _processes().keys():
-        with suppress(ProcessLookupError):
-            _kill(pid[0])
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError):  # it ended while we were looking
+                _kill(int(process.name), mark)
     try:
         child.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired as alive:
-        raise HarnessFault(f"process {child.pid} of a reproduction cannot be ended") from alive
+        raise HarnessFault(f"process {child.pid} cannot be ended: {child.args!r}") from alive
 
 
-def _kill(pid: int) -> None:
-    """Kill a process and wait for its end, which on a busy machine comes a while later."""
-    ended = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
+def _kill(pid: int, mark: str) -> None:
+    """Kill a process that has ``mark``, and wait for its end, which on a busy machine comes a while later."""
+    if not _has(pid, mark):
+        return
+    process = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
     try:
-        os.kill(pid, signal.SIGKILL)
-        wait([ended], timeout=GRACE_SECONDS)
+        # Only who is still the same process: the number may have been given to another one meanwhile.
+        if _has(pid, mark):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            wait([process], timeout=GRACE_SECONDS)
     finally:
-        os.close(ended)
+        os.close(process)
 
 
-def _processes() -> dict[tuple[int, str], int]:
-    """Every process (number and start time) and its parent, where the system lists them; empty where it does not."""
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended while we were looking
-            fields = status.read_text().rpartition(")")[2].split()
-            found[int(status.parent.name), fields[19]] = int(fields[1])
-    return found
-
-
-def _descendants(pid: int) -> set[tuple[int, str]]:
-    """The processes below ``pid``."""
-    parents = _processes()
-    found: set[tuple[int, str]] = set()
-    left = [pid]
-    while left:
-        above = left.pop()
-        below = {process for process, parent in parents.items() if parent == above}
-        found |= below
-        left += [process[0] for process in below]
-    return found
+def _has(pid: int, mark: str) -> bool:
+    """Whether a process began with ``mark`` in its environment; those that have ended, and of others, have none."""
+    try:
+        return f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,13 +24,16 @@ import torch
 from tqdm import tqdm
 
 from zharness.errors import UsageError
+from zharness.releases import launch
 
 STAMP = ".zharness-overlay.json"
 BUILDING = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
+_NEEDS_PYTHON = r"[:;] {} Requires-Python ([^;\n]+)"
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
 _OFFLINE = ("Failed to establish a new connection", "Temporary failure in name resolution", "Connection refused")
+_SPACE = "free some space, or set ZHARNESS_CACHE (for temporary files TMPDIR) to another folder"
 _INSTALL_SECONDS = 600.0
 _IMPORT_SECONDS = 300.0
 
@@ -79,9 +82,9 @@ def writable(subject: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        found = error.filename or ""
         raise UsageError(
-            f"{subject} cannot be put into {cache()}: {error.strerror or error}; "
-            "free some space, or set ZHARNESS_CACHE to another folder"
+            f"{subject} cannot be put into {cache()}: {error.strerror or error}{found and f': {found}'}; {_SPACE}"
         ) from error
 
 
@@ -140,11 +143,18 @@ def _is_whole(place: Path, wanted: Stamp) -> bool:
 
 @contextmanager
 def alone(place: Path) -> Iterator[None]:
-    """Only one process builds ``place``; the lock is the operating system's, so a killed holder lets go of it."""
+    """Only one process builds ``place``; the lock is the operating system's, so a killed holder lets go of it.
+
+    Who has to wait is told so on standard error.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(place.parent / f".{place.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
     try:
-        lock.acquire()
+        with suppress(filelock.Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            tqdm.write(f"waiting for another process, which builds {place.name}", file=sys.stderr)
+            lock.acquire()
     except filelock.Timeout as late:
         raise UsageError(
             f"another process has been building {place.name} for too long; end it, or set ZHARNESS_CACHE elsewhere"
@@ -216,21 +226,29 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) ->
 def run_apart(
     command: list[str], env: Mapping[str, str] | None, seconds: float, subject: str, remedy: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` away from the current folder, with both its streams in one. Raises UsageError at the deadline."""
+    """Run ``command`` away from the current folder, with both its streams in one; nothing that it started outlives it.
+
+    Raises UsageError at the deadline.
+    """
     # A folder of its own: ``python -c`` puts the current one first on the path, where a checkout hides the overlay.
-    with tempfile.TemporaryDirectory() as elsewhere:
-        try:
-            return subprocess.run(
-                command, env=env, cwd=elsewhere, timeout=seconds, text=True, check=False,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            raise UsageError(f"{subject} was not ready after {seconds:.0f} s{remedy}") from late
+    with tempfile.TemporaryDirectory() as elsewhere, tempfile.TemporaryFile() as output:
+        # What it leaves half made when it is ended goes with the folder.
+        chosen = {**(os.environ if env is None else env), "TMPDIR": elsewhere}
+        with launch.Running().started(command, chosen, output, Path(elsewhere)) as child:
+            try:
+                code = child.wait(seconds)
+            except subprocess.TimeoutExpired as late:
+                raise UsageError(f"{subject} was not ready after {seconds:.0f} s{remedy}") from late
+        output.seek(0)
+        return subprocess.CompletedProcess(command, code, output.read().decode(errors="replace"))
 
 
 def _why(output: str, wanted: Stamp) -> str:
     """One sentence for a pip that failed."""
     subject, retry = f"{wanted.distribution}=={wanted.release}", _retry(wanted)
+    needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
+    if needed is not None:
+        return f"{subject} needs Python {needed[1].strip()}, and this is {wanted.python}; try another release"
     known = _KNOWN.search(output)
     releases = [] if known is None or known[1] == "none" else known[1].split(", ")
     if releases:
@@ -239,7 +257,7 @@ def _why(output: str, wanted: Stamp) -> str:
     if known is not None or any(text in output for text in _OFFLINE):
         return f"{subject} cannot be fetched: no such package, or no network; once it is there, try: {retry}"
     if "No space left on device" in output:
-        return f"{subject} does not fit on the disk of {cache()}; free some, or set ZHARNESS_CACHE to another folder"
+        return f"{subject} does not fit on the disk of {cache()}, or of {tempfile.gettempdir()}; {_SPACE}"
     errors = [line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line]
     last = errors[-1] if errors else (output.strip().splitlines() or ["pip gave no reason"])[-1]
     return f"{subject} does not install: {last}; see the whole output with: {retry}"
