@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,8 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from zharness.cli import cli
+from zharness.cli.releases import Axes
 from zharness.errors import UsageError
 from zharness.releases import index
+from zharness.report import live
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,17 @@ def test_what_is_wrong_is_said_in_one_sentence(arguments: str, complaint: str, c
     assert isinstance(error, UsageError), repr(error)
     assert re.search(complaint, str(error)), str(error)
     assert not cache.exists() or not list(cache.rglob("deepspeed*"))
+
+
+def test_excuses_that_match_nothing_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "run_request", lambda *_: ([], ["mine.toml:3: no cell meets the excuse"]))
+    axes = Axes((), (2,), ("fp32",), (), 60.0, "pooled", 1, None)
+    with ExitStack() as stack:
+        measure = axes.measure(stack)
+        assert measure(axes.request(())) == measure(axes.request(())) == []
+    assert capsys.readouterr().err == "UNMATCHED mine.toml:3: no cell meets the excuse\n"
 
 
 def test_an_empty_cache_is_listed_as_empty(cache: Path) -> None:

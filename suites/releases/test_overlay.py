@@ -11,11 +11,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from zharness.errors import UsageError
-from zharness.releases import index, overlay
+from zharness.releases import index, launch, overlay
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,21 @@ def test_what_outlives_its_launcher_is_ended_too() -> None:
     done = overlay.run_apart([sys.executable, "-c", code], None, 60.0, "the launcher")
     stat = Path(f"/proc/{int(done.stdout)}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_second_interrupt_still_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout, monkeypatch.context() as patched:
+        assert child.stdout.readline() == b"deaf\n"
+        patched.setattr(subprocess.Popen, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch.end(child, "")
+    assert child.wait(60.0) == -signal.SIGKILL
 
 
 def test_who_waits_for_another_install_is_told_so(
