@@ -12,7 +12,7 @@ from zharness.world import End, Group, RankServer, labour, run
 from zharness.world import postmortem as postmortem_module
 from zharness.world.deadline import Deadline
 from zharness.world.here import here
-from zharness.world.outcome import Printed
+from zharness.world.outcome import Printed, RankOutcome
 from zharness.world.stacks import is_building, main_thread, standing_in, waiting_in, without_machinery
 from zharness.world.streams import HEAD, TAIL, Stream, marker
 
@@ -200,3 +200,9 @@ def test_a_rank_that_closes_its_pipes_and_goes_on_is_named() -> None:
         outcome = server.run(shut_the_pipes, world_size=2, group=Group.NONE)
     assert all("closed the pipe on which it reports" in rank.cause for rank in outcome.ranks)
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
+
+
+def test_a_crash_that_is_known_says_what_to_do() -> None:
+    stack = 'Fatal Python error: Segmentation fault\n\n  File "/x/distributed.py", line 1473 in _ddp_init_helper\n'
+    died = RankOutcome(0, End.SIGNALLED, 0, cause="SIGSEGV", printed=(Printed("call", "stderr", stack),))
+    assert postmortem_module.named(died, None).cause.endswith("run pytest with --collectives trusted")
