@@ -38,11 +38,10 @@ class Tally:
 
 
 Observer = Callable[[Collective, Tensor], None]
-Finish = Callable[[], Tensor]  # waits for a collective that is under way, and gives its result
 
 
 class Comm:
-    """Collectives over ``group`` (the default group when None), with one tally per collective and dtype.
+    """Blocking collectives over ``group`` (the default group when None), with one tally per collective and dtype.
 
     World size 1 takes the same path: the collectives run and are counted, they only move nothing. ``observer`` is
     called with each collective and its full tensor before it runs.
@@ -99,17 +98,15 @@ class Comm:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
         """Fill ``shard`` (1-D) with this rank's slice of the sum over ranks of ``full`` (1-D, N x len(shard))."""
-        return self.begin_reduce_scatter(shard, full)()
-
-    def begin_reduce_scatter(self, shard: Tensor, full: Tensor) -> Finish:
-        """``reduce_scatter`` without waiting: call what it gives, and leave ``full`` alone until then."""
         self._count(Collective.REDUCE_SCATTER, full)
-        if not (self._gloo and full.device.type == "cpu"):
-            return _finish(dist.reduce_scatter_tensor(shard, full, group=self.group, async_op=True), shard, full)
-        # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
-        received = torch.empty_like(full)
-        arrived = _finish(dist.all_to_all_single(received, full, group=self.group, async_op=True), received, full)
-        return lambda: torch.sum(arrived().view(self.world_size, -1), dim=0, out=shard)
+        if self._gloo and full.device.type == "cpu":
+            # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
+            received = torch.empty_like(full)
+            dist.all_to_all_single(received, full, group=self.group)
+            torch.sum(received.view(self.world_size, -1), dim=0, out=shard)
+        else:
+            dist.reduce_scatter_tensor(shard, full, group=self.group)
+        return shard
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
@@ -122,15 +119,3 @@ class Comm:
             self._observer(kind, full)
         key = (kind, full.dtype)
         self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())
-
-
-def _finish(work: dist.Work, result: Tensor, read: Tensor) -> Finish:
-    """Waits once; until then it keeps what the collective ``read``, whether or not the backend does."""
-    under_way = [(work, read)]
-
-    def finish() -> Tensor:
-        while under_way:
-            under_way.pop()[0].wait()
-        return result
-
-    return finish

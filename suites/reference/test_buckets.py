@@ -81,7 +81,7 @@ def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> Non
     for bucket in travelling:
         assert len(bucket.members) == 1 or sum(o.layout.numel for o in bucket.members) <= size
         fulls = [original.parameter.detach() * (1 + comm.rank) for original in bucket.members]
-        row = bucket.reduce_scatter(fulls, comm)()
+        row = bucket.reduce_scatter(fulls, comm)
         joined = bucket.join(bucket.shards(row, comm.rank))
         bucket.spread(bucket.gather(joined, comm), fulls)
         for full, original in zip(fulls, bucket.members, strict=True):
@@ -195,7 +195,7 @@ def test_a_backward_that_raised_leaves_nothing_on_the_shelf_once_it_is_forgotten
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_bucket_that_travels_when_a_backward_raises_is_forgotten_with_it(stage: int) -> None:
+def test_buckets_that_were_reduced_when_a_backward_raises_are_forgotten_with_it(stage: int) -> None:
     engine, plain = pair(stage, reduce_bucket_size=1)
     hidden = Breaking.apply(batch().requires_grad_())
     with pytest.raises(ValueError, match="broken on purpose"):

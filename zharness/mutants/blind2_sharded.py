@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +252,7 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
     reduce, comm = gradients._reduce, engine.engine.comm
     factor = comm.world_size if config.reduction is Reduction.MEAN else 1
 
-    def own(bucket: Bucket) -> Callable[[], list[Tensor]]:
+    def own(bucket: Bucket) -> list[Tensor]:
         for original in bucket.members:
             grad = original.parameter.grad
             if original.layout.numel < comm.world_size and grad is not None and grad.layout is torch.strided:

@@ -72,23 +72,18 @@ def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """
     built = sound.factory(model, config)
 
-    def make(reduce: Callable[[Any], Callable[[], list[Tensor]]]) -> Callable[[Any], Callable[[], list[Tensor]]]:
-        def begun(bucket: Any) -> Callable[[], list[Tensor]]:
+    def make(reduce: Callable[[Any], list[Tensor]]) -> Callable[[Any], list[Tensor]]:
+        def reduced(bucket: Any) -> list[Tensor]:
             device = bucket.members[0].parameter.device
             users = torch.tensor([float(o.parameter.grad is not None) for o in bucket.members], device=device)
             dist.all_reduce(users)
-            finish = reduce(bucket)
+            shares = reduce(bucket)
+            for share_of_it, count in zip(shares, users.tolist(), strict=True):
+                if 0 < count < dist.get_world_size():
+                    share_of_it.mul_(dist.get_world_size() / count)
+            return shares
 
-            def finished() -> list[Tensor]:
-                shares = finish()
-                for share_of_it, count in zip(shares, users.tolist(), strict=True):
-                    if 0 < count < dist.get_world_size():
-                        share_of_it.mul_(dist.get_world_size() / count)
-                return shares
-
-            return finished
-
-        return begun
+        return reduced
 
     if config.stage < 3 and config.reduction is Reduction.MEAN:
         patch(built.engine._gradients, "_reduce", make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from zharness.engines import EngineConfig
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed
 from zharness.parity import Part
-from zharness.reference.buckets import Bucket
 
 
 class PublishesInTheWrongOrder(Around):
@@ -47,12 +46,7 @@ class ReducedShards(Around, ABC):
         super().__init__(model, config)
         gradients = self.right.engine._gradients
         reduce = gradients._reduce
-
-        def changed(bucket: Bucket) -> Callable[[], list[Tensor]]:
-            finish = reduce(bucket)
-            return lambda: [self.changed(shard) for shard in finish()]
-
-        gradients._reduce = changed
+        gradients._reduce = lambda bucket: [self.changed(shard) for shard in reduce(bucket)]
 
     @abstractmethod
     def changed(self, shard: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm, Finish
+from zharness.comm import Comm
 from zharness.reference.layout import Formats, Layout, Original, padded
 
 # Elements of a bucket where the configuration names no size: 4 MiB in fp32, large against a collective's own cost and
@@ -35,24 +35,25 @@ class Bucket:
         """The members among ``chosen`` names."""
         return Bucket(tuple(original for original in self.members if original.name in chosen))
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], comm: Comm) -> Finish:
-        """Begin to sum ``fulls``, one full tensor for each member, over ranks; it gives this rank's row. Collective."""
+    def reduce_scatter(self, fulls: Sequence[Tensor], comm: Comm) -> Tensor:
+        """This rank's row of the sum over ranks of ``fulls``, one full tensor for each member. Collective."""
         rows = torch.cat([_rows(f, o.layout) for f, o in zip(fulls, self.members, strict=True)], dim=1)
         mine = rows.new_empty(rows.shape[1])
-        return comm.begin_reduce_scatter(mine, rows.view(-1)) if mine.numel() else lambda: mine
+        if mine.numel():
+            comm.reduce_scatter(mine, rows.view(-1))
+        return mine
 
-    def all_reduce(self, fulls: Sequence[Tensor], comm: Comm) -> Finish:
-        """Begin to sum ``fulls``, one full tensor for each member, over ranks; flat and end to end. Collective.
+    def all_reduce(self, fulls: Sequence[Tensor], comm: Comm) -> Tensor:
+        """The sum over ranks of ``fulls``, one full tensor for each member, flat and end to end. Collective.
 
         Nobody keeps a shard of it, so rank r sums the r-th part of the whole: no element is moved to its owner first.
-        A backend's own all-reduce adds in an order that follows from the bucket's size, which must not change a number.
         """
         fill = fulls[0].new_zeros(-self.elements % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in fulls), fill])
-        if not self.elements:
-            return lambda: flat
-        summed = comm.begin_reduce_scatter(flat.new_empty(flat.numel() // comm.world_size), flat)
-        return lambda: comm.all_gather(flat, summed())[: self.elements]
+        if self.elements:
+            mine = flat.view(comm.world_size, -1)[comm.rank]
+            comm.all_gather(flat, comm.reduce_scatter(mine, flat))
+        return flat[: self.elements]
 
     def wholes(self, flat: Tensor) -> list[Tensor]:
         """Each member whole, as a view of what ``all_reduce`` gave."""

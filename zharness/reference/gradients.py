@@ -43,7 +43,6 @@ class Gradients:
         self._reduced: dict[str, Tensor] = {}
         self._device = next((o.parameter.device for o in originals.values()), torch.device("cpu"))
         self._rounds: Rounds | None = None
-        self._underway: Callable[[], None] = _nothing
         self._hooks: list[RemovableHandle] = []
         wire.channel.credits.append(self._credit)
         self._watch()
@@ -85,8 +84,7 @@ class Gradients:
             self._wire.channel.settle()
         used, _ = self._agree(list(self._originals.values()))
         for bucket in self._buckets:
-            self._follow(bucket.only(used))
-        self._settle()
+            self._absorb(bucket.only(used))
         if self._rounds is not None:
             self._rounds.forget()
         # In one order on all ranks: which came first differs, where ranks used different parameters.
@@ -94,7 +92,6 @@ class Gradients:
 
     def held(self) -> list[Tensor]:
         """What is reduced already; the rest is in the parameters."""
-        self._settle()
         return list(self._reduced.values())
 
     def full(self) -> dict[str, Tensor]:
@@ -103,7 +100,6 @@ class Gradients:
 
     def forget(self) -> None:
         """No gradient anywhere: neither reduced nor waiting; and nothing that a failed backward left gathered."""
-        self._underway = _nothing  # not waited for: nobody wants it, and a peer that died may have broken it
         self._reduced.clear()
         self._wire.shelf.clear()
         for original in self._originals.values():
@@ -129,40 +125,17 @@ class Gradients:
         return {original.name for original, flag in zip(candidates, used, strict=True) if flag}, bool(further)
 
     def _absorb_some(self, bucket: Bucket, more: bool) -> bool:
-        """Absorb what any rank has of ``bucket``; whether that is anything, or some rank has ``more``. Collective.
-
-        The bucket travels while backward goes on: until the next one comes, or somebody asks for gradients.
-        """
+        """Absorb what any rank has of ``bucket``; whether that is anything, or some rank has ``more``. Collective."""
         used, further = self._agree(bucket.members, more)
-        self._follow(bucket.only(used))
+        self._absorb(bucket.only(used))
         return bool(used) or further
 
-    def _follow(self, bucket: Bucket) -> None:
-        """Begin with ``bucket``, then finish the one before: two are in memory at a time, and one of them travels."""
-        begun = self._begin(bucket)
-        self._settle()
-        self._underway = begun
-
-    def _settle(self) -> None:
-        underway, self._underway = self._underway, _nothing
-        underway()
-
+    @torch.no_grad()
     def _absorb(self, bucket: Bucket) -> None:
-        self._begin(bucket)()
-
-    def _begin(self, bucket: Bucket) -> Callable[[], None]:
-        """Take the bucket's gradients from the parameters; what it gives adds them here, reduced. Collective."""
         if not bucket.members:
-            return _nothing
-        with torch.no_grad():
-            reduce = self._reduce(bucket)
-
-        def settle() -> None:
-            with torch.no_grad():
-                for original, share in zip(bucket.members, reduce(), strict=True):
-                    self._add(original, share)
-
-        return settle
+            return
+        for original, share in zip(bucket.members, self._reduce(bucket), strict=True):
+            self._add(original, share)
 
     def _credit(self, original: Original, mean: Tensor) -> None:
         """Add what came of a gradient that only other ranks made, in the dtype in which gradients add up."""
@@ -173,19 +146,17 @@ class Gradients:
         before = self._reduced.get(original.name)
         self._reduced[original.name] = share if before is None else before.add_(share)
 
-    def _reduce(self, bucket: Bucket) -> Callable[[], list[Tensor]]:
+    def _reduce(self, bucket: Bucket) -> list[Tensor]:
         """The bucket's gradients, taken from the parameters: a rank that did not use one takes part with zeros."""
         rank, formats, comm = self._wire.comm.rank, bucket.members[0].formats, self._wire.comm
         taken = [_take(original) for original in bucket.members]
         if self._owners.parameters is Owner.SHARDED:
-            return lambda: [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
+            return [self._moved(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
         outgoing = [original.outgoing(grad) for original, grad in zip(bucket.members, taken, strict=True)]
         divisor = self._divisor_of(bucket.members[0])
         if self._owners.optimizer_state is Owner.WHOLE:
-            flat = bucket.all_reduce(outgoing, comm)
-            return lambda: bucket.wholes(flat().to(formats.master).div_(divisor))
-        row = bucket.reduce_scatter(outgoing, comm)
-        return lambda: bucket.shards(row().to(formats.master).div_(divisor), rank)
+            return bucket.wholes(bucket.all_reduce(outgoing, comm).to(formats.master).div_(divisor))
+        return bucket.shards(bucket.reduce_scatter(outgoing, comm).to(formats.master).div_(divisor), rank)
 
     def _moved(self, shard: Tensor, original: Original) -> Tensor:
         """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
@@ -214,10 +185,6 @@ class Gradients:
         if self._owners.optimizer_state is Owner.SHARDED:
             self._wire.comm.all_reduce(total)
         return math.sqrt(total.item())
-
-
-def _nothing() -> None:
-    """No bucket is under way."""
 
 
 def _hook(original: Original, function: Callable[[nn.Parameter], None]) -> RemovableHandle:

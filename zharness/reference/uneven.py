@@ -90,7 +90,7 @@ class Channel:
             return [self.mean(original, full) for original, full in zip(originals, fulls, strict=True)]
         bucket, formats = Bucket(tuple(originals)), originals[0].formats
         self._note(Kind.MEAN, originals, formats.wire)
-        row = bucket.reduce_scatter([o.outgoing(full) for o, full in zip(originals, fulls, strict=True)], self._comm)()
+        row = bucket.reduce_scatter([o.outgoing(full) for o, full in zip(originals, fulls, strict=True)], self._comm)
         mean = row.to(formats.held) / self._divisor_of(originals[0])
         return list(torch.split(mean, bucket.lengths))
 
@@ -181,7 +181,7 @@ class Channel:
         if want.kind is Kind.SPREAD:
             return gather(parameter.new_zeros(layout.length, dtype=dtype) if mine is None else mine, layout, self._comm)
         full = parameter.new_zeros(layout.shape, dtype=dtype) if mine is None else mine
-        shard = Bucket((original,)).reduce_scatter([full], self._comm)().to(original.formats.held)
+        shard = Bucket((original,)).reduce_scatter([full], self._comm).to(original.formats.held)
         mean = shard / self._divisor_of(original)
         if mine is None and parameter.requires_grad:
             for credit in self.credits:
