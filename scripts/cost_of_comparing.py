@@ -32,8 +32,8 @@ from zharness.case import Case
 from zharness.checks import play
 from zharness.engines import Capabilities
 from zharness.parity.baseline import Baseline
+from zharness.releases.place import surroundings
 from zharness.run import Request, cell, plan
-from zharness.run.runner import surroundings
 from zharness.world import Group, Isolation, RankServer
 from zharness.world.work import Work
 

@@ -13,9 +13,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from zharness.releases.place import surroundings
 from zharness.report.live import Options, run_request
 from zharness.run import Record, Request, Verdict
-from zharness.run.runner import surroundings
 from zharness.world import Isolation
 
 

@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
         return initialize
     if name in ("check_engine", "run_laws"):
-        from zharness.run import conformance
+        from zharness import conformance
 
         return getattr(conformance, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,10 +20,10 @@ from zharness.case import numbers
 from zharness.checks import DTYPES
 from zharness.kills.clean import clean_record
 from zharness.kills.ledger import resumed
+from zharness.releases.place import surroundings
 from zharness.report.live import run_all
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.record import RecordFile, record_file
-from zharness.run.runner import surroundings
 from zharness.world import Isolation
 
 ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")

@@ -30,6 +30,7 @@ FLOORS = {
     "kills": 6,
     "plugin": 7,
     "cli": 7,
+    "conformance": 7,
     "compat": 7,
     "__main__": 8,
 }

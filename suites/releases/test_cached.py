@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 
 from zharness.cli import cli
 from zharness.errors import UsageError
-from zharness.releases import cached, cached_words, checkout, overlay
+from zharness.releases import cached, cached_words, checkout, in_use, overlay
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(overlay, "_install", lambda folder, wanted: made_up(folder, wanted.release))
     for release in ("1.0", "2.0"):
         overlay.ensure("made_up", release)
+    in_use._HELD.clear()  # as when the process that ran on them has ended
     return tmp_path / "releases"
 
 
@@ -64,6 +66,29 @@ def test_a_release_that_is_being_built_is_left_alone(cache: Path) -> None:
         done = CliRunner().invoke(cli, ["releases", "--clean", "made_up==1.0"], standalone_mode=False)
         assert done.return_value == 3
     assert "made_up==1.0" in subjects()
+
+
+def test_a_release_that_a_process_runs_on_is_left_alone() -> None:
+    overlay.ensure("made_up", "1.0")
+    assert cleaned(()).splitlines()[0].endswith("left alone: a process runs on it")
+    assert subjects() == ["made_up==1.0"]
+
+
+def test_a_release_is_in_use_until_the_ranks_forked_from_its_process_are_gone() -> None:
+    place = overlay.ensure("made_up", "1.0")
+    ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends[1])
+        os.read(ends[0], 1)  # until the parent lets go
+        os._exit(0)
+    in_use._HELD.clear()
+    with in_use.taken(place) as ours:
+        assert not ours
+    os.close(ends[1])
+    os.waitpid(child, 0)
+    with in_use.taken(place) as ours:
+        assert ours
 
 
 def test_a_release_that_is_not_cached_is_named_beside_those_that_are() -> None:

@@ -189,7 +189,7 @@ def mutants(
 
 @cli.command()
 @click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
-@click.option("--engine", default="reference", show_default=True, help="NAME or package.module:factory.")
+@click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
 @click.option("--stage", "stages", callback=integers, default="0", show_default=True, metavar="0,1,2,3")
 @click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4")
 @click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16")
@@ -223,13 +223,15 @@ def program(
     Verbs:  f forward, b backward (b:old,tensor,scale,other,retain), n both in no_sync, s step, z zero_grad,
             e and i forwards under no_grad and inference_mode, g autograd.grad of inputs, save, load
     """
+    from zharness.releases.place import surroundings
     from zharness.report.programs import run_given, run_search
     from zharness.run.search import Search
     from zharness.workload.legal import MANY
 
     if texts:
-        return run_given(texts, engine, stages, world_sizes, dtypes, optimizer, timeout)
-    return run_search(engine, Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY), timeout)
+        return run_given(texts, engine, stages, world_sizes, dtypes, optimizer, timeout, surroundings)
+    wanted = Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY)
+    return run_search(engine, wanted, timeout, surroundings)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import filelock
 
 from zharness.engines.registry import split
 from zharness.errors import UsageError
-from zharness.releases import checkout, overlay
+from zharness.releases import checkout, in_use, overlay
 
 REMOVED = "removed"
 
@@ -93,14 +93,16 @@ def split_name(entry: Entry) -> str:
 
 
 def removed(entry: Entry) -> str:
-    """Remove one entry unless somebody is building it; what became of it.
+    """Remove one entry unless somebody is building it or runs on it; what became of it.
 
-    It is renamed first: whatever stands under a release's own name is whole. Who runs on it is not known: that breaks.
+    It is renamed first: whatever stands under a release's own name is whole.
     """
     name = entry.path.name.lstrip(".").partition(overlay.BUILDING)[0]
     lock = filelock.FileLock(str(entry.path.parent / f".{name}.lock"), timeout=0)
     try:
-        with lock:
+        with lock, in_use.taken(entry.path) as ours:
+            if not ours:
+                return "left alone: a process runs on it"
             beside = Path(tempfile.mkdtemp(prefix=f".{name}{overlay.BUILDING}", dir=entry.path.parent))
             os.replace(entry.path, beside / "removed")
             shutil.rmtree(beside)

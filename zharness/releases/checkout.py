@@ -9,7 +9,7 @@ from functools import cache as once
 from pathlib import Path
 
 from zharness.engines.checkouts import Checkout
-from zharness.releases import overlay
+from zharness.releases import in_use, overlay
 
 STAMP = ".zharness-checkout"  # holds the checkout's spelling
 # What a package's set-up writes into it and its sources alone lack. Without it DeepSpeed imports, but calls itself
@@ -39,6 +39,7 @@ def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
     generated = _GENERATED.get(checkout.module)
     subject = f"{checkout.module}@{checkout.path}"
     with overlay.writable(subject), overlay.alone(room):
+        in_use.hold(room)
         room.mkdir(parents=True, exist_ok=True)
         (room / STAMP).write_text(subject)
         if generated is None or (checkout.package / generated[0]).exists():

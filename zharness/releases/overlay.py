@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from zharness.errors import UsageError
-from zharness.releases import launch
+from zharness.releases import in_use, launch
 
 STAMP = ".zharness-overlay.json"
 BUILDING = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
@@ -67,6 +67,8 @@ def ensure(distribution: str, release: str) -> Path:
     """
     wanted = _stamp(distribution, release)
     place = cache() / "releases" / f"{distribution}-{release}-py{wanted.python}-torch{wanted.torch}"
+    with writable(str(wanted)):
+        in_use.hold(place)
     if _is_whole(place, wanted):
         return place
     with writable(str(wanted)), alone(place):

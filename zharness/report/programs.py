@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -10,9 +10,9 @@ import click
 
 from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Verdict
-from zharness.run.runner import surroundings
 from zharness.run.search import Search, search
 from zharness.workload.programs import parse
+from zharness.world.server import Surroundings
 
 
 def run_given(
@@ -23,6 +23,7 @@ def run_given(
     dtypes: Sequence[str],
     optimizer: str,
     timeout: float,
+    place: Callable[[str], Surroundings],
 ) -> int:
     """Run the programs that ``texts`` write wherever it is asked for; the exit code. Raises UsageError."""
     written = [parse(text) for text in texts]
@@ -30,7 +31,7 @@ def run_given(
         [replace(one, stage=stage, world_size=size, dtype=dtype, optimizer=optimizer) for one in written]
         for stage, size, dtype in product(stages, world_sizes, dtypes)
     ]
-    with ProgramRunner(surroundings(engine), timeout) as runner:
+    with ProgramRunner(place(engine), timeout) as runner:
         found = [runner.run(engine, programs) for programs in wanted]
     for programs, outcome in zip(wanted, found, strict=True):
         click.echo(outcome.words(engine, programs))
@@ -43,9 +44,9 @@ def exit_code(found: Sequence[Outcome]) -> int:
     return 3 if Verdict.ERROR in verdicts else int(verdicts != {Verdict.PASS})
 
 
-def run_search(engine: str, wanted: Search, timeout: float) -> int:
+def run_search(engine: str, wanted: Search, timeout: float, place: Callable[[str], Surroundings]) -> int:
     """Draw programs and tell the smallest that fails; the exit code. Raises UsageError."""
-    with ProgramRunner(surroundings(engine), timeout) as runner:
+    with ProgramRunner(place(engine), timeout) as runner:
         found = search(runner, engine, wanted)
     click.echo(found.words(engine))
     return int(bool(found.smallest))

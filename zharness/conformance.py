@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
+from zharness.releases.place import surroundings
 from zharness.run.plan import Request, plan
 from zharness.run.record import Record
-from zharness.run.runner import Runner, surroundings
+from zharness.run.runner import Runner
 from zharness.world import Isolation
 
 Strings = tuple[str, ...]
@@ -29,8 +30,9 @@ def check_engine(
     """A pytest test of ``factory(model, config)`` for each law, model and stage; its ids are those of the cases.
 
     Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``. ``factory``
-    is a function or class of a module's top level, or an engine's name; empty tuples mean all, of ``stages`` those that
-    the engine claims. Raises UsageError for a factory that ranks could not import.
+    is a function or class of a module's top level, or an engine's name, which may be that of a release
+    (``deepspeed==0.18.8``); empty tuples mean all, of ``stages`` those that the engine claims. Raises UsageError for a
+    factory that ranks could not import.
     """
     import pytest
 

@@ -1,0 +1,43 @@
+"""Which folders of the cache somebody runs on: locks that end with their processes, so that cleaning leaves them."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_HELD: dict[Path, IO[str]] = {}
+
+
+def hold(place: Path) -> None:
+    """Say that ``place`` is in use, until this process and every rank forked from it is gone.
+
+    Hold it before looking whether it is there: what is held is not taken away in between. Waits while it is being
+    removed. In a cache that this user cannot write to nothing is said.
+    """
+    if place in _HELD:
+        return
+    with suppress(PermissionError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file = _lock_of(place).open("a")
+        # Forks share the open file and with it the lock; what is started with exec does not, but its parent waits.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _HELD[place] = file
+
+
+@contextmanager
+def taken(place: Path) -> Iterator[bool]:
+    """A block that has ``place`` for itself, and whether it has: not where any process, this one too, holds it."""
+    with _lock_of(place).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _lock_of(place: Path) -> Path:
+    return place.with_name(f".{place.name}.in_use")
