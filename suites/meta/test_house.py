@@ -28,6 +28,8 @@ FLOORS = {
     "report": 6,
     "releases": 6,
     "kills": 6,
+    "doctor": 6,
+    "export": 6,
     "plugin": 7,
     "cli": 7,
     "conformance": 7,

@@ -11,6 +11,7 @@ import click
 
 import zharness
 from zharness.cli import releases
+from zharness.cli.doctor import doctor
 from zharness.cli.options import OUTPUT, SECONDS, integers, words
 from zharness.errors import UsageError, ZHarnessError
 
@@ -28,6 +29,7 @@ def cli() -> None:
     zharness mutants                              engines broken on purpose, and who notices
     zharness repro 7352                           a real bug, on the releases that have it and have it not
     zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and where each flipped
+    zharness doctor                               whether this machine can run it, and what to do
 
     Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
@@ -146,7 +148,7 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-for command in (releases.repro, releases.releases, releases.bisect, releases.compare):
+for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor):
     cli.add_command(command)
 
 

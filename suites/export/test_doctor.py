@@ -1,0 +1,102 @@
+"""`zharness doctor`: what it looks at, and that it tells trouble from no trouble."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zharness.doctor import command, process, ranks
+from zharness.doctor.finding import Finding, State, judged, size
+from zharness.doctor.machine import cpu_quota, devices, kept_releases, memory_left, shared_memory
+from zharness.parity.contamination import Conditions
+from zharness.world import RankServer
+
+
+def test_the_command_looks_at_everything_and_finds_no_problem_here(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "zharness", "doctor", "--json"],
+        capture_output=True, text=True, env={**os.environ, "ZHARNESS_CACHE": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    found = {each["what"]: each for each in json.loads(run.stdout)}
+    assert run.returncode == 0, run.stdout
+    assert found["2 ranks"]["state"] == "ok"
+    assert found["functions of torch"]["found"] == "all torch's own"
+    assert {"python", "torch", "engine fsdp2", "cores", "memory", "open files", "processes", "shared memory"} <= {
+        *found
+    }
+    assert {"loopback interface", "gloo", "nccl", "devices", "cache of releases", "fork", "CUDA"} <= {*found}
+    assert {"number of threads", "TF32 in products", "deterministic kernels"} <= {*found}
+
+
+def test_a_problem_fails_the_command_and_a_warning_does_not() -> None:
+    fine, warned = judged("a", 1, State.WARNING, False, "do"), judged("b", 2, State.WARNING, True, "do this")
+    broken = judged("c", 3, State.PROBLEM, True, "do that")
+    assert command.exit_code([fine, warned]) == 0
+    assert command.exit_code([fine, broken]) == 1
+    told = command.told([fine, warned, broken])
+    assert "-> do this" in told
+    assert "-> do that" in told
+    assert told.endswith("1 problems, 1 warnings")
+
+
+def test_ranks_that_do_not_come_in_time_are_a_problem_with_a_remedy() -> None:
+    found = ranks.two_ranks(seconds=0.0)
+    assert found.state is State.PROBLEM
+    assert "loopback" in found.remedy
+
+
+def test_ranks_that_cannot_be_started_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: RankServer) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(RankServer, "__init__", refuse)
+    assert ranks.two_ranks() == Finding("2 ranks", State.PROBLEM, "did not start: no more processes", ranks.REMEDY)
+
+
+def test_a_function_of_torch_that_somebody_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: None)
+    (found,) = (each for each in process.settings() if each.what == "functions of torch")
+    assert found.state is State.PROBLEM
+    assert "torch.nn.functional.linear replaced by" in found.found
+
+
+def test_replaced_functions_are_all_told() -> None:
+    assert process.replaced(Conditions({}, ("a replaced by b", "c replaced by d"))).found == (
+        "a replaced by b; c replaced by d"
+    )
+
+
+def test_the_limits_of_a_control_group_are_read_in_both_versions(tmp_path: Path) -> None:
+    assert cpu_quota("max 100000") is None
+    assert cpu_quota("150000 100000") == 1.5
+    assert memory_left(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5\n")
+    assert memory_left(tmp_path) is None
+    (tmp_path / "memory.max").write_text("105\n")
+    assert memory_left(tmp_path) == 100
+    old = tmp_path / "old" / "memory"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (old / "memory.usage_in_bytes").write_text("7\n")
+    assert memory_left(tmp_path / "old") is None
+
+
+def test_what_is_missing_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_memory(tmp_path / "none").state is State.WARNING
+    monkeypatch.setenv("ZHARNESS_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices().state is State.PROBLEM
+    (tmp_path / "release").write_bytes(b"1" * 2048)
+    assert "2 KiB" in kept_releases(tmp_path).found
+    assert kept_releases(tmp_path / "not" / "there").state is State.OK
+
+
+def test_sizes_are_told_in_the_unit_that_fits() -> None:
+    assert [size(5), size(1536), size(3 * 2**20), size(5 * 2**40)] == ["5 B", "1.5 KiB", "3 MiB", "5120 GiB"]
