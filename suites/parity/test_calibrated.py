@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, run_local
 from zharness.parity.calibrated import RUNS, calibrated_comparison, calibration, vanilla_run
-from zharness.parity.compare import Place
+from zharness.parity.facts import Place
 from zharness.workload import model_spec
 
 NAMES = ("mlp", "transformer", "conv")

@@ -14,7 +14,8 @@ from zharness.parity.attribution import attribute
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import certified, mean_of_one
-from zharness.parity.compare import Place, check_names, ulps
+from zharness.parity.compare import check_names, ulps
+from zharness.parity.facts import Place
 from zharness.parity.snapshot import read, write
 from zharness.workload import MODELS, model_spec
 

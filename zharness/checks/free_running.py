@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
+from zharness.checks.course import Course
 from zharness.checks.optimizer_step import hyper, same_count, told, unflatten
 from zharness.checks.trajectory import ADAMW
 from zharness.checks.trial import Trial
@@ -21,6 +22,7 @@ from zharness.parity.compare import check_names
 from zharness.parity.replay import propagate
 
 STEPS = 5
+COURSE = Course(ADAMW, STEPS)
 ENDLESS = torch.finfo(torch.float64).max  # the bound of what is not known at all: compared, it would always pass
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
@@ -11,7 +14,7 @@ from zharness.parity import Comparison, Part, ranks_agree, within
 from zharness.parity.bounds import gamma, mean_and_bound
 from zharness.parity.calibrated import calibrated_comparison, calibration
 from zharness.parity.certificate import is_power_of_two
-from zharness.parity.compare import check_names
+from zharness.parity.compare import beside, check_names
 
 
 def observe_kernels(bench: Bench) -> None:
@@ -26,6 +29,11 @@ def observe_kernels(bench: Bench) -> None:
     engine.close()
 
 
+def plain_gradient(trial: Trial, rank: int, name: str) -> Tensor:
+    """What plain torch computes on one rank's micro-batch."""
+    return trial.baseline.local(rank, 0).grads[name]
+
+
 def judge_kernels(trial: Trial) -> Iterator[Comparison]:
     """Local gradients by tier C, their reduction by tier S against the engine's own."""
     size = trial.world_size
@@ -35,7 +43,10 @@ def judge_kernels(trial: Trial) -> Iterator[Comparison]:
         alone = trial.copies("grads", rank)[0]
         check_names("full_grads", calibrated.oracle, alone)
         own.append({name: grad.double() * size for name, grad in alone.items()})
-        yield calibrated_comparison(trial.place("", Part.LOCAL_GRADIENT, seen_on=rank), calibrated, own[rank])
+        found = calibrated_comparison(trial.place("", Part.LOCAL_GRADIENT, seen_on=rank), calibrated, own[rank])
+        if found.mismatch is not None:
+            found = beside(found, partial(plain_gradient, trial, rank, found.mismatch.parameter))
+        yield found
     everyone = trial.copies("grads", size)
     for name in own[0]:
         terms = [grads[name] for grads in own]

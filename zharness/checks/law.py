@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from zharness.checks.bench import Bench
+from zharness.checks.course import Course
 from zharness.checks.dtypes import DTYPES
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Feature
@@ -23,6 +24,7 @@ class Check:
     claim; ``integral`` says that weights stay the exact model's integers throughout; ``variants`` are the spellings
     or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
+    ``courses`` are the trainings of those variants that are one, to show how it went.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Check:
     variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),)
     own_numbers: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    courses: Mapping[str, Course] = field(default_factory=dict, hash=False)
 
     def features(self, variant: str) -> tuple[Feature, ...]:
         """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""

@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zharness.checks.trial import Trial
+from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded
-from zharness.parity.compare import check_names
+from zharness.parity.compare import beside, check_names
 from zharness.parity.replay import replay
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -54,15 +56,35 @@ def judge_step(
         own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
         grad = Bounded.exact(grads[name])
         grad = grad * grad.scalar(clipped_by, CLIPPING) if clipped_by < 1 else grad
-        expected, moments = replay(spec.name, weight, grad, own, hyper(spec, name, made))
+        settings = hyper(spec, name, made)
+        expected, moments = replay(spec.name, weight, grad, own, settings)
         for key, value in moments.items():
             found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)
-            yield within(place, value.value, found, value.error, Tier.STAGED)
+            comparison = within(place, value.value, found, value.error, Tier.STAGED)
+            yield beside(comparison, partial(plain_step, spec.name, weight, grad, own, settings, key))
         place, moved = trial.place(name, Part.OPTIMIZER, step), expected.value - weight.double()
         comparison = within(place, expected.value, after[name], expected.error, signal=moved)
-        yield hinted(comparison, weight, after[name])
+        yield hinted(
+            beside(comparison, partial(plain_step, spec.name, weight, grad, own, settings)), weight, after[name]
+        )
     yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, made + 1, step)
+
+
+def plain_step(
+    name: str, weight: Tensor, grad: Bounded, state: Mapping[str, Tensor], settings: Mapping[str, Any], key: str = ""
+) -> Tensor:
+    """The weight, or the entry ``key`` of its state, after torch.optim's own step on the same numbers.
+
+    Raises KeyError where ``state`` has some of what torch keeps and not all.
+    """
+    leaf = weight.detach().clone()
+    leaf.grad = grad.value.to(leaf.dtype)
+    optimizer = optimizer_class(name)([leaf], **settings)
+    if state.keys() - {"step"}:
+        optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in state.items()}
+    optimizer.step()
+    return optimizer.state[leaf][key] if key else leaf
 
 
 def published(trial: Trial, moment: Moment, params: str) -> Iterator[Comparison]:

@@ -6,10 +6,17 @@ from collections.abc import Iterator
 
 from zharness.checks.accumulation import FROZEN, judge_accumulation, observe_accumulation
 from zharness.checks.bench import Bench
-from zharness.checks.free_running import judge_free_running, observe_free_running
+from zharness.checks.free_running import COURSE, judge_free_running, observe_free_running
 from zharness.checks.kernels import judge_kernels, observe_kernels
 from zharness.checks.law import Check
-from zharness.checks.trajectory import judge_optimizers, judge_trajectory, observe_optimizers, observe_trajectory
+from zharness.checks.trajectory import (
+    COURSES,
+    TRAJECTORIES,
+    judge_optimizers,
+    judge_trajectory,
+    observe_optimizers,
+    observe_trajectory,
+)
 from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import Feature
 from zharness.parity import Comparison, Tier
@@ -81,6 +88,7 @@ CHECKS = (
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
         variants=(("adamw", ()), ("sgd", ())),
+        courses=TRAJECTORIES,
     ),
     Check(
         name="training.optimizers",
@@ -93,6 +101,7 @@ CHECKS = (
         integral=False,
         variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,)), ("others", ()), ("rprop", ())),
         own_numbers=("others", "rprop"),
+        courses=COURSES,
     ),
     Check(
         name="training.free_running",
@@ -103,6 +112,7 @@ CHECKS = (
         judge=judge_free_running,
         needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
+        courses={"": COURSE},
     ),
     Check(
         name="training.kernels",

@@ -7,12 +7,13 @@ forced: the baseline starts from the weights, and the replay from the weights, g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
+from zharness.checks.course import Course
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
@@ -37,6 +38,7 @@ SGD = OptimizerSpec(
     schedule=SCHEDULE,
 )
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
+TRAJECTORIES = {name: Course(spec, STEPS) for name, spec in OPTIMIZERS.items()}
 FIRST = GroupSpec("first.*", {"lr": 3e-2, "maximize": True})
 ADAM = OptimizerSpec(
     name="adam",
@@ -48,15 +50,6 @@ NESTEROV = OptimizerSpec(
     args={"lr": 5e-2, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
     groups=(FIRST, GroupSpec("*bias", {"nesterov": False, "dampening": 0.3})),
 )
-
-
-@dataclass(frozen=True)
-class Course:
-    """A longer training: its optimizer, how many steps, and the norm to which gradients are clipped."""
-
-    optimizer: OptimizerSpec
-    steps: int
-    clip: float | None = None
 
 
 COURSES = {"adam": Course(ADAM, 3), "nesterov": Course(NESTEROV, 3), "long": Course(ADAMW, 10, clip=0.5)}
@@ -78,7 +71,7 @@ OTHER_STEPS = 2
 
 
 def observe_trajectory(bench: Bench) -> None:
-    observe_course(bench, Course(OPTIMIZERS[bench.variant], STEPS))
+    observe_course(bench, TRAJECTORIES[bench.variant])
 
 
 def observe_optimizers(bench: Bench) -> None:
@@ -112,7 +105,7 @@ def observe_course(bench: Bench, course: Course) -> None:
 
 
 def judge_trajectory(trial: Trial) -> Iterator[Comparison]:
-    yield from judge_course(trial, Course(OPTIMIZERS[trial.variant], STEPS))
+    yield from judge_course(trial, TRAJECTORIES[trial.variant])
 
 
 def judge_optimizers(trial: Trial) -> Iterator[Comparison]:

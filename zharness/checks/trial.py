@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
-from zharness.parity.attribution import Suspects, attribute, scale_of
+from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective
 from zharness.parity.bounds import mean_and_bound
 from zharness.parity.certificate import Exactness, certified
-from zharness.parity.compare import Place, check_names
+from zharness.parity.compare import beside, check_names
+from zharness.parity.facts import Place
 from zharness.workload import Batch
 
 
@@ -53,7 +55,9 @@ class Trial:
     def same_loss(self, step: int, expected: Sequence[Local], label: str = "loss") -> Iterator[Comparison]:
         """Every rank's loss equals the baseline's of its own micro-batch, bitwise."""
         for rank, copy in enumerate(self.copies(label, step)):
-            yield identical(self.place("loss", Part.FORWARD, step, rank), expected[rank].loss, copy["loss"])
+            local = expected[rank].loss
+            found = identical(self.place("loss", Part.FORWARD, step, rank), local, copy["loss"])
+            yield beside(found, partial(torch.clone, local))
 
     def same_value(self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0) -> Iterator[Comparison]:
         """Every rank's tensors equal the baseline's for that rank, bitwise; they are rank-local."""
@@ -61,7 +65,7 @@ class Trial:
             check_names(label, expected[rank], copy)
             for name, tensor in expected[rank].items():
                 found = identical(self.place(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
-                yield scaled(found, tensor, copy[name])
+                yield beside(scaled(found, tensor, copy[name]), partial(torch.clone, tensor))
 
     def reduced(
         self,
@@ -111,8 +115,15 @@ class Trial:
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         for rank, actual in enumerate(everyone):
             found = replace(within(self.place(name, Part.REDUCTION, step, rank), mean, actual, bound, tier), note=note)
-            yield attribute(found, actual, terms, everyone, suspects, self.reduced_in)
+            told = attribute(found, actual, terms, everyone, suspects, self.reduced_in)
+            yield beside(told, partial(self._plain_mean, terms, actual.dtype))
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
+
+    def _plain_mean(self, terms: Terms, held: torch.dtype) -> Tensor:
+        """The mean of all terms as plain torch computes it in the dtype of the reduction, under the loss scale."""
+        scale = self.baseline.loss_scale
+        stack = torch.stack([(scale * term).to(self.reduced_in) for row in terms for term in row])
+        return stack.mean(0).to(held) / scale
 
     def exact(self, steps: range, objective: Objective | None = None) -> Exactness:
         """Whether tier X applies to the mean over these micro-steps, and why not."""

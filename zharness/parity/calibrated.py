@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zharness.parity.baseline import Baseline, in_float64, run_local
-from zharness.parity.compare import Place, mismatch
-from zharness.parity.facts import Comparison, Part, Tier
+from zharness.parity.compare import mismatch
+from zharness.parity.facts import Comparison, Part, Place, Tier, Witness
 from zharness.workload import Batch
 
 RUNS = 8
@@ -123,6 +123,7 @@ def calibrated_comparison(place: Place, calibrated: Calibration, grads: Grads) -
         smallest=2 * limits.scale,
         elements=sum(tensor.numel() for tensor in z.values()),
         undetermined=sum(int((lost[name] & (calibrated.oracle[name] != 0)).sum()) for name in lost),
+        place=place,
     )
     if not comparison.ratio > 1:
         return comparison
@@ -134,7 +135,9 @@ def calibrated_comparison(place: Place, calibrated: Calibration, grads: Grads) -
     element = mismatch(named, calibrated.oracle[worst], grads[worst], bound, error, wrong)
     what = max(ratios, key=lambda key: ratios[key])
     hint = f"the {what} is {ratios[what]:.3g} x what {RUNS} runs of torch's own kernels allow"
-    return replace(comparison, mismatch=replace(element, hint=hint))
+    # An engine's gradients come scaled in float64; their last place is that of the float32 in which they were computed.
+    witness = Witness(calibrated.oracle[worst], grads[worst].float(), sizes[worst] / limits.largest)
+    return replace(comparison, mismatch=replace(element, hint=hint), place=named, witness=witness)
 
 
 def over(found: float, limit: float) -> float:

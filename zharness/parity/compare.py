@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,18 +12,8 @@ from torch import Tensor
 from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError
 from zharness.parity.bounds import unit_roundoff
-from zharness.parity.facts import Comparison, Mismatch, Part, Tier
-
-
-@dataclass(frozen=True)
-class Place:
-    """What is compared: which tensor, at which step, as the outcome of which part, as seen on which rank."""
-
-    name: str
-    part: Part
-    step: int = 0
-    seen_on: int = 0
-    pieces: tuple[Piece, ...] = ()
+from zharness.parity.facts import Comparison, Mismatch, Place, Tier, Witness
+from zharness.parity.ulps import apart
 
 
 def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
@@ -34,7 +24,7 @@ def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
     # What ``within`` comes to where nothing differs, which is nearly always: any scaling of any number would show.
     shows = bool((wanted.isfinite() & (wanted != 0)).any())
     smallest = unit_roundoff(actual.dtype) if shows else math.inf
-    return Comparison(Tier.EXACT, 0.0, smallest, None, elements=wanted.numel())
+    return Comparison(Tier.EXACT, 0.0, smallest, None, elements=wanted.numel(), place=place)
 
 
 def within(
@@ -66,14 +56,24 @@ def within(
     ratio = torch.where(error == 0, 0.0, torch.where(known, error / bound, math.inf))
     worst = float(ratio.max()) if ratio.numel() else 0.0
     size = (expected if signal is None else signal).abs()
+    failed = bool(wrong.any())
     return Comparison(
         tier,
         worst,
         smallest_scale_error(size, bound, actual.dtype),
-        mismatch(place, expected, actual, bound, error, wrong) if bool(wrong.any()) else None,
+        mismatch(place, expected, actual, bound, error, wrong) if failed else None,
         elements=expected.numel(),
         undetermined=int((known & (size > 0) & (bound >= size)).sum()),
+        place=place,
+        witness=Witness(expected, actual, ratio) if failed else None,
     )
+
+
+def beside(comparison: Comparison, plain: Callable[[], Tensor]) -> Comparison:
+    """``comparison`` with what plain torch gives there, where it is a mismatch."""
+    if comparison.witness is None:
+        return comparison
+    return replace(comparison, witness=replace(comparison.witness, plain=plain))
 
 
 def between(place: Place, least: Tensor, actual: Tensor, most: Tensor) -> Comparison:
@@ -125,14 +125,8 @@ def ulps(expected: float, actual: float, dtype: torch.dtype) -> int:
     """How many values of ``dtype`` lie between the two, once ``expected`` is rounded to it; -1 if one is not finite."""
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize)
-    if width is None or not dtype.is_floating_point:
-        return abs(int(expected) - int(actual))
-    bits = torch.tensor([expected, actual], dtype=torch.float64).to(dtype).view(width).tolist()
-    # IEEE floats order as sign and magnitude; reflected, they order as integers.
-    lowest: int = -(1 << (8 * dtype.itemsize - 1))
-    first, second = (int(value) if value >= 0 else lowest - int(value) for value in bits)
-    return abs(first - second)
+    first, second = (torch.tensor([value], dtype=torch.float64).to(dtype) for value in (expected, actual))
+    return int(apart(first, second))
 
 
 def ranks_agree(place: Place, copies: Sequence[Tensor]) -> list[Comparison]:

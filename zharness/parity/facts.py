@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
+
+from torch import Tensor
+
+from zharness.engines.protocol import Piece
 
 
 class Tier(Enum):
@@ -23,6 +28,17 @@ class Part(Enum):
     ACCUMULATION = "accumulation"
     OPTIMIZER = "optimizer"
     GATHER = "gather"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is compared: which tensor, at which step, as the outcome of which part, as seen on which rank."""
+
+    name: str
+    part: Part
+    step: int = 0
+    seen_on: int = 0
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,13 +79,27 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
+class Witness:
+    """The numbers of a mismatch, all of one shape: what was expected in float64, what the engine holds, error / bound.
+
+    ``plain()`` is what plain torch gives there in a dtype of its own, where the judge can tell; called only to show it.
+    """
+
+    expected: Tensor
+    actual: Tensor
+    ratio: Tensor
+    plain: Callable[[], Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One tensor, or one group of tensors, held against what it should be.
 
     ``ratio`` is the largest error over its bound (0 when bitwise equal, infinite when a bound of 0 is left).
     ``smallest`` is the smallest relative scale error of the whole tensor that would have been caught. ``undetermined``
     of ``elements`` are smaller than their bound: one of those could be lost unseen, so more wrong elements than that
-    are caught for certain. ``note`` says why the tier is not the one that the law promises.
+    are caught for certain. ``note`` says why the tier is not the one that the law promises. ``place`` is what was
+    compared, and ``witness`` holds its numbers where they are a mismatch: one that passes keeps no tensor alive.
     """
 
     tier: Tier
@@ -79,3 +109,5 @@ class Comparison:
     elements: int = 0
     undetermined: int = 0
     note: str = ""
+    place: Place | None = None
+    witness: Witness | None = field(default=None, repr=False, compare=False)

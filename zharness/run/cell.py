@@ -14,14 +14,16 @@ import torch.distributed as dist
 
 from zharness import engines
 from zharness.case import Case
-from zharness.checks import DTYPES, LOSS_SCALES, Bench, Trial, check_named
+from zharness.checks import DTYPES, LOSS_SCALES, Bench, Check, Trial, check_named
 from zharness.checks.construction import constructed, require_gradients, require_initial
+from zharness.checks.course import curves
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
+from zharness.parity.exhibit import Exhibit, exhibit
 from zharness.parity.snapshot import read, write
 from zharness.workload import ModelSpec, model_spec
 from zharness.world.rank import rank_device
@@ -34,7 +36,7 @@ class Judgement:
     """What the judge found: the first mismatch, and over all comparisons the loosest tier and the largest ratio.
 
     In every tensor compared, a scale error above ``smallest``, and ``wrong_elements`` lost ones, would have been
-    caught. ``undetermined`` of ``elements`` are smaller than their bound.
+    caught. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is what the mismatch has to show.
     """
 
     comparisons: int
@@ -46,6 +48,7 @@ class Judgement:
     undetermined: int = 0
     wrong_elements: int = 1
     notes: tuple[str, ...] = ()
+    exhibit: Exhibit | None = None
 
     @property
     def undecided(self) -> bool:
@@ -106,7 +109,7 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
     here = conditions()
     require_clean(here)
     trial = trial_of(baseline_of(case, salt), Path(room), case.dtype, capabilities, case.variant)
-    found = summarize(check_named(case.check).judge(trial))
+    found = held(trial, check_named(case.check))
     unlike = (words for evidence in trial.evidence for words in evidence.conditions.beside(here))
     return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
 
@@ -123,13 +126,32 @@ def trial_of(baseline: Baseline, room: Path, dtype: str, capabilities: Capabilit
     )
 
 
-def summarize(comparisons: Iterable[Comparison]) -> Judgement:
-    """Stop at the first mismatch: what comes after it follows from it."""
-    seen: list[Comparison] = []
+def held(trial: Trial, check: Check) -> Judgement:
+    """What ``check`` finds, and where that is a mismatch, what there is to show of it."""
+    comparisons = check.judge(trial)
+    seen = list(until_wrong(comparisons))
+    found = summarize(seen)
+    if found.mismatch is None:
+        return found
+    try:
+        names = [name for name, _ in trial.baseline.module().named_parameters()]
+        course = check.courses.get(trial.variant)
+        return replace(found, exhibit=exhibit(seen, comparisons, names, curves(trial, course) if course else {}))
+    except Exception as error:  # noqa: BLE001 - the verdict stands, whatever the wrong numbers do to what is shown of it
+        return replace(found, notes=(*found.notes, f"no evidence is shown: {type(error).__name__}: {error}"))
+
+
+def until_wrong(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
+    """Up to the first mismatch: what comes after it follows from it."""
     for comparison in comparisons:
-        seen.append(comparison)
+        yield comparison
         if comparison.mismatch is not None:
-            break
+            return
+
+
+def summarize(comparisons: Iterable[Comparison]) -> Judgement:
+    """All comparisons up to the first mismatch in one."""
+    seen = list(until_wrong(comparisons))
     if not seen:
         raise HarnessFault("the check compared nothing, so it cannot have passed")
     tiers = list(Tier)

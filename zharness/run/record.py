@@ -8,14 +8,15 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
+from zharness.parity.exhibit import Exhibit
 
 SCHEMA = 2
 
@@ -46,7 +47,8 @@ class Record:
     one to delete. ``tier``, ``ratio`` (error over bound), ``smallest`` (the smallest relative scale error that would
     have been caught), ``wrong_elements`` (so many lost elements of one tensor would have been caught) and
     ``undetermined`` of ``elements`` (smaller than their bound) are None where nothing was compared. ``notes`` say what
-    a reader has to know: why a tier is not the promised one. ``modules`` are the first that depart from the baseline's
+    a reader has to know: why a tier is not the promised one. ``evidence`` is what a wrong number has to show, as plain
+    data. ``modules`` are the first that depart from the baseline's
     where what a rank computes on its own is wrong. ``cause`` is one line, ``details`` every rank's report. ``withheld``
     is a feature that the engine does not claim although the law holds, where that was tried.
     """
@@ -65,6 +67,7 @@ class Record:
     undetermined: int | None = None
     notes: tuple[str, ...] = ()
     divergence: Mismatch | None = None
+    evidence: Exhibit | None = field(default=None, hash=False)
     modules: str = ""
     cause: str = ""
     details: str = ""
@@ -118,6 +121,7 @@ class Record:
             "undetermined": self.undetermined,
             "notes": list(self.notes),
             "divergence": divergence_as_json(self.divergence),
+            "evidence": self.evidence,
             "modules": self.modules,
             "cause": self.cause,
             "seconds": round(self.seconds, 4),
@@ -160,6 +164,7 @@ def from_json(line: str) -> Record:
             undetermined=plain["undetermined"],
             notes=tuple(plain["notes"]),
             divergence=mismatch_from(plain["divergence"]),
+            evidence=exhibit_from(plain.get("evidence")),  # so have they none of this
             modules=plain["modules"],
             cause=plain["cause"],
             excuse=plain["excuse"],
@@ -185,6 +190,14 @@ def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
     for key in ("expected", "actual", "bound"):
         fields[key] = float(fields[key])
     return Mismatch(**fields)
+
+
+def exhibit_from(plain: Any) -> Exhibit | None:
+    """``plain`` itself, which is what it was written from. Raises TypeError for another form."""
+    keys = Exhibit.__annotations__.keys()
+    if plain is not None and (not isinstance(plain, dict) or plain.keys() != keys):
+        raise TypeError(f"its evidence has not the keys {', '.join(keys)}")
+    return cast("Exhibit | None", plain)
 
 
 class Line(Protocol):

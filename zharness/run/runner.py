@@ -242,6 +242,7 @@ def judged_record(outcome: GroupOutcome, blank: Record) -> Record:
         undetermined=found.undetermined,
         notes=found.notes,
         divergence=found.mismatch,
+        evidence=found.exhibit,
         cause=cause,
     )
 

@@ -1,0 +1,202 @@
+"""What a failing cell shows: the error over the tensor and its shards, distances from float64, layers and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zharness.engines import Piece
+from zharness.errors import UsageError
+from zharness.kills import MutantRunner, target_case
+from zharness.mutants import MUTANTS
+from zharness.parity import Comparison, Part, identical, within
+from zharness.parity.compare import beside
+from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number
+from zharness.parity.facts import Place
+from zharness.parity.ulps import EDGES, apart, counted
+from zharness.run import Planned, Record
+from zharness.run.record import from_json
+from zharness.workload import model_spec
+
+LARGEST = 12 << 10  # characters of one cell's evidence
+PIECES = (Piece(0, 0, 4), Piece(1, 4, 6))
+PLACE = Place("b", Part.REDUCTION, step=2, pieces=PIECES)
+
+
+def comparison(name: str, wrong: float = 0.0, part: Part = Part.REDUCTION, step: int = 2) -> Comparison:
+    """Six ones beside six of which the last is off by ``wrong`` bounds."""
+    expected, bound = torch.ones(6, dtype=torch.float64), torch.full((6,), 2.0**-10, dtype=torch.float64)
+    actual = torch.ones(6)
+    actual[5] += wrong * 2.0**-10
+    return within(replace(PLACE, name=name, part=part, step=step), expected, actual, bound)
+
+
+def shown(seen: list[Comparison], coming: list[Comparison] | Iterator[Comparison] = (), names: str = "abcd") -> Exhibit:
+    found = exhibit(seen, iter(coming), list(names), {})
+    assert found is not None
+    return found
+
+
+def test_what_passes_keeps_no_numbers() -> None:
+    passed = beside(comparison("a"), lambda: pytest.fail("nobody asks what plain torch gives"))
+    assert passed.witness is None
+    assert passed.place is not None
+    assert identical(PLACE, torch.ones(2), torch.ones(2)).place is PLACE
+
+
+def test_the_first_mismatch_is_shown_in_the_shards_of_its_owners() -> None:
+    found = shown([comparison("a"), comparison("b", wrong=8.0)])
+    assert (found["parameter"], found["part"], found["step"], found["shape"]) == ("b", "reduction", 2, [6])
+    assert found["heat"] == {"rows": 1, "columns": 6, "block": [1, 1], "values": [[0, 0, 0, 0, 0, 8]]}
+    assert found["shards"] == [{"rank": 0, "start": 0, "stop": 4}, {"rank": 1, "start": 4, "stop": 6}]
+    assert found["curves"] == {}
+
+
+def test_layers_are_those_of_the_same_step_and_part_in_order_of_depth() -> None:
+    earlier = [comparison("d", step=1, wrong=0.5), comparison("a", part=Part.FORWARD)]
+    later = [comparison("c/exp_avg", wrong=4.0), comparison("c", wrong=0.25), comparison("d", part=Part.GATHER)]
+    found = shown([*earlier, comparison("b", wrong=0.5), comparison("b", wrong=8.0)], [*later, comparison("a")])
+    assert found["layers"] == [{"name": "b", "ratio": 8}, {"name": "c", "ratio": 4}]
+
+
+def test_what_the_judge_raises_after_a_mismatch_is_no_news() -> None:
+    def coming() -> Iterator[Comparison]:
+        yield comparison("c", wrong=2.0)
+        raise ZeroDivisionError
+
+    assert shown([comparison("b", wrong=8.0)], coming())["layers"] == [
+        {"name": "b", "ratio": 8},
+        {"name": "c", "ratio": 2},
+    ]
+
+
+def test_a_loss_has_no_layers_and_nothing_has_no_baseline_that_the_judge_cannot_tell() -> None:
+    found = shown([identical(Place("loss", Part.FORWARD), torch.tensor(1.0), torch.tensor(2.0))])
+    assert found["layers"] is None
+    assert found["shards"] is None
+    assert found["heat"] == {"rows": 1, "columns": 1, "block": [1, 1], "values": [["inf"]]}
+    assert found["ulps"] == {"edges": EDGES, "engine": [0] * 22 + [1], "baseline": []}
+
+
+def test_plain_torch_that_cannot_step_from_a_wrong_state_leaves_the_rest_to_be_seen() -> None:
+    def plain() -> torch.Tensor:
+        raise KeyError("exp_avg_sq")
+
+    found = shown([beside(comparison("b", wrong=8.0), plain)])
+    assert found["heat"]
+    assert found["ulps"]
+    assert found["ulps"]["baseline"] == []
+
+
+def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:
+    names = [f"layers.{index}" for index in range(2 * LAYERS)]
+    found = exhibit([comparison(name, wrong=2.0 * (name == names[-2])) for name in names[:-1]], iter(()), names, {})
+    assert found is not None
+    assert found["layers"] is not None
+    assert len(found["layers"]) == LAYERS
+    assert found["layers"][-1] == {"name": names[-2], "ratio": 2}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (100_003,), (3, 1000), (999, 7), (64, 3, 5, 5)])
+def test_no_error_is_lost_in_a_heat_map_and_none_is_added(shape: tuple[int, ...]) -> None:
+    ratio = torch.zeros(shape, dtype=torch.float64)
+    ratio.view(-1)[-1] = 5.0
+    found = heat(ratio)
+    values = found["values"]
+    assert (len(values), {len(row) for row in values}) == (found["rows"], {found["columns"]})
+    assert found["rows"] <= ROWS
+    assert found["columns"] <= COLUMNS
+    assert values[-1][-1] == 5
+    assert sum(value == 0 for row in values for value in row) == found["rows"] * found["columns"] - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_distances_are_counted_in_the_last_place_of_the_engine_s_dtype(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    held = torch.tensor([1, 1 + eps, 1 + 4 * eps, math.nan, math.inf, -1e3], dtype=dtype)
+    counts = dict(zip(EDGES, counted(torch.ones(6, dtype=torch.float64), held), strict=True))
+    assert (counts["0"], counts["1"], counts["3-4"], sum(counts.values())) == (1, 1, 1, 6)
+    assert counts[">2^20"] >= 2
+
+
+def test_numbers_of_unlike_sign_are_as_far_apart_as_both_from_zero() -> None:
+    largest = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
+    assert float(apart(largest, -largest)) == 2 * float(apart(largest, torch.zeros_like(largest)))
+    assert float(apart(torch.tensor([7]), torch.tensor([-2]))) == 9
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(0.0, "0"), (1234.5, "1230"), (0.012345, "0.0123"), (1e300, "1e+300"), (math.inf, '"inf"')]
+)
+def test_a_number_takes_few_characters(value: float, written: str) -> None:
+    assert json.dumps(number(value)) == written
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[MutantRunner]:
+    with MutantRunner(timeout=60.0) as started:
+        yield started
+
+
+def evidence_of(runner: MutantRunner, mutant: str, model: str = "mlp") -> tuple[Record, Exhibit]:
+    """The record of the mutant's first target on ``model``, and its evidence."""
+    target = next(target for target in MUTANTS[mutant].targets if target.model == model)
+    record = runner.run(Planned(target_case(MUTANTS[mutant], target)))
+    assert record.evidence is not None, record
+    assert len(json.dumps(record.evidence)) <= LARGEST
+    return record, record.evidence
+
+
+def distances(counts: list[int]) -> int:
+    """The last class that has an element."""
+    return max(index for index, count in enumerate(counts) if count)
+
+
+def test_a_shard_that_was_not_updated_shows_as_that_shard_alone(runner: MutantRunner) -> None:
+    _, found = evidence_of(runner, "drops_the_short_shard")
+    assert found["parameter"] == "first.bias"
+    assert found["heat"]
+    assert found["shards"]
+    (row,) = found["heat"]["values"]
+    wrong = {index for index, value in enumerate(row) if float(value) > 1}
+    (short,) = (shard for shard in found["shards"] if shard["rank"] == 1)
+    assert wrong
+    assert wrong <= set(range(short["start"], short["stop"]))
+
+
+def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRunner) -> None:
+    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "mlp")
+    assert found["heat"]
+    assert found["layers"]
+    assert found["ulps"]
+    assert all(float(value) > 1 for row in found["heat"]["values"] for value in row)
+    assert [layer["name"] for layer in found["layers"]] == [n for n, _ in model_spec("mlp").model(0).named_parameters()]
+    assert all(float(layer["ratio"]) > 1 for layer in found["layers"])
+    assert distances(found["ulps"]["baseline"]) < distances(found["ulps"]["engine"])
+    assert sum(found["ulps"]["baseline"]) == sum(found["ulps"]["engine"]) == math.prod(found["shape"])
+    line = json.dumps(record.as_json(), allow_nan=False)
+    assert from_json(line).evidence == found
+
+
+def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -> None:
+    _, found = evidence_of(runner, "forgets_weight_decay")
+    assert found["ulps"]
+    assert distances(found["ulps"]["baseline"]) < distances(found["ulps"]["engine"])
+    assert found["curves"].keys() == {"loss", "norm"}
+    for curve in found["curves"].values():
+        assert len(curve["engine"]) == len(curve["baseline"]) == 3
+        assert curve["engine"][-1] != curve["baseline"][-1]
+
+
+def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refused(runner: MutantRunner) -> None:
+    record, _ = evidence_of(runner, "drops_the_short_shard")
+    plain = record.as_json()
+    del plain["evidence"]
+    assert from_json(json.dumps(plain)).evidence is None
+    with pytest.raises(UsageError, match="its evidence has not the keys parameter, part, step"):
+        from_json(json.dumps({**plain, "evidence": {"heat": 1}}))

@@ -1,0 +1,94 @@
+"""A training of several steps: what is asked of the engine, and how it went there and with the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zharness.checks.trial import Trial
+from zharness.engines.optimizers import build, schedule
+from zharness.engines.protocol import OptimizerSpec
+from zharness.parity.exhibit import Curve, number
+
+SHOWN = 6  # digits of a loss or a norm
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training: its optimizer, how many steps, and the norm to which gradients are clipped."""
+
+    optimizer: OptimizerSpec
+    steps: int
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The mean of the ranks' losses in one step, and the 2-norm of the whole gradient before it is clipped."""
+
+    loss: float
+    norm: float
+
+
+def curves(trial: Trial, course: Course) -> dict[str, Curve]:
+    """Loss and gradient norm in every step, of the engine and of the plain model trained on its own from the start.
+
+    The engine has to have recorded "loss" and "grads" at each step. They part by rounding too, the more the longer they
+    run, so they are there to be looked at: nothing is judged by them.
+    """
+    engine, baseline = taken(trial, course.steps), trained(trial, course)
+    return {
+        "loss": curve((step.loss for step in engine), (step.loss for step in baseline)),
+        "norm": curve((step.norm for step in engine), (step.norm for step in baseline)),
+    }
+
+
+def curve(engine: Iterable[float], baseline: Iterable[float]) -> Curve:
+    return {
+        "engine": [number(value, SHOWN) for value in engine],
+        "baseline": [number(value, SHOWN) for value in baseline],
+    }
+
+
+def taken(trial: Trial, steps: int) -> list[Step]:
+    """What the engine reported."""
+    found = []
+    for step in range(steps):
+        losses = [copy["loss"] for copy in trial.copies("loss", step)]
+        found.append(Step(mean(losses), norm(trial.copies("grads", step)[0])))
+    return found
+
+
+def trained(trial: Trial, course: Course) -> list[Step]:
+    """The plain model's own training, on float32 masters where its dtype is narrower."""
+    weights = {
+        name: p.detach().clone() for name, p in trial.baseline.spec.model(trial.baseline.seed).named_parameters()
+    }
+    optimizer = build(weights, course.optimizer)
+    rates = schedule(optimizer, course.optimizer)
+    found = []
+    for step in range(course.steps):
+        local = trial.locals(step, weights)
+        for name in local[0].grads:
+            grads = [one.grads[name].to(weights[name].dtype) for one in local]
+            weights[name].grad = torch.stack(grads).mean(0)
+        trainable = [weight for weight in weights.values() if weight.grad is not None]
+        whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        found.append(Step(mean([one.loss for one in local]), norm(whole)))
+        if course.clip is not None:
+            torch.nn.utils.clip_grad_norm_(trainable, course.clip)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return found
+
+
+def mean(losses: Sequence[Tensor]) -> float:
+    return float(torch.stack([loss.double() for loss in losses]).mean())
+
+
+def norm(grads: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt())

@@ -1,0 +1,52 @@
+"""Distances in units of the last place: how many values of a dtype lie between two numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+FARTHEST = 1 << 20  # what is further away has one class
+POWERS = [1 << power for power in range(FARTHEST.bit_length())]
+# Classes of distances: 0, 1, 2, 3-4, 5-8 and so on, each twice as wide as the one before, and all beyond the last.
+EDGES = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:]), ">2^20"]
+
+
+def apart(one: Tensor, other: Tensor) -> Tensor:
+    """How many values of their dtype lie between two tensors of it, element by element, float64.
+
+    Infinity is the neighbour of the largest number; two that are NaN are 0 apart, and from any number infinitely many.
+    """
+    distance = (ordered(one) - ordered(other)).abs() if one.dtype != torch.float64 else of_float64(one, other)
+    numbers = one.isnan() == other.isnan()
+    return distance.double().where(numbers, torch.inf).where(~(one.isnan() & other.isnan()), 0.0)
+
+
+def ordered(numbers: Tensor) -> Tensor:
+    """int64 numbers in the order of ``numbers``, of which neighbours differ by one; integers are that already."""
+    width = WIDTHS.get(numbers.dtype.itemsize)
+    if width is None or not numbers.is_floating_point():
+        return numbers.to(torch.int64)
+    bits = numbers.contiguous().view(width).to(torch.int64)
+    # IEEE floats order as sign and magnitude; reflected, they order as integers.
+    lowest = -(1 << (8 * numbers.dtype.itemsize - 1))
+    return torch.where(bits >= 0, bits, lowest - bits)
+
+
+def of_float64(one: Tensor, other: Tensor) -> Tensor:
+    """``apart`` where the distance of two numbers of unlike sign has no room in an int64."""
+    first, second = ordered(one), ordered(other)
+    across = (first < 0) != (second < 0)
+    return torch.where(across, first.double().abs() + second.double().abs(), (first - second).abs().double())
+
+
+def counted(oracle: Tensor, held: Tensor) -> list[int]:
+    """How many elements of ``held`` lie in each class of EDGES from the float64 ``oracle``, rounded to its dtype.
+
+    One that is not finite where the oracle is lies in the last.
+    """
+    distance = apart(oracle.to(held.dtype), held).flatten()
+    distance = distance.where(held.flatten().isfinite() | (distance == 0), torch.inf)
+    limits = torch.tensor([0, *POWERS], dtype=torch.float64)
+    counts: list[int] = torch.bincount(torch.bucketize(distance, limits), minlength=len(EDGES)).tolist()
+    return counts
