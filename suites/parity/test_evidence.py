@@ -16,7 +16,7 @@ from zharness.kills import MutantRunner, target_case
 from zharness.mutants import MUTANTS
 from zharness.parity import Comparison, Part, identical, within
 from zharness.parity.compare import beside
-from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number
+from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number, over
 from zharness.parity.facts import Place
 from zharness.parity.ulps import EDGES, apart, counted
 from zharness.run import Planned, Record
@@ -134,7 +134,11 @@ def test_numbers_of_unlike_sign_are_as_far_apart_as_both_from_zero() -> None:
     ("value", "written"), [(0.0, "0"), (1234.5, "1230"), (0.012345, "0.0123"), (1e300, "1e+300"), (math.inf, '"inf"')]
 )
 def test_a_number_takes_few_characters(value: float, written: str) -> None:
-    assert json.dumps(number(value)) == written
+    assert json.dumps(number(value, 3)) == written
+
+
+def test_what_is_just_beyond_the_bound_is_not_rounded_to_it() -> None:
+    assert [over(ratio, 3) for ratio in (0.9999, 1.0, 1.0 + 1e-9, math.inf)] == [1, 1, 1.01, "inf"]
 
 
 @pytest.fixture(scope="module")

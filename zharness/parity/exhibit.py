@@ -19,7 +19,7 @@ from zharness.parity.ulps import EDGES, counted
 
 ROWS, COLUMNS = 20, 48  # blocks of a heat map
 LAYERS = 48
-DIGITS, COARSE = 3, 2  # of a ratio, and of one in a heat map
+FINE, COARSE = 3, 2  # digits of a layer's ratio, and of one in a heat map
 SHORT = 1e6  # an integer below it is no longer than a float
 LOOKED_AT = 1 << 24  # elements compared beyond the first mismatch, for the layers: a second or two
 
@@ -122,7 +122,7 @@ def heat(ratio: Tensor) -> Heat:
     rows, columns = math.ceil(matrix.shape[0] / height), math.ceil(matrix.shape[1] / width)
     margin = (0, columns * width - matrix.shape[1], 0, rows * height - matrix.shape[0])
     blocks = torch.nn.functional.pad(matrix, margin).view(rows, height, columns, width).amax((1, 3))
-    values = [[number(value, COARSE) for value in row] for row in blocks.tolist()]
+    values = [[over(value, COARSE) for value in row] for row in blocks.tolist()]
     return {"rows": rows, "columns": columns, "block": [height, width], "values": values}
 
 
@@ -169,10 +169,16 @@ def layers(found: Iterable[Comparison], names: Sequence[str]) -> list[Layer] | N
     several = math.ceil(len(compared) / LAYERS)
     groups = [compared[start : start + several] for start in range(0, len(compared), several or 1)]
     chosen = [max(group, key=worst.__getitem__) for group in groups]
-    return [{"name": name, "ratio": number(worst[name])} for name in chosen] or None
+    return [{"name": name, "ratio": over(worst[name], FINE)} for name in chosen] or None
 
 
-def number(value: float, digits: int = DIGITS) -> Number:
+def over(ratio: float, digits: int) -> Number:
+    """An error over its bound; one that is beyond it is never rounded to it."""
+    rounded = number(ratio, digits)
+    return 1 + 10.0 ** (1 - digits) if ratio > 1 and rounded == 1 else rounded
+
+
+def number(value: float, digits: int) -> Number:
     """``value`` in so many digits, as JSON can hold it and in few characters."""
     if not math.isfinite(value):
         return str(value)

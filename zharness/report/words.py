@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zharness.report.heat import heat_map
 from zharness.report.matrix import counts, outcome
 from zharness.run.record import Record, Verdict
 
@@ -27,6 +28,7 @@ def paragraph(alike: Sequence[Record]) -> str:
     first = alike[0]
     lines = [f"{outcome(first).upper()} {record.case.id}" for record in alike]
     lines.append(f"  {first.stale or shortened(first.cause)}")
+    lines.extend(f"  {line}" for line in heat_map(first.evidence))
     if first.verdict is Verdict.ERROR and first.details:
         lines.extend(f"  | {line}" for line in first.details.split("\n\n")[0].splitlines())
     return "\n".join([*lines, *(f"  again: {record.command}" for record in alike)])
