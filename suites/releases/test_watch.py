@@ -11,9 +11,9 @@ from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.releases import history, index, repros, watch
 from zharness.releases.bisect import Outcome
-from zharness.releases.history import Kind
 from zharness.releases.place import Place
 from zharness.run import Record, Request
+from zharness.run.changes import Kind, changed
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict
 from zharness.run.runner import excused
@@ -116,7 +116,7 @@ def test_a_fault_of_the_harness_is_its_exit_code() -> None:
     ],
 )
 def test_what_counts_as_a_change(before: Record, after: Record, kind: Kind | None) -> None:
-    assert history.changed(before, after) is kind
+    assert changed(before, after) is kind
 
 
 def test_the_same_release_as_recorded_is_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:

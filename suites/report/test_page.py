@@ -1,34 +1,101 @@
-"""The page and the entry points: what the terminal shows is in the file, and a package's engine is found by name."""
+"""The page and the entry points: one file with all the records in it, that runs its own scripts and fetches nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zharness import engines
 from zharness.case import Case
 from zharness.errors import UsageError
-from zharness.report.page import write_page
+from zharness.parity import Part
+from zharness.report.page import asset, page, write_page
+from zharness.report.page.columns import GLYPHS, MEANINGS, STEP
 from zharness.run import Record, Verdict
 
 CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+ROOT = Path(__file__).parents[2]
+VENDORED = {
+    "d3.min.js": "f2094bbf6141b359722c4fe454eb6c4b0f0e42cc10cc7af921fc158fceb86539",
+    "plot.umd.min.js": "4358086467740777dd788d6b27a95cebdbaefdd50c730a3060117073bd7134cb",
+}
 
 
-def test_the_page_holds_every_cell_escaped_and_needs_no_network(tmp_path: Path) -> None:
-    failed = Record(CASE, 0, Verdict.FAIL, "1.0", "2.13.0", cause="<script>alert(1)</script>", ratio=2.5, tier="S")
-    write_page([failed], 1.0, tmp_path / "page.html")
+def inside(text: str) -> dict[str, Any]:
+    """What the page's script reads."""
+    (data,) = re.findall(r'<script type="text/plain" id="data">([^<]*)</script>', text)
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data)))
+    return found
+
+
+def test_the_page_holds_every_cell_and_nothing_in_a_record_can_become_markup(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script>"
+    failed = Record(CASE, 0, Verdict.FAIL, hostile, "2.13.0", cause=hostile, ratio=float("inf"), tier="S")
+    write_page([failed, replace(failed, verdict=Verdict.PASS)], 1.0, tmp_path / "page.html", skipped=[hostile])
     text = (tmp_path / "page.html").read_text()
-    assert CASE.id in text
-    assert "<script" not in text
-    assert "http" not in text
+    assert "alert" not in text
+    found = inside(text)
+    assert found["records"]["size"] == 2
+    assert found["records"]["texts"]["id"]["values"] == [CASE.id]
+    assert found["records"]["texts"]["cause"]["values"] == [hostile]
+    assert found["records"]["numbers"]["ratio"] == ["inf", "inf"]
+    assert found["skipped"] == [hostile]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_page_names_nothing_to_fetch_and_lets_its_own_scripts_alone_run() -> None:
+    text = page([Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")], 1.0)
+    assert re.findall(r"""<(?:script|link|img|iframe|style)\b[^>]*\b(?:src|href)=["']?([^"'>]*)""", text) == ["data:,"]
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert "default-src &#39;none&#39;" in policy
+    assert "unsafe" not in policy
+    for script in re.findall(r"<script>(.*?)</script>", text, re.DOTALL):
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+@pytest.mark.parametrize("name", VENDORED)
+def test_the_libraries_inside_are_as_published_and_carry_their_licence(name: str) -> None:
+    assert hashlib.sha256(asset(f"vendor/{name}").encode()).hexdigest() == VENDORED[name]
+    assert "Permission to use, copy, modify" in asset(f"vendor/{name.split('.')[0]}.LICENSE")
+
+
+def test_every_part_of_a_step_and_every_outcome_has_its_place_and_its_own_sign() -> None:
+    assert {part.value for part in Part} < set(STEP)
+    assert GLYPHS.keys() == MEANINGS.keys()
+    assert len(set(GLYPHS.values())) == len(GLYPHS)
 
 
 def test_a_page_that_cannot_be_written_is_one_clear_sentence() -> None:
     with pytest.raises(UsageError, match=r"cannot write '/no/such/place/page.html'"):
         write_page([], 1.0, Path("/no/such/place/page.html"))
+
+
+def test_a_built_wheel_carries_every_file_of_the_page(tmp_path: Path) -> None:
+    parts = ("zharness", "pyproject.toml", "README.md", "LICENSE")
+    source = tmp_path / "source"
+    source.mkdir()
+    for part in parts[1:]:
+        shutil.copy(ROOT / part, source)
+    shutil.copytree(ROOT / parts[0], source / parts[0], ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-c", f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        carried = {name.partition("/assets/")[2] for name in wheel.namelist() if "/report/page/assets/" in name}
+    assets = ROOT / "zharness" / "report" / "page" / "assets"
+    assert carried == {str(path.relative_to(assets)) for path in assets.rglob("*") if path.is_file()}
 
 
 def test_an_engine_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def cli() -> None:
 @click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
+@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
 def check(
     patterns: tuple[str, ...],
     engines: tuple[str, ...],
@@ -88,6 +89,7 @@ def check(
     jobs: int | None,
     jsonl: Path | None,
     html: Path | None,
+    junitxml: Path | None,
 ) -> int:
     """Put an engine beside vanilla PyTorch and say which laws hold.
 
@@ -95,8 +97,9 @@ def check(
     of a failure prints it. Without one, every check runs.
     """
     from zharness.releases.place import surroundings
-    from zharness.report.live import Options, Outputs
+    from zharness.report.live import Options
     from zharness.report.live import check as run
+    from zharness.report.outputs import Outputs
     from zharness.run import Request
     from zharness.run.excuses import read_excuses
     from zharness.run.runner import Withheld
@@ -107,27 +110,31 @@ def check(
     request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
     withheld = Withheld.TRIED if probe_withheld else Withheld.LEFT
     options = Options(timeout, seed, jobs or 0, Isolation(isolation), read_excuses(excuses), withheld, shuffle)
-    return run(request, options, Outputs(jsonl, html), surroundings)
+    return run(request, options, Outputs(jsonl, html, junitxml), surroundings)
 
 
 @cli.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--contracts", is_flag=True, help="Where engines document that they differ, as a table in Markdown.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="OLD.jsonl",
+    help="An earlier run: what differs from it comes first.",
+)
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
-def report(files: tuple[Path, ...], contracts: bool, html: Path | None) -> int:
-    """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages."""
-    from zharness.report import overview
-    from zharness.report.matrix import exit_code
-    from zharness.report.page import check_writable, write_page
-    from zharness.run.record import read_records
+@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
+def report(
+    files: tuple[Path, ...], contracts: bool, against: Path | None, html: Path | None, junitxml: Path | None
+) -> int:
+    """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages.
 
-    if html:
-        check_writable(html)
-    records = [record for file in files for record in read_records(file)]
-    click.echo(overview.contracts(records) if contracts else overview.overview(records))
-    if html:
-        write_page(records, sum(record.seconds for record in records), html)
-    return exit_code(records)
+    Lines that are no records are skipped and counted. The exit code is that of the runs, as of `zharness check`.
+    """
+    from zharness.report.command import report as run
+    from zharness.report.outputs import Outputs
+
+    return run(files, against, contracts, Outputs(None, html, junitxml))
 
 
 @cli.command(name="list")

@@ -57,6 +57,7 @@ def repro(
     be had.
     """
     from zharness.releases import repro_runs, repro_table
+    from zharness.run import step_summary
     from zharness.run.record import record_file
 
     runs = repro_runs.chosen(ids, every, on)
@@ -68,6 +69,9 @@ def repro(
         click.echo(repro_table.markdown(found))
     else:
         click.echo(f"{repro_table.table(found)}\n\n{repro_table.summary(found, time.monotonic() - began)}")
+    step_summary.append(
+        "zharness repro", repro_table.summary(found, time.monotonic() - began), repro_table.markdown(found)
+    )
     return repro_table.exit_code(found)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from zharness.case import Case
-from zharness.releases.history import Change, Column, Flip, Kind, Standing, cells, flips, signature, standing
+from zharness.releases.history import Column, Flip, cells, flips
+from zharness.run.changes import Change, Kind, Standing, signature, standing
 
 LONGEST = 300  # characters of a cause; the JSON line has all of it
 

@@ -14,11 +14,12 @@ from zharness.engines.registry import split
 from zharness.errors import UsageError
 from zharness.releases import history, index, repros
 from zharness.releases.bisect import Outcome, Trial, bisect, verdict, words
-from zharness.releases.history import FAILURES, Change, Column, Measure, Standing, bare, standing
+from zharness.releases.history import Column, Measure
 from zharness.releases.history_words import differences, overview
 from zharness.releases.place import place
 from zharness.releases.repros import Repro
-from zharness.run import Record, Request
+from zharness.run import Record, Request, step_summary
+from zharness.run.changes import FAILURES, Change, Standing, bare, signature, standing
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict
 
@@ -47,6 +48,8 @@ def matrix(named: Sequence[str], request: Request, measure: Measure, known: Sequ
     click.echo(overview(found))
     pairs = [(since(earlier, each), each) for each in found if earlier and not each.trouble]
     changed = [change for before, each in pairs for change in history.changes(before, each.records)]
+    since_then = step_summary.block(differences(changed)) if earlier else ""
+    step_summary.append("zharness releases", since_then, step_summary.block(overview(found)))
     if earlier:
         click.echo(f"\nsince the record of {', '.join(earlier)}:\n\n{differences(changed)}\n")
         for before, each in pairs:
@@ -90,7 +93,8 @@ def compare(base: str, change: str, request: Request, measure: Measure, own: Seq
     again = both(base, change, cells_alone(request, suspects), measure) if suspects else []
     broken = repeated(suspects, again)
     once = [one for one in suspects if one not in broken]
-    click.echo(differences([one for one in changed if one not in expected and one not in once]))
+    told = differences([one for one in changed if one not in expected and one not in once])
+    click.echo(told)
     for one in once:
         click.echo(f"\nSEEN ONCE {one.after.case.id}: {one.after.verdict.value}, not when both were run again")
     for record in found[1].records.values():
@@ -99,10 +103,12 @@ def compare(base: str, change: str, request: Request, measure: Measure, own: Seq
     known = sum(
         is_broken(record) and is_broken(found[1].records.get(case)) for case, record in found[0].records.items()
     )
-    click.echo(
-        f"\n{found[0].release} and {found[1].release}, {counted}: the change breaks {len(broken)}; "
+    total = (
+        f"{found[0].release} and {found[1].release}, {counted}: the change breaks {len(broken)}; "
         f"{known} are broken on both, {len(expected)} excused"
     )
+    click.echo(f"\n{total}")
+    step_summary.append("zharness compare", total, step_summary.block(told))
     return faults([*found, *again]) or int(bool(broken))
 
 
@@ -192,7 +198,7 @@ def outcome(column: Column) -> tuple[Outcome, str]:
     records = column.records.values()
     broken = [record for record in records if is_broken(record)]
     if broken:
-        return Outcome.BAD, f"{broken[0].case.id} {history.signature(broken[0])}"
+        return Outcome.BAD, f"{broken[0].case.id} {signature(broken[0])}"
     if any(standing(record) is Standing.HOLDS for record in records):
         return Outcome.GOOD, ""
     return Outcome.SKIPPED, next((record.cause for record in records if record.cause), "no cell shows anything")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import click
 
 from zharness.errors import UsageError
-from zharness.report.live import Options, Outputs, as_planned, conclude, engines_of, recorded
-from zharness.report.page import check_writable
+from zharness.report.live import Options, as_planned, conclude, engines_of, recorded
+from zharness.report.outputs import Outputs
 from zharness.run import Record, Request, plan
 from zharness.run.attached import AttachedRunner
 from zharness.run.plan import validate
@@ -63,8 +63,7 @@ class Run:
     def checked(self, leader: Leader, request: Request, place: Callable[[str], Surroundings]) -> int:
         """Run every cell of ``request`` and report."""
         validate(request)
-        if self.outputs.html is not None:
-            check_writable(self.outputs.html)
+        self.outputs.check_writable()
         places = {name: place(name) for name in engines_of(request)}
         with self.files:
             runner = self.runner = AttachedRunner(

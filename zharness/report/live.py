@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from zharness.case import Case, looks_like_id
 from zharness.report.matrix import exit_code, matrix, outcome
-from zharness.report.page import check_writable, write_page
+from zharness.report.outputs import Outputs
 from zharness.report.sensitivity import sensitivity
 from zharness.report.words import failures, summary
 from zharness.run import Planned, Record, Request, Runner, plan
@@ -32,14 +32,6 @@ from zharness.run.unmatched import unmatched
 from zharness.world import Isolation
 from zharness.world.launched import launched
 from zharness.world.server import Surroundings
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where records go besides the terminal."""
-
-    jsonl: Path | None = None
-    html: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,7 @@ def check(
         from zharness.report import attached
 
         return attached.check(launch, request, options, outputs, place)
-    if outputs.html is not None:
-        check_writable(outputs.html)
+    outputs.check_writable()
     began = time.monotonic()
     with ExitStack() as stack:
         sink = partial(opened, stack, outputs.jsonl)
@@ -180,13 +171,12 @@ def progress(total: int) -> tqdm[NoReturn]:
 
 
 def conclude(records: Sequence[Record], seconds: float, outputs: Outputs, complaints: Sequence[str] = ()) -> int:
-    """Print the matrix, what the passes are worth, the failures and the summary, and write the page; the exit code.
+    """Print the matrix, what the passes are worth, the failures and the summary, and write the files; the exit code.
 
     ``complaints`` name excuses that match nothing: they fail a run in which all else is as expected.
     """
     idle = "\n".join(f"UNMATCHED {words}" for words in complaints)
     parts = [matrix(records), sensitivity(records), failures(records), idle, summary(records, seconds)]
     click.echo("\n\n".join(part for part in parts if part))
-    if outputs.html is not None:
-        write_page(records, seconds, outputs.html)
+    outputs.write(records, seconds)
     return exit_code(records) or int(bool(complaints))

@@ -1,0 +1,102 @@
+"""Two runs held against each other, and files in which some lines are no records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zharness.case import Case
+from zharness.cli import cli
+from zharness.errors import UsageError
+from zharness.report.comparison import Turn, compare, text
+from zharness.report.reading import read
+from zharness.run.record import Record, Verdict, record_file
+
+CASE = Case("training.grads", "deepspeed", 3, 2, "fp32", "mlp")
+PASSED = Record(CASE, 0, Verdict.PASS, "0.18.8", "2.13.0")
+
+
+def at(stage: int, verdict: Verdict = Verdict.PASS, cause: str = "", engine: str = "deepspeed") -> Record:
+    return replace(PASSED, case=replace(CASE, stage=stage, engine=engine), verdict=verdict, cause=cause)
+
+
+def turns(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Turn, int]]:
+    return [(each.turn, each.told.case.stage) for each in compare(before, after).differences]
+
+
+def test_what_differs_is_told_the_worst_first() -> None:
+    before = [at(0), at(1, Verdict.FAIL), at(2), at(3, Verdict.UNSUPPORTED), at(5, Verdict.UNSUPPORTED), at(6)]
+    after = [at(4), at(7, Verdict.HANG), at(3), at(5, Verdict.CRASH), at(1), at(0, Verdict.FAIL), at(6)]
+    assert turns(before, after) == [
+        (Turn.BROKEN, 0),
+        (Turn.FAILURE, 7),
+        (Turn.FAILURE, 5),
+        (Turn.HOLDS, 3),
+        (Turn.HOLDS, 1),
+        (Turn.GONE, 2),
+        (Turn.NEW, 4),
+    ]
+
+
+def test_one_release_in_each_run_is_the_same_engine_and_several_are_not() -> None:
+    old, new = at(0, engine="deepspeed==0.18.8"), at(0, Verdict.FAIL, engine="deepspeed==0.19.8")
+    assert turns([old], [new]) == [(Turn.BROKEN, 0)]
+    assert turns([old, new], [old, replace(new, verdict=Verdict.PASS)]) == [(Turn.HOLDS, 0)]
+
+
+def test_runs_that_share_no_cell_are_refused() -> None:
+    with pytest.raises(UsageError, match="nothing to compare: of 1 cells before and 1 now none is the same"):
+        compare([at(0)], [at(1)])
+
+
+def test_the_terminal_tells_both_sides_and_counts_what_is_many() -> None:
+    words = text(compare([at(stage) for stage in range(10)], [at(stage, Verdict.FAIL, "wrong") for stage in range(10)]))
+    assert words.startswith("NEWLY BROKEN 10\n  training.grads[deepspeed-zero0-w2-fp32-mlp]\n    0.18.8: pass\n")
+    assert "    0.18.8: fail: wrong\n    again: zharness check 'training.grads[deepspeed-zero0-w2-fp32-mlp]'" in words
+    assert words.count("again:") == 8
+    assert "... and 2 more, by check: training.grads 2" in words
+    assert words.endswith("10 cells compared: 10 newly broken")
+
+
+def written(path: Path, records: Sequence[Record]) -> Path:
+    with record_file(path) as file:
+        for record in records:
+            file.add(record)
+    return path
+
+
+def test_a_broken_line_is_skipped_with_its_number_and_counted_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.jsonl", [at(0), at(1)])
+    good, other = path.read_bytes().splitlines()
+    later = json.dumps({**json.loads(other), "schema": 99}).encode()
+    path.write_bytes(b"\n".join([good, b'{"schema": 2, "case"', b"\xff\xfe", later, b"[" * 100_000, other]) + b"\n")
+    done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "p.html")], standalone_mode=False)
+    assert (done.exception, done.return_value) == (None, 0)
+    for number in (2, 3, 4, 5):
+        assert f"SKIPPED {path}, line {number}: " in done.output
+    found = read([path])
+    assert len(found.records) == 2
+    assert len(found.skipped) == 4
+    assert (tmp_path / "p.html").exists()
+
+
+def test_a_file_without_any_record_is_one_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "other").write_text("not\nours\n")
+    with pytest.raises(UsageError, match=r"no record in .*empty; records are what"):
+        read([tmp_path / "empty"])
+    with pytest.raises(UsageError, match=r"the first line that is none: .*other, line 1"):
+        read([tmp_path / "other"])
+
+
+def test_the_command_tells_first_what_changed(tmp_path: Path) -> None:
+    new, old = written(tmp_path / "new", [at(0, Verdict.FAIL, "wrong")]), written(tmp_path / "old", [at(0)])
+    done = CliRunner().invoke(cli, ["report", str(new), "--against", str(old)], standalone_mode=False)
+    assert (done.exception, done.return_value) == (None, 1)
+    assert done.output.startswith("NEWLY BROKEN 1\n")
+    assert "1 cells compared: 1 newly broken" in done.output

@@ -1,0 +1,94 @@
+"""What a run leaves besides the terminal: JUnit's XML, and the summary of a workflow's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from zharness.case import Case
+from zharness.cli import cli
+from zharness.report.junit import KINDS
+from zharness.report.matrix import ORDER
+from zharness.report.outputs import Outputs
+from zharness.run import Record, Verdict, step_summary
+
+CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)
+FAILED = replace(PASSED, verdict=Verdict.FAIL, cause="a wrong\nnumber \x00 & <more>", details="rank 0 said")
+EXCUSED = replace(FAILED, verdict=Verdict.CRASH, excuse="upstream#1")
+ERROR = replace(PASSED, verdict=Verdict.ERROR, cause="a bug")
+UNSUPPORTED = replace(PASSED, verdict=Verdict.UNSUPPORTED, cause="not claimed")
+STALE = replace(PASSED, stale="delete it")
+
+
+def test_the_xml_has_a_test_case_for_each_cell_as_pytest_spells_it(tmp_path: Path) -> None:
+    path = tmp_path / "junit.xml"
+    Outputs(junitxml=path).write([PASSED, FAILED, EXCUSED, ERROR, UNSUPPORTED, STALE], 2.5)
+    (suite,) = ElementTree.parse(path).getroot()  # noqa: S314 - written a line above
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")} == {
+        "tests": "6",
+        "failures": "2",
+        "errors": "1",
+        "skipped": "2",
+        "time": "2.500",
+    }
+    tags = [[(child.tag, child.get("type")) for child in case] for case in suite]
+    assert tags == [
+        [],
+        [("failure", None)],
+        [("skipped", "pytest.xfail")],
+        [("error", None)],
+        [("skipped", "pytest.skip")],
+        [("failure", None)],
+    ]
+    assert {case.get("name") for case in suite} == {CASE.id}
+    failure = suite[1][0]
+    assert failure.get("message") == "fail: a wrong number � & <more>"
+    assert failure.text is not None
+    assert failure.text.endswith(f"rank 0 said\n\nagain: zharness check '{CASE.id}'")
+
+
+def test_every_outcome_but_a_pass_has_its_element() -> None:
+    assert KINDS.keys() == set(ORDER) - {"pass"}
+
+
+@pytest.mark.parametrize("option", ["--html", "--junitxml"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(option: str) -> None:
+    done = CliRunner().invoke(cli, ["check", "training.grads", option, "/no/such/place/file"])
+    assert "cannot write '/no/such/place/file'" in str(done.exception)
+
+
+def test_a_step_summary_is_appended_where_the_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    monkeypatch.setenv(step_summary.VARIABLE, str(path))
+    Outputs().write([PASSED, FAILED], 2.5)
+    text = path.read_text()
+    assert text.startswith("before\n## zharness\n\n2 cells in 2.5 s: 1 fail, 1 pass\n")
+    assert "| training.grads | fail 1, pass 1" in text
+    assert "<details><summary>What did not pass</summary>\n\n```\nFAIL training.grads" in text
+
+
+def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.md"
+    monkeypatch.setenv(step_summary.VARIABLE, str(path))
+    for _ in range(3):
+        step_summary.append("title", "ü" * 70 + "\n", "line of text\n" * 50_000)
+    assert path.stat().st_size <= step_summary.LIMIT
+    assert path.read_text().endswith(step_summary.CUT), "and it is whole UTF-8"
+
+
+def test_a_step_summary_that_cannot_be_written_costs_no_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(step_summary.VARIABLE, "/no/such/place/summary.md")
+    Outputs().write([PASSED], 1.0)
+    assert "cannot append to GITHUB_STEP_SUMMARY='/no/such/place/summary.md'" in capsys.readouterr().err
+
+
+def test_a_block_is_fenced_by_more_backticks_than_it_has() -> None:
+    assert step_summary.block("a ```` b").startswith("`````\n")

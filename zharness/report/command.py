@@ -1,0 +1,35 @@
+"""Records of earlier runs as tables, a page and XML, alone or held against another run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from zharness.report import overview
+from zharness.report.comparison import compare, text
+from zharness.report.matrix import exit_code
+from zharness.report.outputs import Outputs
+from zharness.report.reading import read
+
+
+def report(files: Sequence[Path], against: Path | None, contracts: bool, outputs: Outputs) -> int:
+    """Print one table and write what was asked for; the exit code is that of the run. Raises UsageError.
+
+    With ``against``, what differs from that earlier run comes first. Lines that are no records are skipped and told.
+    """
+    outputs.check_writable()
+    found = read(files)
+    before = read([against]) if against is not None else None
+    comparison = None if before is None else compare(before.records, found.records)
+    skipped = (*found.skipped, *(before.skipped if before is not None else ()))
+    parts = [
+        overview.contracts(found.records) if contracts else overview.overview(found.records),
+        "\n\n".join(words for words in (found.words(), before.words() if before is not None else "") if words),
+    ]
+    if comparison is not None:
+        parts.insert(0, text(comparison))
+    click.echo("\n\n".join(part for part in parts if part))
+    outputs.write(found.records, sum(record.seconds for record in found.records), skipped, comparison)
+    return exit_code(found.records)

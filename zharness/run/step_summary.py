@@ -1,0 +1,58 @@
+"""What a command found, on the page of a GitHub workflow's run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+VARIABLE = "GITHUB_STEP_SUMMARY"
+# "maximum size of 1MiB" for each step, and what is larger is not shown at all:
+# https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits
+LIMIT = 1 << 20
+CUT = "\n```\n\n... cut here: a step's summary has at most 1 MiB\n"
+
+
+def append(title: str, *parts: str) -> None:
+    """Append a heading and parts in Markdown to the file that GITHUB_STEP_SUMMARY names; nothing without it.
+
+    What exceeds the limit is cut at a line's end and says so. A file that cannot be written is a sentence on standard
+    error: what was measured counts, not where it is shown.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return
+    path = Path(named)
+    try:
+        room = LIMIT - (path.stat().st_size if path.exists() else 0)
+        text = fitted("\n\n".join([f"## {title}", *(part for part in parts if part)]) + "\n\n", room)
+        with path.open("ab") as stream:
+            stream.write(text)
+    except OSError as error:
+        print(f"zharness: cannot append to {VARIABLE}={named!r}: {error.strerror}", file=sys.stderr)  # noqa: T201
+
+
+def fitted(text: str, room: int) -> bytes:
+    """``text`` in UTF-8, cut at the end of a line where it has more bytes than ``room``; nothing where none fits."""
+    whole = text.encode("utf-8", "replace")
+    if len(whole) <= room:
+        return whole
+    left = room - len(CUT.encode())
+    return whole[:left].rpartition(b"\n")[0] + CUT.encode() if left > 0 else b""
+
+
+def block(text: str) -> str:
+    """Text as the terminal has it. The fence is longer than any row of backticks in it."""
+    fence = "`" * max(3, 1 + max((len(row) for row in rows_of_backticks(text)), default=0))
+    return f"{fence}\n{text}\n{fence}" if text else ""
+
+
+def rows_of_backticks(text: str) -> Iterable[str]:
+    """Every run of backticks."""
+    return ("".join(run) for run in "".join(c if c == "`" else " " for c in text).split())
+
+
+def folded(heading: str, text: str) -> str:
+    """A block under a heading that opens on a click."""
+    return f"<details><summary>{heading}</summary>\n\n{block(text)}\n\n</details>" if text else ""
