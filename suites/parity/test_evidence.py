@@ -189,6 +189,9 @@ def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRun
 
 def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -> None:
     _, found = evidence_of(runner, "forgets_weight_decay")
+    assert found["parameter"].endswith("/momentum_buffer")
+    assert found["shards"], "FSDP2 shards the state of a weight as the weight"
+    assert {shard["rank"] for shard in found["shards"]} == {0, 1}
     assert found["ulps"]
     assert distances(found["ulps"]["baseline"]) < distances(found["ulps"]["engine"])
     assert found["curves"].keys() == {"loss", "norm"}

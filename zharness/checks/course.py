@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zharness.checks.trial import Trial
+from zharness.checks.trial import Trial, grad_of
 from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
 from zharness.parity.exhibit import Curve, number
@@ -72,8 +72,8 @@ def trained(trial: Trial, course: Course) -> list[Step]:
     found = []
     for step in range(course.steps):
         local = trial.locals(step, weights)
-        for name in local[0].grads:
-            grads = [one.grads[name].to(weights[name].dtype) for one in local]
+        for name in {name: None for one in local for name in one.grads}:
+            grads = [grad_of(one, name, [local]).to(weights[name].dtype) for one in local]
             weights[name].grad = torch.stack(grads).mean(0)
         trainable = [weight for weight in weights.values() if weight.grad is not None]
         whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}

@@ -60,7 +60,9 @@ def judge_step(
         expected, moments = replay(spec.name, weight, grad, own, settings)
         for key, value in moments.items():
             found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))
-            place = trial.place(f"{name}/{key}", Part.OPTIMIZER, step)
+            # State of a weight's own shape is sharded as the weight is.
+            home = trial.place(name if found.shape == weight.shape else "", Part.OPTIMIZER, step)
+            place = replace(home, name=f"{name}/{key}")
             comparison = within(place, value.value, found, value.error, Tier.STAGED)
             yield beside(comparison, partial(plain_step, spec.name, weight, grad, own, settings, key))
         place, moved = trial.place(name, Part.OPTIMIZER, step), expected.value - weight.double()
