@@ -82,10 +82,10 @@ class Bench:
         """This rank's micro-batch at micro-step ``step``, on its device."""
         return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
 
-    def loss(self, call: Callable[[Tensor], Tensor] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
+    def loss(self, call: Callable[..., Any] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
         """Forward of this rank's micro-batch and its loss, a scalar; recorded under ``label`` and that step."""
         batch = self.batch(step)
-        loss = self.spec.loss(call(batch.inputs), batch.target)
+        loss = self.spec.loss(batch.through(call), batch.target)
         self.record(label, {"loss": loss}, step)
         return loss
 

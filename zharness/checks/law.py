@@ -25,6 +25,7 @@ class Check:
     or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
+    ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Check:
     own_numbers: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = tuple(DTYPES)
     courses: Mapping[str, Course] = field(default_factory=dict, hash=False)
+    any_model: tuple[str, ...] = ()
 
     def features(self, variant: str) -> tuple[Feature, ...]:
         """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""

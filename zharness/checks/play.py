@@ -65,7 +65,8 @@ class Side:
 
     def x(self, step: int = 0) -> Tensor:
         """The inputs of micro-step ``step``."""
-        return self.draw(step).inputs
+        inputs: Tensor = self.draw(step).inputs
+        return inputs
 
     def leaf(self, step: int = 0) -> Tensor:
         """The same, as a leaf that requires a gradient."""

@@ -247,7 +247,7 @@ class Judge:
 
     def input_gradient(self, rank: int, micro: int) -> Tensor:
         """autograd.grad of one rank's summed output with respect to its inputs."""
-        leaf = self.trial.baseline.batch(rank, micro).inputs.clone().requires_grad_()
+        leaf: Tensor = self.trial.baseline.batch(rank, micro).inputs.clone().requires_grad_()
         (grad,) = torch.autograd.grad(self.module()(leaf, **odd(self, micro)).sum(), leaf)
         return grad
 

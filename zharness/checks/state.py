@@ -196,7 +196,7 @@ def judge_consolidate(trial: Trial) -> Iterator[Comparison]:
         module = trial.baseline.module()
         module.load_state_dict(dict(full))
         batch = trial.baseline.batch(rank, 1)
-        loss = trial.baseline.objective(module(batch.inputs), batch).detach()
+        loss = trial.baseline.objective(batch.through(module), batch).detach()
         yield identical(trial.place("loss", Part.FORWARD, 1, rank), loss, trial.copies("loss", 1)[rank]["loss"])
 
 
@@ -212,6 +212,7 @@ CHECKS = (
         integral=False,
         variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,))),
         own_numbers=("adamw", "sgd", "buffers"),
+        any_model=("adamw",),
     ),
     Check(
         name="state.reshard",
@@ -232,5 +233,6 @@ CHECKS = (
         judge=judge_consolidate,
         needs=(Feature.CHECKPOINT,),
         integral=False,
+        any_model=("",),
     ),
 )

@@ -69,6 +69,7 @@ CHECKS = (
         models=ALL_MODELS,
         observe=observe_grads,
         judge=judge_grads,
+        any_model=("",),
     ),
     Check(
         name="training.one_hot_rank",
@@ -77,6 +78,7 @@ CHECKS = (
         models=ALL_MODELS,
         observe=observe_one_hot_rank,
         judge=judge_one_hot_rank,
+        any_model=("",),
     ),
     Check(
         name="training.trajectory",
@@ -122,6 +124,7 @@ CHECKS = (
         observe=observe_kernels,
         judge=judge_kernels,
         dtypes=("fp32",),
+        any_model=("",),
     ),
     Check(
         name="training.accumulation",
@@ -131,5 +134,6 @@ CHECKS = (
         observe=observe_accumulation,
         judge=judge_accumulation,
         variants=(("caller", (Feature.CALLER_ACCUMULATION,)), ("engine", (Feature.ENGINE_ACCUMULATION,))),
+        any_model=("caller", "engine"),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +161,7 @@ def scaled(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparis
 def times(trial: Trial, factor: int, divisor: int) -> Objective:
     """An objective: the baseline's loss times ``factor`` over ``divisor``, in the order in which a user writes it."""
 
-    def objective(output: Tensor, batch: Batch) -> Tensor:
+    def objective(output: Any, batch: Batch) -> Tensor:
         return trial.baseline.objective(output, batch) * float(factor) / divisor
 
     return objective

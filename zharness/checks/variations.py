@@ -218,7 +218,7 @@ def observe_clip_and_norm(bench: Bench) -> None:
         engine = bench.engine(optimizer=SGD, clip=clip)
         bench.record_weights(engine, at, "-before")
         batch = bench.batch(0)
-        engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+        engine.backward(bench.spec.loss(batch.through(engine), batch.target))
         bench.record("grads", engine.full_grads(), at)
         engine.step()
         norm = engine.grad_norm()
@@ -316,6 +316,7 @@ CHECKS = (
         judge_sgd_step,
         models=MODELS,
         **MOVING,
+        any_model=("",),
     ),
     law(
         "ranks_agree",
@@ -325,6 +326,7 @@ CHECKS = (
         tier=Tier.EXACT,
         needs=(Feature.CLIP,),
         **MOVING,
+        any_model=("",),
     ),
     law(
         "config_invariance",
@@ -365,6 +367,7 @@ CHECKS = (
         models=MODELS,
         needs=(Feature.CLIP,),
         **MOVING,
+        any_model=("",),
     ),
     law(
         "forward_alone",
@@ -372,5 +375,6 @@ CHECKS = (
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple((name, ()) for name in FORWARDS),
+        any_model=("no_grad",),
     ),
 )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zharness.workload import Batch, ModelSpec
 
-Objective = Callable[[Tensor, Batch], Tensor]
+Objective = Callable[[Any, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Baseline:
         """The micro-batch that ``rank`` sees at micro-step ``step``."""
         return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
-    def objective(self, output: Tensor, batch: Batch) -> Tensor:
+    def objective(self, output: Any, batch: Batch) -> Tensor:
         """The loss of ``spec``."""
         return self.spec.loss(output, batch.target)
 
@@ -79,7 +80,7 @@ class Baseline:
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:
     """One forward and backward of ``model``, whose gradients must be None before."""
-    return differentiated(model, objective(model(batch.inputs), batch), loss_scale)
+    return differentiated(model, objective(batch.through(model), batch), loss_scale)
 
 
 def differentiated(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Local:
@@ -94,12 +95,10 @@ def differentiated(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> L
 def in_float64(model: nn.Module, batch: Batch, magnitudes: bool = False) -> tuple[nn.Module, Batch]:
     """``model`` and ``batch`` in float64; with ``magnitudes``, every number replaced by its absolute value."""
     wide = copy.deepcopy(model).double()
-    inputs, target = batch.inputs, batch.target
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    target = target.double() if target.is_floating_point() else target
+    batch = batch.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     if magnitudes:
-        inputs, target = inputs.abs(), target.abs()
+        batch = batch.mapped(torch.abs)
         with torch.no_grad():
             for parameter in wide.parameters():
                 parameter.abs_()
-    return wide, Batch(inputs, target)
+    return wide, batch

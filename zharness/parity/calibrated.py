@@ -75,10 +75,10 @@ def calibration(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
 
 def vanilla_run(baseline: Baseline, batch: Batch, number: int) -> Grads:
     """The plain model's gradients with the samples in another order, in micro-batches of 1, 2, ... or all of them."""
-    samples = len(batch.inputs)
+    samples = batch.samples
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(number))
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    shuffled = Batch(batch.inputs[order], batch.target[order])
+    shuffled = batch.mapped(lambda tensor: tensor[order])
     micros = parts_of(shuffled, sizes[number % len(sizes)])
     found = [run_local(baseline.module(), micro, baseline.objective, baseline.loss_scale).grads for micro in micros]
     return {name: torch.stack([grads[name] for grads in found]).sum(0) / len(found) for name in found[0]}
@@ -86,8 +86,8 @@ def vanilla_run(baseline: Baseline, batch: Batch, number: int) -> Grads:
 
 def parts_of(batch: Batch, size: int) -> list[Batch]:
     """The batch in parts of ``size`` samples."""
-    starts = range(0, len(batch.inputs), size)
-    return [Batch(batch.inputs[start : start + size], batch.target[start : start + size]) for start in starts]
+    starts = range(0, batch.samples, size)
+    return [batch.mapped(lambda tensor: tensor[start : start + size]) for start in starts]  # noqa: B023 - called at once
 
 
 def statistics(calibrated: Calibration, grads: Grads) -> Statistics:

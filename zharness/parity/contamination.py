@@ -29,6 +29,8 @@ OWNERS: Mapping[str, Any] = {
     **{f"torch.nn.{kind.__name__}": kind for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv2d)},
     **{f"torch.optim.{kind.__name__}": kind for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)},
 }
+# What the transformers package adds, under a name that torch has not and calls nowhere.
+ADDED = ("torch.nn.Module.smart_apply",)
 # Python's own, which torch hands on under its names: decorators and types.
 STANDARD = ("typing", "typing_extensions", "functools", "contextlib", "collections", "abc")
 
@@ -72,7 +74,9 @@ def replaced_functions() -> Iterator[str]:
     for owner, holder in OWNERS.items():
         for name, value in vars(holder).items():
             function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            if callable(function) and not isinstance(function, type) and not is_torch_s(function):
+            if f"{owner}.{name}" in ADDED or not callable(function) or isinstance(function, type):
+                continue
+            if not is_torch_s(function):
                 yield f"{owner}.{name} replaced by {described(function)}"
 
 

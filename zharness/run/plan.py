@@ -13,6 +13,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.parity import Tier
 from zharness.workload import MODELS, model_spec
+from zharness.workload.foreign import is_foreign
 from zharness.world.limits import check_world_size
 
 STAGES = (0, 1, 2, 3)
@@ -95,7 +96,9 @@ def named(case: Case, claims: Claims) -> Planned:
     check = check_named(case.check)
     check.features(case.variant)
     validate(Request((), (case.engine,), (case.stage,), (case.world_size,), (case.dtype,), (case.model,)))
-    if case.model not in check.models:
+    if is_foreign(case.model):
+        require_any_model(check, case)
+    elif case.model not in check.models:
         raise UsageError.unknown(f"model for {check.name}", case.model, check.models)
     offered = stages_of(case.engine, (case.stage,), claims)
     require_variant(case.engine, case.engine_variant, offered, claims)
@@ -144,12 +147,26 @@ def any_claims(engine: str, stages: tuple[int, ...], claims: Claims) -> Capabili
 
 def cases_of(check: Check, engine: str, stage: int, request: Request) -> Iterator[Case]:
     """One check's cases at one stage."""
-    models = [name for name in MODELS if name in check.models and (not request.models or name in request.models)]
     for world_size in request.world_sizes:
         for dtype in request.dtypes:
-            for model in models:
-                for variant, _ in check.variants:
-                    yield Case(check.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
+            for model, variant in models_of(check, request.models):
+                yield Case(check.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
+
+
+def models_of(check: Check, asked: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The models among ``asked`` that a check is stated for, all of the workload's where none is; with its variants."""
+    for name in asked or MODELS:
+        if is_foreign(name):
+            yield from ((name, variant) for variant in check.any_model)
+        elif name in check.models:
+            yield from ((name, variant) for variant, _ in check.variants)
+
+
+def require_any_model(check: Check, case: Case) -> None:
+    """Raises UsageError for a check, or a variant of it, that is not stated for anyone's model."""
+    if case.variant not in check.any_model:
+        stated = [f"{each.name}{variant and f' ({variant})'}" for each in find_checks(()) for variant in each.any_model]
+        raise UsageError.unknown("check of a model of your own", f"{check.name} {case.variant}".strip(), stated)
 
 
 def planned(check: Check, case: Case, capabilities: Capabilities) -> Planned:
@@ -188,7 +205,7 @@ def not_stated(check: Check, case: Case, capabilities: Capabilities) -> str:
 def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why no honest tolerance exists for this cell; the empty string where one does."""
     kernels = capabilities.own_kernels.get(case.stage)
-    exact = check.integral and model_spec(case.model).exact
+    exact = check.integral and not is_foreign(case.model) and model_spec(case.model).exact
     own = check.tier is Tier.CALIBRATED or case.variant in check.own_numbers
     if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"

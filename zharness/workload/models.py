@@ -3,31 +3,81 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.errors import UsageError
 from zharness.workload import blocks, exact, mixed, nets
 
 LOW_MSE = (2, 13)  # before it, 2.8 at least, mse_loss on CPU cannot differentiate bf16 or fp16 beside an fp32 target
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
 
 
+def mapped(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``nested`` (mappings, tuples and lists of tensors and other values) with ``function`` of every tensor in it."""
+    if isinstance(nested, Tensor):
+        return function(nested)
+    if isinstance(nested, Mapping):
+        return {key: mapped(value, function) for key, value in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        parts = [mapped(value, function) for value in nested]
+        return type(nested)(*parts) if hasattr(nested, "_fields") else type(nested)(parts)
+    return nested
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Every tensor in ``nested``, in order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(nested, keep)
+    return found
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, both with SAMPLES rows."""
+    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, all tensors with as many rows.
 
-    inputs: Tensor
-    target: Tensor
+    ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` is that of
+    what the forward draws, as dropout does; None where a forward is left with the generator that it finds.
+    """
+
+    inputs: Any
+    target: Any
+    seed: int | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
         """The same on ``device``, what is floating point in ``dtype``."""
-        moved = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (self.inputs, self.target))
-        return Batch(*moved)
+        return self.mapped(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with ``function`` of every tensor, of inputs and target alike."""
+        return replace(self, inputs=mapped(self.inputs, function), target=mapped(self.target, function))
+
+    @property
+    def samples(self) -> int:
+        """How many rows its tensors have."""
+        return len(tensors_in(self.inputs)[0])
+
+    def through(self, call: Callable[..., Any]) -> Any:
+        """What ``call``, a model or an engine, makes of the inputs; torch's generator is left as it was."""
+        if self.seed is None:
+            return self._through(call)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            return self._through(call)
+
+    def _through(self, call: Callable[..., Any]) -> Any:
+        if isinstance(self.inputs, Mapping):
+            return call(**self.inputs)
+        return call(*self.inputs) if isinstance(self.inputs, tuple) else call(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -43,7 +93,7 @@ class ModelSpec:
     summary: str
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Any, Any], Tensor]
     exact: bool = False
 
     def model(self, seed: int) -> nn.Module:
@@ -166,10 +216,3 @@ MODELS: dict[str, ModelSpec] = {
         ),
     )
 }
-
-
-def model_spec(name: str) -> ModelSpec:
-    """The model called ``name``. Raises UsageError for another name."""
-    if name not in MODELS:
-        raise UsageError.unknown("model", name, sorted(MODELS), "`zharness list models` describes them")
-    return MODELS[name]

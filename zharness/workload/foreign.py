@@ -1,0 +1,171 @@
+"""Anyone's model: a factory by its path, which returns a model, or a model, its batches and its loss."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.errors import UsageError
+from zharness.workload.drawing import drawn_from
+from zharness.workload.models import SAMPLES, Batch, ModelSpec, tensors_in
+
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+RETURNS = (
+    "a model; or (model, batch), or (model, batch, loss), where batch(generator) draws a tensor, a tuple or a dict of "
+    "tensors, the arguments of the model, and loss(output, batch) is a scalar tensor"
+)
+Factory = Callable[[], Any]
+Draw = Callable[[torch.Generator], Any]
+
+_handed_over: dict[str, Factory] = {}  # by hand_over alone, before any rank is forked
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a factory made: a model, how a micro-batch is drawn, and how the model's output is scored."""
+
+    model: nn.Module
+    draw: Draw
+    score: Callable[[Any, Any], Tensor]
+
+
+def is_foreign(name: str) -> bool:
+    """Whether ``name`` is the path of a factory, ``package.module:factory``."""
+    return _PATH.fullmatch(name) is not None
+
+
+def hand_over(name: str, factory: Factory) -> None:
+    """Have ``factory``, which may be a closure, found under ``name`` here and in every process forked from here on."""
+    _handed_over[name] = factory
+
+
+@lru_cache(maxsize=8)
+def foreign_spec(name: str) -> ModelSpec:
+    """The model of the factory ``name``. Raises UsageError where there is none to import; it is not called yet."""
+    shop = Workshop(name, _handed_over.get(name) or imported(name))
+    return ModelSpec(name, f"the model of {name}", shop.build, shop.batch, shop.loss)
+
+
+class Workshop:
+    """What a factory makes. What it made last is kept, and copied: a law asks for a model many times over."""
+
+    def __init__(self, name: str, factory: Factory) -> None:
+        self.name = name
+        self._factory = factory
+        self._kept: tuple[int, Parts] | None = None
+
+    def parts(self, seed: int | None = None) -> Parts:
+        """What the factory makes with torch's generator at ``seed``; None: whatever the seed was."""
+        if self._kept is None or seed not in (None, self._kept[0]):
+            self._kept = None  # freed before the next one is made
+            seed = 0 if seed is None else seed
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                self._kept = seed, called(self.name, self._factory)
+        return self._kept[1]
+
+    def build(self) -> nn.Module:
+        """A copy of the model in the initial weights of the seed that torch's generator is at."""
+        model = self.parts(torch.initial_seed()).model
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:  # whatever a foreign module raises
+            raise UsageError(
+                f"{self.name}: the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), of which "
+                "every law takes several; have it keep nothing but parameters, buffers and plain values"
+            ) from error
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """A micro-batch; what its forward draws follows from the same seed."""
+        drawn = self.parts().draw(generator)
+        rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(drawn)}
+        if len(rows) != 1 or rows == {0}:
+            raise UsageError(
+                f"{self.name}: batch(generator) returned {words_of(drawn)}; expected a tensor, a tuple or a dict of "
+                "tensors that all have one row for each sample"
+            )
+        return Batch(drawn, drawn, generator.initial_seed())
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        """The loss of an output."""
+        found = self.parts().score(output, batch)
+        if not isinstance(found, Tensor) or found.dim() or (not found.requires_grad and torch.is_grad_enabled()):
+            raise UsageError(
+                f"{self.name}: the loss is {words_of(found)}; expected a scalar tensor that a backward can start from"
+            )
+        return found
+
+
+def imported(name: str) -> Factory:
+    """The factory at the path ``name``, looked for in the current directory too. Raises UsageError."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever a foreign module raises while it is imported, the sentence is the same
+        raise UsageError(
+            f"cannot import {module!r} for the model {name!r}: {type(error).__name__}: {error}; "
+            "expected package.module:factory, importable from the current directory"
+        ) from error
+    if not callable(factory):
+        raise UsageError(f"{name!r}: module {module!r} has no callable {attribute!r}; expected a factory of {RETURNS}")
+    return factory  # type: ignore[no-any-return]
+
+
+def called(name: str, factory: Factory) -> Parts:
+    """What ``factory`` returns, complete. Raises UsageError where it fails, or returns something else."""
+    try:
+        made = factory()
+    except Exception as error:  # whatever a foreign factory raises, the user has to hear of it in one sentence
+        raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
+    model, draw, score = (
+        (*made, None, None)[:3] if isinstance(made, tuple) and 1 <= len(made) <= 3 else (made, None, None)
+    )
+    if not isinstance(model, nn.Module) or not all(part is None or callable(part) for part in (draw, score)):
+        raise UsageError(f"the factory {name} returned {words_of(made)}; expected {RETURNS}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected one that trains")
+    return Parts(model, draw or own_draw(name, model), score or own_loss)
+
+
+def own_draw(name: str, model: nn.Module) -> Draw:
+    """How a micro-batch is drawn for a model of the transformers package. Raises UsageError for any other."""
+    draw = drawn_from(model, SAMPLES)
+    if draw is None:
+        raise UsageError(
+            f"the factory {name} returned a {type(model).__name__} and no batch function, which only models of the "
+            f"transformers package with a loss of their own do without; return {RETURNS}, as in: "
+            "return model, lambda generator: torch.randn(4, 16, generator=generator), "
+            "lambda output, batch: output.square().mean()"
+        )
+    return draw
+
+
+def own_loss(output: Any, _batch: Any) -> Tensor:
+    """The loss that a model returns by itself: its output, or what that has under ``loss``."""
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    return loss  # type: ignore[return-value] # Workshop.loss says so where it is none
+
+
+def words_of(thing: Any) -> str:
+    """What something is, in few words."""
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}{'' if thing.requires_grad else ' without gradient'}"
+    if isinstance(thing, (tuple, list)):
+        return f"a {type(thing).__name__} of ({', '.join(map(words_of, thing))})"
+    if isinstance(thing, dict):
+        return f"a dict of {', '.join(f'{key}: {words_of(value)}' for key, value in thing.items())}"
+    return "None" if thing is None else f"a {type(thing).__name__}"
