@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def local(trial: Trial, rank: int, forward: bool = True, backward: bool = False)
     """The plain model's first micro-batch: forward and backward inside torch.autocast or not, the loss never."""
     model, batch = trial.baseline.module(), trial.baseline.batch(rank, 0)
     with torch.autocast("cpu", LOW, enabled=forward):
-        output = model(batch.inputs)
+        output = batch.through(model)
     loss = trial.baseline.objective(output, batch)
     with torch.autocast("cpu", LOW, enabled=backward):
         loss.backward()  # type: ignore[no-untyped-call]
@@ -80,12 +81,13 @@ def everyone(trial: Trial, forward: bool = True, backward: bool = False) -> list
 
 
 def lowered(spec: ModelSpec, safe: tuple[type[nn.Module], ...]) -> set[str]:
-    """The trained parameters that lie in modules of the classes ``safe``."""
-    model = spec.model(0)
+    """The trained parameters that lie in modules of the classes ``safe``, if under another name as well."""
+    model = spec.build()
+    names = {id(p): name for name, p in model.named_parameters()}
     return {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, p in module.named_parameters(recurse=False)
+        names[id(p)]
+        for module in model.modules()
+        for p in module.parameters(recurse=False)
         if type(module) in safe and p.requires_grad
     }
 
@@ -300,11 +302,14 @@ CHECKS = (
         observe_policy,
         judge_policy,
     ),
-    check(
-        "autocast_states",
-        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
-        observe_states,
-        judge_states,
+    replace(
+        check(
+            "autocast_states",
+            "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+            observe_states,
+            judge_states,
+        ),
+        any_model=("",),
     ),
     check(
         "autocast_nested",
@@ -320,10 +325,13 @@ CHECKS = (
         *SAFE_LISTS,
         needs=Feature.WIRES,
     ),
-    check(
-        "autocast_norm",
-        "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
-        observe_norm,
-        judge_norm,
+    replace(
+        check(
+            "autocast_norm",
+            "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
+            observe_norm,
+            judge_norm,
+        ),
+        any_model=("",),
     ),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.checks.construction import as_dict, constructed, on_cpu
+from zharness.checks.course import AS_USUAL, Training
 from zharness.checks.dtypes import DTYPES
 from zharness.engines.options import laid_over
 from zharness.engines.protocol import (
@@ -32,7 +33,8 @@ from zharness.workload.models import SAMPLES
 class Bench:
     """One rank of a cell.
 
-    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them.
+    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them; ``training`` is what a
+    user's configuration says of it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Bench:
         capabilities: Capabilities,
         variant: str,
         device: torch.device,
+        training: Training = AS_USUAL,
     ) -> None:
         self.spec = spec
         self.seed = seed
@@ -55,6 +58,7 @@ class Bench:
         self.capabilities = capabilities
         self.variant = variant
         self.device = device
+        self.training = training
         self._factory = factory
         self._snapshots: list[Snapshot] = []
         self._layout: Mapping[str, tuple[Piece, ...]] = {}

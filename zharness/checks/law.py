@@ -26,6 +26,8 @@ class Check:
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``.
+    ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
+    a variant is a number of steps, and any other number is one as well.
     """
 
     name: str
@@ -41,10 +43,19 @@ class Check:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     courses: Mapping[str, Course] = field(default_factory=dict, hash=False)
     any_model: tuple[str, ...] = ()
+    counted: bool = False
+
+    def own(self, variant: str) -> bool:
+        """Whether cells of ``variant`` hold the engine against its own numbers alone."""
+        return variant in self.own_numbers or (self.counted and bool(self.own_numbers))
+
+    def states(self, variant: str) -> bool:
+        """Whether ``variant`` is stated for anyone's model."""
+        return variant in self.any_model or (self.counted and variant.isdecimal())
 
     def features(self, variant: str) -> tuple[Feature, ...]:
         """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""
         for name, extra in self.variants:
-            if name == variant:
+            if name == variant or (self.counted and variant.isdecimal() and int(variant) > 0):
                 return self.needs + extra
         raise UsageError.unknown(f"variant of {self.name}", variant, [name or "(none)" for name, _ in self.variants])

@@ -9,6 +9,7 @@ from zharness.checks import (
     checkpointing,
     double_backward,
     foreign_state,
+    own_model,
     parameters,
     precision,
     resources,
@@ -22,7 +23,7 @@ from zharness.errors import UsageError
 
 GROUPS = (
     *(training, variations, backward, double_backward, torch_func, checkpointing, precision, parameters, state),
-    *(foreign_state, resources),
+    *(foreign_state, resources, own_model),
 )
 CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 

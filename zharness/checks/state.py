@@ -196,7 +196,7 @@ def judge_consolidate(trial: Trial) -> Iterator[Comparison]:
         module = trial.baseline.module()
         module.load_state_dict(dict(full))
         batch = trial.baseline.batch(rank, 1)
-        loss = trial.baseline.objective(batch.through(module), batch).detach()
+        loss = trial.baseline.objective(trial.baseline.output(module, batch), batch).detach()
         yield identical(trial.place("loss", Part.FORWARD, 1, rank), loss, trial.copies("loss", 1)[rank]["loss"])
 
 

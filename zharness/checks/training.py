@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from zharness.checks.accumulation import FROZEN, judge_accumulation, observe_accumulation
 from zharness.checks.bench import Bench
 from zharness.checks.free_running import COURSE, judge_free_running, observe_free_running
@@ -57,7 +59,8 @@ def judge_one_hot_rank(trial: Trial) -> Iterator[Comparison]:
             trial.baseline.local(rank, chosen, objective=times(trial, int(rank == chosen), 1))
             for rank in range(trial.world_size)
         ]
-        exact = mean_of_one(local[chosen], trial.world_size, trial.dtype, trial.baseline.loss_scale)
+        narrow = max(trial.dtype, trial.reduced_in, key=lambda dtype: torch.finfo(dtype).eps)
+        exact = mean_of_one(local[chosen], trial.world_size, narrow, trial.baseline.loss_scale)
         yield from trial.reduced("grads", [local], step=chosen, exact=exact)
 
 

@@ -19,7 +19,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical, within
 from zharness.parity.baseline import Local
-from zharness.parity.bounds import gamma
+from zharness.parity.bounds import of_many
 from zharness.parity.compare import check_names
 
 STEPS = 3
@@ -140,7 +140,7 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
 def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
     norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
-    return norm, norm * gamma(sum(grad.numel() for grad in grads.values()), torch.float32)
+    return norm, norm * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)
 
 
 def initial_weights(trial: Trial) -> Iterator[Comparison]:

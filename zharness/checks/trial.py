@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zharness.checks.course import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective
@@ -24,7 +25,8 @@ from zharness.workload import Batch
 class Trial:
     """What is judged: ``evidence[rank]``, and the baseline it has to match.
 
-    ``wire`` is the dtype in which the engine declares that it reduces gradients; None: that of the cell.
+    ``wire`` is the dtype in which the engine declares that it reduces gradients; None: that of the cell. ``training``
+    is what a user's configuration says of it.
     """
 
     baseline: Baseline
@@ -32,6 +34,7 @@ class Trial:
     dtype: torch.dtype
     variant: str = ""
     wire: torch.dtype | None = None
+    training: Training = AS_USUAL
 
     @property
     def reduced_in(self) -> torch.dtype:

@@ -19,7 +19,7 @@ from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Piece, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.bounds import Bounded, gamma
+from zharness.parity.bounds import Bounded, of_many
 from zharness.reference.torch_private import DTensor
 
 Observe = Callable[[Bench], None]
@@ -234,7 +234,7 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
         norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
         reduced = torch.cat([grad.flatten() for grad in grads.values()])
         # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
-        error = norm * gamma(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
+        error = norm * of_many(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
         for rank, copy in enumerate(trial.copies("norm", at)):
             yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error))
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))

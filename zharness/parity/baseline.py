@@ -32,7 +32,8 @@ class Baseline:
     """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks.
 
     Trained parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients
-    of ``Local`` are divided by it, in float32 where it is not 1.
+    of ``Local`` are divided by it, in float32 where it is not 1. Forwards run under torch.autocast in ``autocast``,
+    where that is given, and the loss outside of it.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class Baseline:
     world_size: int
     dtype: torch.dtype = torch.float32
     loss_scale: float = 1.0
+    autocast: torch.dtype | None = None
 
     def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
@@ -57,6 +59,11 @@ class Baseline:
         """The micro-batch that ``rank`` sees at micro-step ``step``."""
         return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
+    def output(self, model: nn.Module, batch: Batch) -> Any:
+        """What ``model`` makes of a micro-batch."""
+        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            return batch.through(model)
+
     def objective(self, output: Any, batch: Batch) -> Tensor:
         """The loss of ``spec``."""
         return self.spec.loss(output, batch.target)
@@ -69,7 +76,8 @@ class Baseline:
         objective: Objective | None = None,
     ) -> Local:
         """Loss and gradients of one rank's micro-batch, not reduced with anyone's."""
-        return run_local(self.module(params), self.batch(rank, step), objective or self.objective, self.loss_scale)
+        model, batch = self.module(params), self.batch(rank, step)
+        return differentiated(model, (objective or self.objective)(self.output(model, batch), batch), self.loss_scale)
 
     def locals(
         self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None

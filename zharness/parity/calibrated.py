@@ -19,6 +19,9 @@ from torch import Tensor
 from zharness.parity.baseline import Baseline, in_float64, run_local
 from zharness.parity.compare import mismatch
 from zharness.parity.facts import Comparison, Part, Place, Tier, Witness
+from zharness.parity.baseline import Baseline, differentiated, in_float64, run_local
+from zharness.parity.compare import Place, mismatch
+from zharness.parity.facts import Comparison, Part, Tier
 from zharness.workload import Batch
 
 RUNS = 8
@@ -80,8 +83,15 @@ def vanilla_run(baseline: Baseline, batch: Batch, number: int) -> Grads:
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     shuffled = batch.mapped(lambda tensor: tensor[order])
     micros = parts_of(shuffled, sizes[number % len(sizes)])
-    found = [run_local(baseline.module(), micro, baseline.objective, baseline.loss_scale).grads for micro in micros]
+    found = [vanilla(baseline, micro) for micro in micros]
     return {name: torch.stack([grads[name] for grads in found]).sum(0) / len(found) for name in found[0]}
+
+
+def vanilla(baseline: Baseline, batch: Batch) -> Grads:
+    """The plain model's own gradients of a batch."""
+    model = baseline.module()
+    loss = baseline.objective(baseline.output(model, batch), batch)
+    return differentiated(model, loss, baseline.loss_scale).grads
 
 
 def parts_of(batch: Batch, size: int) -> list[Batch]:

@@ -17,6 +17,7 @@ from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Check, Trial, check_named
 from zharness.checks.construction import constructed, require_gradients, require_initial
 from zharness.checks.course import curves
+from zharness.checks.course import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
 from zharness.errors import EngineContractError, HarnessFault, UsageError
@@ -25,6 +26,7 @@ from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
 from zharness.parity.exhibit import Exhibit, exhibit
 from zharness.parity.snapshot import read, write
+from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.world.rank import rank_device
 
@@ -71,13 +73,27 @@ def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping
         stage=case.stage,
         dtype=case.dtype,
         loss_scale=LOSS_SCALES[case.dtype],
-        options=laid_over(capabilities.variants[case.engine_variant] if case.engine_variant else {}, options),
+        options=laid_over(options_of(case, capabilities), options),
     )
-    return bench_here(case.engine, model_spec(case.model), case.seed(salt), config, capabilities, case.variant)
+    spec, training = model_spec(case.model), configured(case.engine_variant).training
+    return bench_here(case.engine, spec, case.seed(salt), config, capabilities, case.variant, training)
+
+
+def options_of(case: Case, capabilities: Capabilities) -> Mapping[str, Any]:
+    """What the case's engine variant stands for: a file's options, or a named set of the engine's."""
+    if not case.engine_variant or is_file(case.engine_variant):
+        return configured(case.engine_variant).options
+    return capabilities.variants[case.engine_variant]
 
 
 def bench_here(
-    engine: str, spec: ModelSpec, seed: int, config: EngineConfig, capabilities: Capabilities, variant: str = ""
+    engine: str,
+    spec: ModelSpec,
+    seed: int,
+    config: EngineConfig,
+    capabilities: Capabilities,
+    variant: str = "",
+    training: Training = AS_USUAL,
 ) -> Bench:
     """A bench on this rank of the default group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -91,14 +107,15 @@ def bench_here(
         capabilities=capabilities,
         variant=variant,
         device=rank_device(rank, world_size),
+        training=training,
     )
 
 
 def baseline_of(case: Case, salt: int) -> Baseline:
     """What the cell is held against."""
-    return Baseline(
-        model_spec(case.model), case.seed(salt), case.world_size, DTYPES[case.dtype], LOSS_SCALES[case.dtype]
-    )
+    spec, dtype, scale = model_spec(case.model), DTYPES[case.dtype], LOSS_SCALES[case.dtype]
+    autocast = configured(case.engine_variant).autocast
+    return Baseline(spec, case.seed(salt), case.world_size, dtype, scale, autocast)
 
 
 def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:
@@ -110,6 +127,9 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
     require_clean(here)
     trial = trial_of(baseline_of(case, salt), Path(room), case.dtype, capabilities, case.variant)
     found = held(trial, check_named(case.check))
+    asked = configured(case.engine_variant)
+    trial = replace(trial, training=asked.training, wire=asked.wire or asked.autocast or trial.wire)
+    found = summarize(check_named(case.check).judge(trial))
     unlike = (words for evidence in trial.evidence for words in evidence.conditions.beside(here))
     return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
 

@@ -12,6 +12,7 @@ from zharness.checks import DTYPES, LOSS_SCALES, Check, check_named, find_checks
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.parity import Tier
+from zharness.run.configuration import configuration, is_file
 from zharness.workload import MODELS, model_spec
 from zharness.workload.foreign import is_foreign
 from zharness.world.limits import check_world_size
@@ -129,7 +130,10 @@ def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int,
 
 
 def require_variant(engine: str, name: str, stages: tuple[int, ...], claims: Claims) -> None:
-    """Raises UsageError for a variant that ``engine`` has at none of ``stages``."""
+    """Raises UsageError for a variant that ``engine`` has at none of ``stages``, or a file that cannot be read."""
+    if is_file(name):
+        configuration(name)
+        return
     known = list(dict.fromkeys(each for stage in stages for each in claims(engine, stage).variants))
     if name and name not in known:
         raise UsageError.unknown(f"variant of engine {engine!r}", name, known or ("(it names none)",))
@@ -164,7 +168,7 @@ def models_of(check: Check, asked: tuple[str, ...]) -> Iterator[tuple[str, str]]
 
 def require_any_model(check: Check, case: Case) -> None:
     """Raises UsageError for a check, or a variant of it, that is not stated for anyone's model."""
-    if case.variant not in check.any_model:
+    if not check.states(case.variant):
         stated = [f"{each.name}{variant and f' ({variant})'}" for each in find_checks(()) for variant in each.any_model]
         raise UsageError.unknown("check of a model of your own", f"{check.name} {case.variant}".strip(), stated)
 
@@ -191,7 +195,7 @@ def not_stated(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why there is no such cell, whatever features are claimed; the empty string where there is."""
     if capabilities.absent:
         return f"{case.engine} cannot be built: {capabilities.absent}"
-    if case.engine_variant and case.engine_variant not in capabilities.variants:
+    if case.engine_variant not in ("", *capabilities.variants) and not is_file(case.engine_variant):
         return f"{case.engine} has no variant {case.engine_variant} at stage {case.stage}"
     if case.dtype not in capabilities.dtypes:
         return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
@@ -206,7 +210,7 @@ def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
     """Why no honest tolerance exists for this cell; the empty string where one does."""
     kernels = capabilities.own_kernels.get(case.stage)
     exact = check.integral and not is_foreign(case.model) and model_spec(case.model).exact
-    own = check.tier is Tier.CALIBRATED or case.variant in check.own_numbers
+    own = check.tier is Tier.CALIBRATED or check.own(case.variant)
     if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
     return ""

@@ -1,0 +1,159 @@
+"""The laws of anyone's model that the models of the workload need not: its own configuration, its own checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zharness.checks.accumulation import accumulate
+from zharness.checks.bench import Bench
+from zharness.checks.law import Check
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.trajectory import forward, initial_weights, norm_and_bound
+from zharness.checks.trial import Trial, times
+from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.errors import UsageError
+from zharness.parity import Comparison, Part, Tier, within
+from zharness.workload import ModelSpec
+
+STEPS = "3"
+KINDS = ("reentrant", "non_reentrant")
+
+
+def observe_configured(bench: Bench) -> None:
+    training, owners = bench.training, bench.owners()
+    owner = AccumulationOwner.ENGINE if AccumulationOwner.ENGINE in owners else AccumulationOwner.CALLER
+    own = bench.config.stage in bench.capabilities.own_kernels
+    bench.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
+    engine = bench.engine(
+        optimizer=training.optimizer,
+        clip=training.clip,
+        accumulation_steps=training.accumulation,
+        accumulation_owner=owner,
+    )
+    for step in range(int(bench.variant)):
+        bench.record_trained(engine, step)
+        accumulate(bench, engine, owner, window(step, training.accumulation), "loss")
+        bench.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        norm = engine.grad_norm()
+        bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
+    bench.record_trained(engine, int(bench.variant))
+    engine.close()
+
+
+def window(step: int, accumulation: int) -> range:
+    """The micro-steps of one step."""
+    return range(step * accumulation, (step + 1) * accumulation)
+
+
+def judge_configured(trial: Trial) -> Iterator[Comparison]:
+    """Each step from the engine's own weights; with kernels of its own, its gradients are another law's matter."""
+    yield from initial_weights(trial)
+    for step in range(int(trial.variant)):
+        if not trial.copies("setting")[0]["own kernels"]:
+            yield from gradients(trial, step)
+        grads, factor = trial.copies("grads", step)[0], 1.0
+        if trial.training.clip is not None:
+            norm, error = norm_and_bound(grads)
+            reported = trial.copies("norm", step)[0].get("norm", norm)
+            yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
+            factor = trial.training.clip / (float(reported) + 1e-6)
+        yield from judge_step(trial, trial.training.optimizer, grads, Moment(step, "masters"), factor)
+        yield from everyone_agrees(trial, Moment(step + 1))
+        yield from published(trial, Moment(step + 1, "masters"), "params")
+
+
+def gradients(trial: Trial, step: int) -> Iterator[Comparison]:
+    """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
+    parts, params = trial.training.accumulation, trial.copies("params", step)[0]
+    micros = window(step, parts)
+    whole = [trial.locals(micro, params) for micro in micros]
+    for micro, local in zip(micros, whole, strict=True):
+        yield from forward(trial, step, local, micro)
+    if parts == 1:
+        yield from trial.reduced("grads", whole, step)
+        return
+    divided = [trial.locals(micro, params, times(trial, 1, parts)) for micro in micros]
+    by_loss = list(trial.reduced("grads", divided, step, scale=parts))
+    if trial.copies("setting")[0]["engine"] and any(found.mismatch for found in by_loss):
+        yield from trial.reduced("grads", whole, step)
+    else:
+        yield from by_loss
+
+
+def checkpointed(spec: ModelSpec, kind: str) -> nn.Module:
+    """The model with its own activation checkpointing on. Raises UsageError for a model that has none."""
+    model: Any = spec.build()
+    if not can_checkpoint(model):
+        raise UsageError(
+            f"the model of {spec.name} has no gradient_checkpointing_enable() as models of transformers have; one "
+            "that checkpoints in another way does so in every law, as its factory made it"
+        )
+    reentrant = kind == "reentrant"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant and not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()):
+        model.enable_input_require_grads()  # a reentrant region gives no gradient where no input of it requires one
+    return model  # type: ignore[no-any-return]
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether the model has checkpointing of the transformers package's kind, and supports it."""
+    return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
+        getattr(model, "supports_gradient_checkpointing", False)
+    )
+
+
+def with_checkpoints(spec: ModelSpec, kind: str) -> ModelSpec:
+    """``spec`` with its model under its own activation checkpointing."""
+    return replace(spec, build=partial(checkpointed, spec, kind))
+
+
+def observe_checkpointing(bench: Bench) -> None:
+    engine = bench.around(with_checkpoints(bench.spec, bench.variant).model(bench.seed))
+    engine.backward(bench.loss(engine, step=0))
+    bench.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_checkpointing(trial: Trial) -> Iterator[Comparison]:
+    """Plain PyTorch's gradients with the same checkpointing."""
+    spec = with_checkpoints(trial.baseline.spec, trial.variant)
+    plain = replace(trial, baseline=replace(trial.baseline, spec=spec))
+    local = plain.locals(step=0)
+    yield from plain.same_loss(0, local)
+    yield from plain.reduced("grads", [local])
+
+
+CHECKS = (
+    Check(
+        name="model.configured",
+        law="each step of the training as configured is the replay of its optimizer, clipping and accumulation",
+        tier=Tier.STAGED,
+        models=(),
+        observe=observe_configured,
+        judge=judge_configured,
+        integral=False,
+        variants=((STEPS, ()),),
+        own_numbers=(STEPS,),
+        any_model=(STEPS,),
+        counted=True,
+    ),
+    Check(
+        name="model.checkpointing",
+        law="under the model's own activation checkpointing gradients are plain PyTorch's under the same",
+        tier=Tier.STAGED,
+        models=(),
+        observe=observe_checkpointing,
+        judge=judge_checkpointing,
+        needs=(Feature.RECOMPUTATION,),
+        variants=tuple((kind, ()) for kind in KINDS),
+        any_model=KINDS,
+    ),
+)
