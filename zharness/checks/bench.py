@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness.checks.construction import as_dict, constructed, on_cpu
-from zharness.checks.course import AS_USUAL, Training
 from zharness.checks.dtypes import DTYPES
+from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines.options import laid_over
 from zharness.engines.protocol import (
     Absent,

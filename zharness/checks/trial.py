@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.checks.course import AS_USUAL, Training
+from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective

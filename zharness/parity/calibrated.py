@@ -16,12 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zharness.parity.baseline import Baseline, in_float64, run_local
+from zharness.parity.baseline import Baseline, differentiated, in_float64, run_local
 from zharness.parity.compare import mismatch
 from zharness.parity.facts import Comparison, Part, Place, Tier, Witness
-from zharness.parity.baseline import Baseline, differentiated, in_float64, run_local
-from zharness.parity.compare import Place, mismatch
-from zharness.parity.facts import Comparison, Part, Tier
 from zharness.workload import Batch
 
 RUNS = 8

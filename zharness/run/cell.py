@@ -17,7 +17,7 @@ from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Check, Trial, check_named
 from zharness.checks.construction import constructed, require_gradients, require_initial
 from zharness.checks.course import curves
-from zharness.checks.course import AS_USUAL, Training
+from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
 from zharness.errors import EngineContractError, HarnessFault, UsageError
@@ -126,10 +126,9 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
     here = conditions()
     require_clean(here)
     trial = trial_of(baseline_of(case, salt), Path(room), case.dtype, capabilities, case.variant)
-    found = held(trial, check_named(case.check))
     asked = configured(case.engine_variant)
     trial = replace(trial, training=asked.training, wire=asked.wire or asked.autocast or trial.wire)
-    found = summarize(check_named(case.check).judge(trial))
+    found = held(trial, check_named(case.check))
     unlike = (words for evidence in trial.evidence for words in evidence.conditions.beside(here))
     return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from zharness.checks.course import AS_USUAL, USUAL, Training
 from zharness.checks.dtypes import DTYPES
+from zharness.checks.usual import AS_USUAL, USUAL, Training
 from zharness.engines.optimizers import OPTIMIZERS
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
