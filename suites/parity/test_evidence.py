@@ -147,9 +147,9 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-def evidence_of(runner: MutantRunner, mutant: str, model: str = "mlp") -> tuple[Record, Exhibit]:
-    """The record of the mutant's first target on ``model``, and its evidence."""
-    target = next(target for target in MUTANTS[mutant].targets if target.model == model)
+def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, Exhibit]:
+    """The record of the mutant in its first target of ``check``, and its evidence."""
+    target = next(target for target in MUTANTS[mutant].targets if target.check == check)
     record = runner.run(Planned(target_case(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
     assert len(json.dumps(record.evidence)) <= LARGEST
@@ -162,7 +162,7 @@ def distances(counts: list[int]) -> int:
 
 
 def test_a_shard_that_was_not_updated_shows_as_that_shard_alone(runner: MutantRunner) -> None:
-    _, found = evidence_of(runner, "drops_the_short_shard")
+    _, found = evidence_of(runner, "drops_the_short_shard", "training.sgd_step")
     assert found["parameter"] == "first.bias"
     assert found["heat"]
     assert found["shards"]
@@ -174,7 +174,7 @@ def test_a_shard_that_was_not_updated_shows_as_that_shard_alone(runner: MutantRu
 
 
 def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRunner) -> None:
-    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "mlp")
+    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "training.grads")
     assert found["heat"]
     assert found["layers"]
     assert found["ulps"]
@@ -187,8 +187,20 @@ def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRun
     assert from_json(line).evidence == found
 
 
+def test_gradients_that_are_judged_all_at_once_show_every_layer_beside_what_torch_s_kernels_give(
+    runner: MutantRunner,
+) -> None:
+    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "training.kernels")
+    assert record.tier == "C"
+    assert found["layers"]
+    assert found["ulps"]
+    assert [layer["name"] for layer in found["layers"]] == [n for n, _ in model_spec("mlp").model(0).named_parameters()]
+    assert sum(found["ulps"]["baseline"]) == sum(found["ulps"]["engine"])
+    assert distances(found["ulps"]["baseline"]) <= distances(found["ulps"]["engine"])
+
+
 def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -> None:
-    _, found = evidence_of(runner, "forgets_weight_decay")
+    _, found = evidence_of(runner, "forgets_weight_decay", "training.trajectory")
     assert found["parameter"].endswith("/momentum_buffer")
     assert found["shards"], "FSDP2 shards the state of a weight as the weight"
     assert {shard["rank"] for shard in found["shards"]} == {0, 1}
@@ -201,7 +213,7 @@ def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -
 
 
 def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refused(runner: MutantRunner) -> None:
-    record, _ = evidence_of(runner, "drops_the_short_shard")
+    record, _ = evidence_of(runner, "drops_the_short_shard", "training.sgd_step")
     plain = record.as_json()
     del plain["evidence"]
     assert from_json(json.dumps(plain)).evidence is None

@@ -139,11 +139,13 @@ def calibrated_comparison(place: Place, calibrated: Calibration, grads: Grads) -
     bound = limits.largest * calibrated.units[worst]
     wrong, error = sizes[worst] == sizes[worst].max(), sizes[worst] * calibrated.units[worst]
     named = replace(place, name=worst, part=Part.LOCAL_GRADIENT)
-    element = mismatch(named, calibrated.oracle[worst], grads[worst], bound, error, wrong)
+    # An engine's gradients come scaled in float64; their last place is that of the float32 in which they were computed.
+    held = grads[worst].float()
+    element = mismatch(named, calibrated.oracle[worst], held, bound, error, wrong)
     what = max(ratios, key=lambda key: ratios[key])
     hint = f"the {what} is {ratios[what]:.3g} x what {RUNS} runs of torch's own kernels allow"
-    # An engine's gradients come scaled in float64; their last place is that of the float32 in which they were computed.
-    witness = Witness(calibrated.oracle[worst], grads[worst].float(), sizes[worst] / limits.largest)
+    group = {name: over(float(size.max()), limits.largest) for name, size in sizes.items() if size.numel()}
+    witness = Witness(calibrated.oracle[worst], held, sizes[worst] / limits.largest, group=group)
     return replace(comparison, mismatch=replace(element, hint=hint), place=named, witness=witness)
 
 

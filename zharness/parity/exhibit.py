@@ -161,15 +161,21 @@ def layers(found: Iterable[Comparison], names: Sequence[str]) -> list[Layer] | N
     """The worst ratio of each parameter, weights and optimizer state together; None where there is none."""
     known, worst = set(names), dict[str, float]()
     for comparison in found:
-        assert comparison.place is not None, "taken for its place"
-        named = comparison.place.name
-        name = named if named in known else named.rpartition("/")[0]
-        worst[name] = max(comparison.ratio, worst.get(name, 0.0))
+        for named, ratio in by_name(comparison).items():
+            name = named if named in known else named.rpartition("/")[0]
+            worst[name] = max(ratio, worst.get(name, 0.0))
     compared = [name for name in names if name in worst]
     several = math.ceil(len(compared) / LAYERS)
     groups = [compared[start : start + several] for start in range(0, len(compared), several or 1)]
     chosen = [max(group, key=worst.__getitem__) for group in groups]
     return [{"name": name, "ratio": over(worst[name], FINE)} for name in chosen] or None
+
+
+def by_name(comparison: Comparison) -> Mapping[str, float]:
+    """The worst ratio of each parameter that was compared, usually one."""
+    if comparison.witness is not None and comparison.witness.group:
+        return comparison.witness.group
+    return {comparison.place.name: comparison.ratio} if comparison.place else {}
 
 
 def over(ratio: float, digits: int) -> Number:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -83,12 +83,14 @@ class Witness:
     """The numbers of a mismatch, all of one shape: what was expected in float64, what the engine holds, error / bound.
 
     ``plain()`` is what plain torch gives there in a dtype of its own, where the judge can tell; called only to show it.
+    ``group`` are the largest ratios of all parameters, where they are compared as one.
     """
 
     expected: Tensor
     actual: Tensor
     ratio: Tensor
     plain: Callable[[], Tensor] | None = None
+    group: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
