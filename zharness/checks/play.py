@@ -218,14 +218,14 @@ def plain_weights(module: nn.Module, names: Sequence[str]) -> Values:
 class Played:
     """What a play on the plain model leaves: values, each model's gradients, and those of the training after it.
 
-    ``last`` is what the last backward that reached a parameter gave it: all that is left of its gradient in an engine
-    that drops the others, which is worth a hint.
+    ``given`` is what each backward that reached a parameter gave it, in their order. The last is all that is left of
+    its gradient in an engine that drops the others, which is worth a hint.
     """
 
     values: Values
     grads: tuple[Values, ...]
     after: tuple[Values, ...]
-    last: tuple[Values, ...]
+    given: tuple[Mapping[str, Sequence[Tensor]], ...]
 
     def flat(self) -> dict[str, Tensor]:
         """Everything, by a name of its own."""
@@ -237,29 +237,29 @@ def play_plain(trial: Trial, scene: Scene, rank: int, dtype: torch.dtype) -> Pla
     sides: list[Side] = []
     for _ in range(scene.engines):
         sides.insert(0, of_plain(trial, rank, dtype, sides[0] if sides else None))
-    watched = [last_gradients(side.module) for side in sides]
+    watched = [gradients_given(side.module) for side in sides]
     values = {name: tensor.detach() for name, tensor in (scene.play(sides[0]) or {}).items()}
-    last = tuple(dict(each) for each in watched)
+    given = tuple({name: tuple(grads) for name, grads in each.items()} for each in watched)
     grads, after = [], []
     for side in sides:
         grads.append(gradients(side.module))
         side.zero_grad()
         ordinary(side)
         after.append(gradients(side.module))
-    return Played(values, tuple(grads), tuple(after), last)
+    return Played(values, tuple(grads), tuple(after), given)
 
 
-def last_gradients(module: nn.Module) -> Values:
-    """A dictionary that from now on holds, by parameter, the gradient of the last backward that reached it."""
-    last: dict[str, Tensor] = {}
+def gradients_given(module: nn.Module) -> Mapping[str, Sequence[Tensor]]:
+    """A dictionary that from now on holds, by parameter, the gradient of every backward that reached it."""
+    given: dict[str, list[Tensor]] = {}
 
     def keep(name: str, grad: Tensor) -> None:
-        last[name] = grad.detach().clone()
+        given.setdefault(name, []).append(grad.detach().clone())
 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
-    return last
+    return given
 
 
 def gradients(module: nn.Module) -> Values:
@@ -292,9 +292,10 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
                 found = [getattr(played, label)[number] for played in everyone]
                 if setting["zeros"]:
                     found = [{**unused(trial, label, number), **grads} for grads in found]
-                local = [Local(torch.zeros(()), grads) for grads in found]
                 suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
-                yield from trial.reduced(label, [local], number, exact, scale, suspects)
+                rows = [found] if exact or label == "after" else terms(found, [each.given[number] for each in everyone])
+                micros = [[Local(torch.zeros(()), grads) for grads in row] for row in rows]
+                yield from trial.reduced(label, micros, number, exact, scale * len(rows), suspects)
             for rank, held in enumerate(trial.copies("held", number)):
                 for name, count in held.items():
                     yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
@@ -302,11 +303,27 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
     return judge
 
 
+def terms(found: Sequence[Values], given: Sequence[Mapping[str, Sequence[Tensor]]]) -> list[list[Values]]:
+    """Rows, each with one gradient for every rank, whose sum is ``found``: one row for each backward.
+
+    An engine may reduce, and round, each by itself, so it is their sizes that bound the error: the sum of large ones
+    may be small. What a play has zeroed meanwhile is taken off again in a row of its own.
+    """
+    most = max((len(grads) for each in given for grads in each.values()), default=0)
+    rows: list[list[Values]] = [[] for _ in range(most + 1)]
+    for whole, each in zip(found, given, strict=True):
+        for at, row in enumerate(rows[:most]):
+            row.append({name: grads[at] for name, grads in each.items() if at < len(grads) and name in whole})
+        kept = {name: sum(each.get(name, ()), torch.zeros_like(grad)) for name, grad in whole.items()}
+        rows[most].append({name: grad - kept[name] for name, grad in whole.items()})
+    return rows
+
+
 def of_one_backward(everyone: Sequence[Played], number: int, scale: float) -> Mapping[str, Sequence[Sequence[Local]]]:
     """What is left where an engine keeps one of several backwards, or drops one: the gradients to recognise it by."""
     alone, without = [], []
     for played in everyone:
-        last = {name: scale * grad for name, grad in played.last[number].items()}
+        last = {name: scale * grads[-1] for name, grads in played.given[number].items()}
         grads = played.grads[number]
         alone.append(Local(torch.zeros(()), last))
         rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
