@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for, for it brings torch: the reference engine, and conformance of anyone's."""
+    """What is imported when it is asked for, for it brings torch: the reference engine, and conformance."""
     if name == "initialize":
         from zharness.reference import initialize
 
@@ -51,4 +51,8 @@ def __getattr__(name: str) -> Any:
         from zharness import conformance
 
         return getattr(conformance, name)
+    if name == "verify":
+        from zharness.report.verify import verify
+
+        return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

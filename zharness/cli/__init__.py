@@ -12,6 +12,7 @@ import click
 import zharness
 from zharness.cli import releases
 from zharness.cli.doctor import doctor
+from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, integers, words
 from zharness.errors import UsageError, ZHarnessError
 
@@ -25,6 +26,7 @@ def cli() -> None:
     zharness check                                the reference engine, every law, stages 0-3
     zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
     zharness check 'torch_func.*' --engine my_package.my_module:factory
+    zharness model my_package.my_model:factory    your own model, every law that is stated for any
     zharness list checks                          every law in words
     zharness mutants                              engines broken on purpose, and who notices
     zharness repro 7352                           a real bug, on the releases that have it and have it not
@@ -155,7 +157,7 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor):
+for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor, model):
     cli.add_command(command)
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -77,6 +77,21 @@ class Runner:
         if key not in self._claims:
             self._claims[key] = engines.capabilities(engine, stage) or probed(self._servers[engine], engine, stage)
         return self._claims[key]
+
+    def ask(self, engine: str, function: Callable[..., Any], *args: Any, world_size: int = 1) -> list[Any]:
+        """What ``function`` returns on ranks that may hold ``engine``, or in a judge's process where it is empty.
+
+        Raises UsageError for what is the user's to mend, and for a process that ended otherwise.
+        """
+        server = self._servers[engine] if engine else self._judges
+        group = Group.DEFAULT if engine else Group.NONE
+        outcome = server.submit(Work(function, args, world_size, self.timeout, group))
+        failed = outcome.cause
+        if failed is None:
+            return outcome.values()
+        if failed.exception.startswith("zharness.errors."):
+            raise UsageError(failed.cause.partition(": ")[2])
+        raise UsageError(f"{failed.words()}\n{outcome.describe()}")
 
     def run(self, planned: Planned) -> Record:
         """The record of one cell; its ranks, its judge and its files are gone when it returns."""

@@ -1,0 +1,59 @@
+"""`zharness model`: anyone's model, held to every law that is stated for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zharness.cli.options import OUTPUT, SECONDS, integers
+
+
+@click.command()
+@click.argument("factory", metavar="PACKAGE.MODULE:FACTORY")
+@click.option("--config", default="", metavar="FILE", help="DeepSpeed's JSON: optimizer, clipping, stage ...")
+@click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
+@click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="The configuration's, or all there are.")
+@click.option("--world-size", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--dtype", default="", metavar="fp32", show_default="the configuration's, or fp32")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Of the training as configured.")
+@click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="For the ranks of one cell.")
+@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, as far as memory allows.")
+@click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
+@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
+@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
+def model(
+    factory: str,
+    config: str,
+    engine: str,
+    stages: tuple[int, ...],
+    world_size: int,
+    dtype: str,
+    steps: int,
+    seed: int,
+    timeout: float,
+    jobs: int | None,
+    jsonl: Path | None,
+    html: Path | None,
+    junitxml: Path | None,
+) -> int:
+    """Train your model by an engine beside plain PyTorch and say which laws hold.
+
+    FACTORY() returns a model; or (model, batch), or (model, batch, loss), where batch(generator) draws a tensor, a
+    tuple or a dict of tensors, the arguments of the model, with one row for each sample, and loss(output, batch) is a
+    scalar. A model of the transformers package needs neither.
+    """
+    from zharness.errors import UsageError
+    from zharness.releases.place import surroundings
+    from zharness.report.live import Options
+    from zharness.report.outputs import Outputs
+    from zharness.report.own_model import Asked, command
+    from zharness.workload.foreign import is_foreign
+    from zharness.world import Isolation
+
+    if not is_foreign(factory):
+        raise UsageError(f"got {factory!r}; expected package.module:factory, importable from the current directory")
+    asked = Asked(factory, config, engine, stages, world_size, dtype, steps)
+    options = Options(timeout, seed, jobs or 0, Isolation.POOLED)
+    return command(asked, options, Outputs(jsonl, html, junitxml), surroundings)

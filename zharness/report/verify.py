@@ -1,0 +1,140 @@
+"""``zharness.verify``: a model that lives in this process, held to the laws from a script or a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.errors import UsageError
+from zharness.report.live import Options
+from zharness.report.matrix import matrix
+from zharness.report.own_model import Asked, run_model
+from zharness.report.words import failures, summary
+from zharness.run import Record, Verdict, configuration
+from zharness.run.record import record_file
+from zharness.workload import foreign
+from zharness.workload.models import SAMPLES, mapped, tensors_in
+from zharness.world import Isolation, is_rank
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What became of every law, in the order of the matrix. True where all of them hold."""
+
+    records: tuple[Record, ...]
+    seconds: float
+
+    def __bool__(self) -> bool:
+        passed = any(record.verdict is Verdict.PASS for record in self.records)
+        return passed and all(record.expected and record.verdict is not Verdict.ERROR for record in self.records)
+
+    @property
+    def first_divergence(self) -> str:
+        """The first law that does not hold, and in words where its first wrong number is; empty where there is none."""
+        wrong = (r for r in self.records if not r.expected or r.verdict is Verdict.ERROR)
+        first = next(wrong, None)
+        return "" if first is None else f"{first.case.id}: {first.stale or first.cause}"
+
+    def table(self) -> str:
+        """Laws x stages, what did not pass, and how many cells there were."""
+        parts = [matrix(self.records), failures(self.records), summary(self.records, self.seconds)]
+        return "\n\n".join(part for part in parts if part)
+
+    def save(self, path: str | Path) -> None:
+        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError."""
+        with record_file(Path(path)) as file:
+            for record in self.records:
+                file.add(record)
+
+
+def verify(
+    model: nn.Module | Callable[[], Any] | str,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    engine: str = "reference",
+    config: Mapping[str, Any] | str | Path | None = None,
+    stages: tuple[int, ...] = (),
+    world_size: int = 2,
+    dtype: str = "",
+    steps: int = 3,
+    timeout: float = 300.0,
+    jobs: int = 0,
+) -> Verification:
+    """Hold ``engine`` to every law that is stated for any model, on yours.
+
+    ``model`` is a module, a function that builds one, or the path of such a function, ``package.module:factory``. A
+    function may be a closure, and may return what `zharness model` takes: (model, batch, loss). ``batch`` is
+    ``batch(generator)``, which draws a tensor, a tuple or a dict of tensors with a row for each sample, or such a batch
+    itself, of whose rows every rank and step draws its own. ``loss(output, batch)`` is a scalar; without one the model
+    returns its loss, alone or as ``output.loss``. ``config`` is DeepSpeed's JSON, as a dictionary or a path.
+    ``timeout`` is in seconds for the ranks of one law, ``jobs`` how many laws run at a time, 0: as many as fit.
+
+    Ranks are forks of this process: call it before CUDA is initialised. Raises UsageError before anything long starts:
+    for a model that cannot be judged, does not fit, or draws numbers that torch.manual_seed does not set, and for a
+    configuration that the engine refuses.
+    """
+    if is_rank():
+        raise UsageError("verify() starts ranks of its own; call it outside of a test that is one of several ranks")
+    asked = Asked(named(model, batch, loss), file_of(config), engine, stages, world_size, dtype, steps)
+    began = time.monotonic()
+    options = Options(timeout=timeout, lanes=jobs, isolation=Isolation.POOLED)
+    records = run_model(asked, options, lambda: None)
+    return Verification(tuple(records), time.monotonic() - began)
+
+
+def named(model: Any, batch: Any, loss: Any) -> str:
+    """The name under which ranks find the model."""
+    if isinstance(model, str) and batch is None and loss is None:
+        return model
+    factory = foreign.factory_of(model) if isinstance(model, str) else model
+    if not callable(factory):
+        raise UsageError(
+            f"verify() got {foreign.words_of(model)}; expected a module, a function that builds one or its path"
+        )
+    title = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
+    name = f"{foreign.GIVEN}:{title if title.isidentifier() else 'model'}_{next(_numbers)}"
+    draw = batch if batch is None or callable(batch) else rows_of(batch)
+
+    def complete() -> Any:
+        made = model if isinstance(model, nn.Module) else factory()
+        return made if draw is None and loss is None else (made, draw, loss)
+
+    foreign.hand_over(name, complete)
+    return name
+
+
+def rows_of(batch: Any) -> Callable[[torch.Generator], Any]:
+    """Micro-batches of rows drawn from ``batch``. Raises UsageError where it has fewer than two."""
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
+    if len(rows) != 1 or min(rows) < 2:
+        raise UsageError(
+            f"verify() got the batch {foreign.words_of(batch)}; expected tensors with as many rows, at least two, of "
+            "which ranks and steps draw their own, or a function batch(generator)"
+        )
+
+    def draw(generator: torch.Generator) -> Any:
+        chosen = torch.randint(min(rows), (SAMPLES,), generator=generator)
+        return mapped(batch, lambda tensor: tensor[chosen])
+
+    return draw
+
+
+def file_of(config: Mapping[str, Any] | str | Path | None) -> str:
+    """The name of a configuration in a case."""
+    if config is None:
+        return ""
+    if not isinstance(config, Mapping):
+        return str(config)
+    name = f"given_{next(_numbers)}{configuration.SUFFIX}"
+    configuration.hand_over(name, config)
+    return name
