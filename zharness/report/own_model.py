@@ -31,7 +31,7 @@ Sink = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """A model by its factory's path, the file of a configuration or none, and the axes; what is empty is as that says."""
+    """A model by its factory's path, the file of a configuration or none, and the axes, as that says where empty."""
 
     model: str
     config: str = ""
