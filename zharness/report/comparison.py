@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -155,8 +155,3 @@ def by_check(alike: Iterable[Difference]) -> str:
     for each in alike:
         counts[each.told.case.check] = counts.get(each.told.case.check, 0) + 1
     return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
-def numbered(records: Sequence[Record]) -> Mapping[int, int]:
-    """The place of each record, by its identity: equal records are not one."""
-    return {id(record): number for number, record in enumerate(records)}

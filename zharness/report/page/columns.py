@@ -11,7 +11,7 @@ from typing import Any
 
 from zharness.checks import CHECKS
 from zharness.parity import Part
-from zharness.report.comparison import Comparison, numbered
+from zharness.report.comparison import Comparison
 from zharness.report.matrix import ORDER, outcome
 from zharness.report.overview import LETTERS
 from zharness.run.record import Record
@@ -89,17 +89,20 @@ def laws(records: Sequence[Record]) -> dict[str, str]:
 
 
 def compared(comparison: Comparison, records: Sequence[Record]) -> dict[str, Any]:
-    """What differs: the earlier records that it is told with, and rows of (turn, number now, number before) or None."""
+    """What differs: the earlier records that it is told with, and rows of turn, number now, number before.
+
+    A number is None where that run has no such cell. What is told of now has to be among ``records``.
+    """
     before = [each.before for each in comparison.differences if each.before is not None]
-    now, then = numbered(records), numbered(before)
+    now, then = ({record: number for number, record in enumerate(some)} for some in (records, before))
     return {
         "before": columns(before),
         "turns": [[turn.value, count] for turn, count in comparison.counts().items()],
         "rows": [
             [
                 each.turn.value,
-                None if each.after is None else now[id(each.after)],
-                None if each.before is None else then[id(each.before)],
+                None if each.after is None else now[each.after],
+                None if each.before is None else then[each.before],
             ]
             for each in comparison.differences
         ],

@@ -7,6 +7,7 @@ const BASELINE = "var(--baseline)";
 /** A chart with a heading, a sentence for who cannot see it, and its numbers. */
 function figure(title, words, options, numbers, notes = "") {
   const chart = Plot.plot({ className: "chart", width: WIDTH, ...options });
+  for (const part of chart.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label"); // "rect", "dot": no news
   chart.setAttribute("role", "img");
   chart.setAttribute("aria-label", `${title}: ${words}`);
   const table = make("details", { class: "numbers" }, make("summary", {}, "The numbers"));
@@ -23,7 +24,10 @@ function ulpChart({ edges: all, engine, baseline }) {
     { edge, who: "baseline", count: baseline[i] ?? 0 },
   ]);
   const far = (counts) => (counts.length ? all[last(counts)] : "not told");
-  const brief = (edge) => (edge.includes("-") ? `≤${d3.format(".2~s")(Number(edge.split("-")[1]))}` : edge);
+  const brief = (edge) => {
+    const most = Number(edge.split("-")[1]);
+    return Number.isNaN(most) ? edge : most < 1000 ? `≤${most}` : `≤2^${Math.log2(most)}`;
+  };
   return figure(
     "Distance from the float64 oracle",
     `elements by units in the last place (ULP); the engine reaches ${far(engine)}, plain PyTorch ${far(baseline)}`,

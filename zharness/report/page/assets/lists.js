@@ -38,6 +38,8 @@ function drawMore() {
   $("more").textContent = `Show more: ${plural(left, "cell")} left`;
 }
 
+const OPEN = ["newly broken", "new failure", "fails otherwise"]; // whatever their number; the others while they are few
+
 /** What changed between two runs: each way to change its own part, which folds. */
 function drawComparison() {
   const found = page.comparison;
@@ -47,7 +49,7 @@ function drawComparison() {
   $("comparison-words").textContent = found.words;
   for (const [turn, count] of found.turns) {
     const some = found.rows.filter(([word]) => word === turn);
-    const part = make("details", { open: count <= 25 },
+    const part = make("details", { open: count <= 25 || OPEN.includes(turn) },
       make("summary", {}, make("h3", {}, `${turn} `, make("span", { class: "count" }, count.toLocaleString("en")))));
     const draw = () => part.childElementCount > 1 || part.append(changes(some, before));
     part.open ? draw() : part.addEventListener("toggle", draw);
@@ -55,18 +57,27 @@ function drawComparison() {
   }
 }
 
-/** A table of cells that changed alike. */
-function changes(some, before) {
+/** One cell that changed: its outcome then and now. */
+function changedRow([, now, then], before) {
   const side = (record) => (record ? [mark(record.outcome), ` ${record.outcome} `, make("small", {}, record.version)] : "–");
-  const body = some.map(([, now, then]) => {
-    const [after, earlier] = [page.records[now], before[then]];
-    const record = after ?? earlier;
-    return make("tr", {},
-      make("th", { scope: "row" }, after ? linkTo(after) : record.id),
-      make("td", { class: "nowrap" }, side(earlier)), make("td", { class: "nowrap" }, side(after)),
-      make("td", { class: "cause" }, firstWords((after ?? earlier).stale || (after?.cause || earlier?.cause) || "")));
-  });
+  const [after, earlier] = [page.records[now], before[then]];
+  return make("tr", {},
+    make("th", { scope: "row" }, after ? linkTo(after) : earlier.id),
+    make("td", { class: "nowrap" }, side(earlier)), make("td", { class: "nowrap" }, side(after)),
+    make("td", { class: "cause" }, firstWords(after?.stale || after?.cause || earlier?.cause || "")));
+}
+
+/** A table of cells that changed alike, the first of them, and a button for the others. */
+function changes(some, before) {
+  const body = make("tbody");
+  const more = make("button", { type: "button", click: () => draw() });
+  let drawn = 0;
+  const draw = () => {
+    body.append(...some.slice(drawn, (drawn += AT_ONCE)).map((row) => changedRow(row, before)));
+    more.hidden = drawn >= some.length;
+    more.textContent = `Show more: ${plural(some.length - drawn, "cell")} left`;
+  };
+  draw();
   return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ["Cell", "Before", "Now", "Cause"].map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, body)));
+    make("thead", {}, make("tr", {}, ["Cell", "Before", "Now", "Cause"].map((text) => make("th", { scope: "col" }, text)))), body), more);
 }
