@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import zharness
-from zharness.cli import releases
+from zharness.cli import cells, releases
 from zharness.cli.doctor import doctor
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, integers, words
@@ -157,7 +157,7 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor, model):
+for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor, model, cells.export):
     cli.add_command(command)
 
 

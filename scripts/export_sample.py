@@ -1,0 +1,86 @@
+"""Which recorded cells can be shown by a script: each is exported, and the script run beside the record's verdict.
+
+    python scripts/export_sample.py two.jsonl torch.jsonl --verdict fail,crash --each 1
+
+Of the records (`zharness check --jsonl FILE`) with these verdicts it takes the first few of every law and engine, and
+prints a line for each: the cell, what its script came to, in how many lines and seconds. Exit code 1 where a script
+does not show its cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zharness import engines
+from zharness.checks import check_named
+from zharness.cli.cells import runs
+from zharness.export.laws import reason_against
+from zharness.export.script import script_of
+from zharness.export.verify import Shown, faithful
+from zharness.mutants import MUTANTS
+from zharness.run.record import Record, Verdict, read_records
+
+
+def chosen(files: list[Path], verdicts: set[str], each: int, pattern: str) -> list[Record]:
+    """The first records of every law, variant, engine and stage."""
+    seen: Counter[tuple[str, str, str]] = Counter()
+    found = []
+    for record in (record for file in files for record in read_records(file)):
+        case = record.case
+        key = (case.check, case.variant, case.engine)
+        if record.verdict.value in verdicts and seen[key] < each and pattern in case.id:
+            seen[key] += 1
+            found.append(record)
+    return found
+
+
+def claims_of(record: Record) -> engines.Capabilities:
+    case = record.case
+    known = engines.capabilities(case.engine, case.stage)
+    return known or MUTANTS[case.engine.partition(":")[2]].claims(case.stage)
+
+
+def tried(record: Record, folder: Path) -> tuple[str, Shown | None, int]:
+    """Why there is no script, or what it came to and its lines."""
+    case = record.case
+    reason = reason_against(check_named(case.check), case.dtype)
+    if reason:
+        return reason, None, 0
+    script = script_of(record, claims_of(record), "script.py")
+    path = folder / "script.py"
+    path.write_text(script.text)
+    return "", runs(case.id)(path), len(script.text.splitlines())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--verdict", default=",".join(v.value for v in (Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT)))
+    parser.add_argument("--each", type=int, default=1)
+    parser.add_argument("--only", default="", help="Part of the case ids.")
+    given = parser.parse_args()
+    records = chosen(given.files, set(given.verdict.split(",")), given.each, given.only)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for record in tqdm(records, unit="cell", leave=False, disable=not sys.stderr.isatty()):
+            began = time.monotonic()
+            reason, shown, lines = tried(record, Path(folder))
+            word = "none" if shown is None else "shown" if faithful(record, shown) else "NOT SHOWN"
+            counts[word] += 1
+            said = (
+                reason if shown is None else f"{lines} lines, {time.monotonic() - began:.1f} s: {shown.evidence[:150]}"
+            )
+            print(f"{word:9} {record.case.id}: {said}", flush=True)
+    print(dict(counts))
+    return int(counts["NOT SHOWN"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

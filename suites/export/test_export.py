@@ -1,0 +1,141 @@
+"""`zharness export`: scripts that stand on their own and show what their cell shows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zharness import engines
+from zharness.case import Case
+from zharness.checks import CHECKS
+from zharness.errors import HarnessFault, UsageError
+from zharness.export.collect import Collection
+from zharness.export.command import Options, export, listed
+from zharness.export.laws import reason_against
+from zharness.export.script import script_of, signature_of
+from zharness.export.text import import_block, pruned
+from zharness.export.verify import ABSENT, REPRODUCED, Shown, faithful
+from zharness.releases.repros import parse
+from zharness.run import Request, plan
+from zharness.run.record import Record, Verdict
+
+ENGINES = ("reference", "ddp", "zero1", "fsdp2", "deepspeed")
+
+
+def record_of(case: Case, verdict: Verdict = Verdict.FAIL, cause: str = "step 0: wrong") -> Record:
+    return Record(case, 0, verdict, "1.0", "2.13", cause=cause)
+
+
+def claims_of(engine: str, stage: int) -> engines.Capabilities:
+    claims = engines.capabilities(engine, stage)
+    assert claims is not None
+    return claims
+
+
+def cells_to_export() -> list[Case]:
+    """A cell of every law that can be exported, the engines in turn, at the highest stage that runs it."""
+    planned = plan(Request(engines=ENGINES), claims_of)
+    found: list[Case] = []
+    for number, check in enumerate(check for check in CHECKS.values() if not reason_against(check, "fp32")):
+        cells = [cell.case for cell in planned if cell.case.check == check.name and not cell.unsupported]
+        turn = [case for case in cells if case.engine == ENGINES[number % len(ENGINES)]]
+        found.append((turn or cells)[-1])
+    return found
+
+
+def test_every_law_that_can_be_exported_gives_a_script_without_undefined_and_idle_names(tmp_path: Path) -> None:
+    cases = cells_to_export()
+    assert len(cases) > 50
+    for number, case in enumerate(cases):
+        script = script_of(record_of(case), claims_of(case.engine, case.stage), "x.py")
+        path = tmp_path / f"{number}.py"
+        path.write_text(script.text)
+        assert parse(path).signature == script.signature
+        own = script.text.partition("from __future__")[2]
+        assert "zharness" not in own or case.engine == "reference", case.id
+    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
+    # Of a name that is imported and, elsewhere, the variable of a loop, nothing is wrong but the style.
+    found = subprocess.run(
+        [ruff, "check", "--isolated", "--select", "F,E9", "--ignore", "F402", "--output-format", "concise", tmp_path],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout
+
+
+def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    run = subprocess.run(
+        [sys.executable, "-m", "zharness", "export", "-o", str(script),
+         "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"],
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "the script: reproduced" in run.stderr
+    # One number, found twice: by the harness's judge, and by the script's own few lines.
+    assert run.stderr.count("0.133295447") == 2
+    assert script.read_text().startswith('"""training.grads does not hold on zharness.mutants:never_reduces')
+
+
+def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:
+    record = record_of(Case.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    assert faithful(record, Shown(REPRODUCED, "x"))
+    assert not faithful(record, Shown(ABSENT, "x"))
+    assert not faithful(record, Shown("failed otherwise", "x"))
+    assert not faithful(record_of(record.case, Verdict.PASS), Shown(REPRODUCED, "x"))
+    died = record_of(record.case, Verdict.CRASH, "rank 0 was ended by a signal: SIGSEGV")
+    assert faithful(died, Shown("failed otherwise", "Signal 11 (SIGSEGV)"))
+
+
+@pytest.mark.parametrize(
+    "text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[deepspeed-zero1-w2-bf16-mlp]"]
+)
+def test_a_law_or_a_dtype_without_export_is_refused_before_anything_runs(text: str) -> None:
+    def nowhere(name: str) -> None:
+        raise AssertionError("asked for a place to run")
+
+    with pytest.raises(UsageError, match="there is no export"):
+        export(text, Options(), nowhere, None)  # type: ignore[arg-type]
+
+
+def test_the_list_says_of_every_law_whether_it_can_be_exported() -> None:
+    told = listed()
+    assert all(name in told for name in CHECKS)
+    assert "there is no export of state.resume yet" in told
+
+
+def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:
+    case = Case.parse("torch_func.vjp[deepspeed-zero1-w2-fp32-mlp]")
+    cause = "rank 1 raised: RuntimeError: The size of tensor a (0) must match the size of tensor b (5)"
+    assert signature_of(record_of(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
+    assert signature_of(record_of(case)) == "plain PyTorch gives"
+
+
+def test_definitions_come_with_what_they_use_and_before_it() -> None:
+    collection = Collection()
+    collection.add("zharness.workload.nets", "FusedLossNet")
+    names = list(collection.texts)
+    assert names.index("FusedLinearLoss") < names.index("FusedLossNet")
+    assert "FEATURES" in names
+    assert collection.imports["nn"] == "from torch import nn"
+
+
+def test_two_definitions_of_one_name_do_not_meet_in_one_script() -> None:
+    collection = Collection()
+    collection.add("zharness.workload.blocks", "HIDDEN")
+    with pytest.raises(HarnessFault, match="one script cannot hold both"):
+        collection.add("zharness.workload.mixed", "HIDDEN")
+
+
+def test_what_nothing_uses_is_cut_out() -> None:
+    text = (
+        "def used():\n    return 1\n\n\ndef idle():\n    return idle2()\n\n\ndef idle2():\n    pass\n\n\nprint(used())"
+    )
+    assert "idle" not in pruned(text)
+    assert "def used" in pruned(text)
+    assert import_block(
+        ["import os", "import torch", "from torch import nn", "import sys"], frozenset({"sys", "nn"})
+    ) == ("import sys\n\nfrom torch import nn")

@@ -1,0 +1,64 @@
+"""Commands on one cell: as a script, and as the smallest that fails in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zharness.cli.options import OUTPUT, SECONDS
+from zharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from zharness.export.verify import Shown
+
+
+@click.command()
+@click.argument("case", required=False, metavar="CASE_ID")
+@click.option("--seed", default=0, show_default=True, help="As `zharness check` was given it.")
+@click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
+@click.option("--no-verify", is_flag=True, help="Do not run the script.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of the cell.")
+@click.option("--list", "listing", is_flag=True, help="Say which laws can be exported, and why others cannot.")
+def export(case: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
+    """Write a cell as a script that needs torch and the engine alone, and run it to see that it shows the same.
+
+    CASE_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
+    """
+    from zharness.export import command
+    from zharness.releases.place import surroundings
+
+    if listing:
+        click.echo(command.listed())
+        return 0
+    if case is None:
+        raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
+    options = command.Options(seed, timeout, output)
+    return command.export(case, options, surroundings, None if no_verify else runs(case))
+
+
+def runs(case: str) -> Callable[[Path], Shown]:
+    """Runs a script on the engine's release of ``case``, as those of repro/ are run."""
+    from zharness import engines
+    from zharness.case import Case
+    from zharness.engines import registry
+    from zharness.export.verify import Shown
+    from zharness.releases import repros
+    from zharness.releases.launch import Running
+    from zharness.releases.place import Place, place
+
+    name = Case.parse(case).engine
+    seconds = 120.0
+
+    def run(path: Path) -> Shown:
+        found = Place("") if registry.is_path(name) else place(name, engines.info(name).distribution)
+        running = Running()
+        try:
+            result = repros.run(repros.parse(path), name, found, seconds, running)
+        finally:
+            running.end()
+        return Shown(result.verdict.value, result.evidence)
+
+    return run

@@ -1,0 +1,215 @@
+"""Definitions of this package as text, with all that they use of it, so that a script can stand without it.
+
+A definition is a function, a class or an assignment at the top of a module. What it uses is read off its syntax tree:
+names of the module it stands in, names that module imports from this package, and attributes of modules that it
+imports. Of other packages only the import is taken.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import symtable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+
+from zharness.errors import HarnessFault
+
+OURS = "zharness"
+_QUIET = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # words to tools that a reader of the script does not run
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module's text, its definitions by name, and what its imports bind: a name to the import, or to one of ours."""
+
+    module: str
+    text: str
+    definitions: Mapping[str, ast.stmt]
+    imports: Mapping[str, str]  # of other packages: the statement
+    ours: Mapping[str, tuple[str, str]]  # of this package: the module and the name there, empty for the module itself
+
+
+@cache
+def source(module: str) -> Source:
+    """The module of that name, read."""
+    found: ModuleType = importlib.import_module(module)
+    text = inspect.getsource(found)
+    definitions: dict[str, ast.stmt] = {}
+    imports: dict[str, str] = {}
+    ours: dict[str, tuple[str, str]] = {}
+    for statement in ast.parse(text).body:
+        for name in defined(statement):
+            definitions[name] = statement
+        for name, origin, spelled in imported(statement):
+            if origin[0].split(".")[0] == OURS:
+                ours[name] = origin
+            else:
+                imports[name] = spelled
+    return Source(module, text, definitions, imports, ours)
+
+
+def defined(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement at the top of a module defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        yield statement.name
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    for target in targets:
+        yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
+
+
+def imported(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
+    """What an import binds: the name, the module and the name in it, and a statement that imports it alone."""
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            spelled = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+            yield name, (alias.name, ""), spelled
+    elif isinstance(statement, ast.ImportFrom) and statement.module and statement.module != "__future__":
+        for alias in statement.names:
+            name = alias.asname or alias.name
+            spelled = f"from {statement.module} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+            yield name, (statement.module, alias.name), spelled
+
+
+@dataclass
+class Collection:
+    """Definitions that were asked for and all that they use, each before what uses it, and the imports they need.
+
+    ``given`` are names that the script has from elsewhere: they are not looked for. ``instead`` are imports that take
+    the place of a definition, by its name. Raises HarnessFault where two definitions of one name would meet.
+    """
+
+    given: frozenset[str] = frozenset()
+    instead: Mapping[str, str] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    _homes: dict[str, str] = field(default_factory=dict)
+    _open: set[tuple[str, str]] = field(default_factory=set)
+
+    def add(self, module: str, name: str) -> None:
+        """The definition ``name`` of ``module`` and all that it uses."""
+        if name in self.given:
+            return
+        if name in self.instead:
+            self.imports[name] = self.instead[name]
+            return
+        module, name = home(module, name)
+        here = source(module)
+        if name in here.imports:
+            self._import(name, here.imports[name])
+            return
+        statement = here.definitions.get(name)
+        if statement is None:
+            raise HarnessFault(f"{module} defines no {name}, so it cannot be written into a script")
+        key = "/".join(defined(statement))
+        if self._homes.setdefault(key, module) != module:
+            if self.texts.get(key) == replaced(here.text, statement, []):
+                return  # an alias that two files spell alike
+            raise HarnessFault(f"{name} is defined in {self._homes[key]} and in {module}: one script cannot hold both")
+        if key in self.texts or (module, key) in self._open:
+            return
+        self._open.add((module, key))
+        text = self.expression(module, statement)
+        self.texts[key] = text
+
+    def expression(self, module: str, node: ast.AST) -> str:
+        """The text of a piece of ``module``; all that it uses is added first."""
+        here = source(module)
+        changed: list[tuple[ast.AST, str]] = []
+        modules: set[ast.AST] = set()
+        outer = reached_outside(replaced(here.text, node, []))
+        for used in ast.walk(node):  # an attribute comes before the name that it is one of
+            reached = through_module(here, used)
+            if reached is not None and isinstance(used, ast.Attribute):
+                self.add(*reached)
+                changed.append((used, reached[1]))
+                modules.add(used.value)
+            elif isinstance(used, ast.Name) and used.id in outer and used not in modules:
+                self._use(here, used.id)
+        return _QUIET.sub("", replaced(here.text, node, changed))
+
+    def _use(self, here: Source, name: str) -> None:
+        if name in here.ours and here.ours[name][1]:
+            if here.ours[name][1] != name:
+                raise HarnessFault(f"{here.module} imports {here.ours[name][1]} as {name}, which no script can repeat")
+            self.add(*here.ours[name])
+        elif name in here.definitions:
+            self.add(here.module, name)
+        elif name in here.imports:
+            self._import(name, here.imports[name])
+        elif not hasattr(builtins, name) and name not in here.ours and name not in self.given:
+            raise HarnessFault(f"{here.module} uses {name}, which is defined nowhere that a script could take it from")
+
+    def _import(self, name: str, statement: str) -> None:
+        if name in self.texts and name not in self.imports:
+            raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
+        if self.imports.setdefault(name, statement) != statement:
+            raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
+
+
+def home(module: str, name: str) -> tuple[str, str]:
+    """Where what ``module`` calls ``name`` is defined: a package hands on names of its files."""
+    here = source(module)
+    while name not in here.definitions and name in here.ours:
+        module, name = here.ours[name]
+        here = source(module)
+    return module, name
+
+
+def through_module(here: Source, node: ast.AST) -> tuple[str, str] | None:
+    """The module and the name that ``nets.MLP`` speaks of, where ``nets`` is a module of this package."""
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in here.ours):
+        return None
+    module, name = here.ours[node.value.id]
+    path = f"{module}.{name}" if name else module
+    try:
+        found = importlib.import_module(path)
+    except ImportError:
+        return None
+    return (found.__name__, node.attr) if isinstance(found, ModuleType) else None
+
+
+def reached_outside(text: str) -> frozenset[str]:
+    """Names that ``text``, a statement or an expression, takes from the module it stands in, by Python's own rules."""
+    found: set[str] = set()
+    tables = [symtable.symtable(text, "script", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        outermost = table.get_type() == "module"
+        found |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (symbol.is_global() or outermost)
+        }
+    return frozenset(found)
+
+
+def replaced(text: str, node: ast.AST, changes: list[tuple[ast.AST, str]]) -> str:
+    """The text of ``node``, decorators included, with other words for some nodes in it."""
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    whole = text.encode()
+
+    def at(line: int, column: int) -> int:
+        return starts[line - 1] + column
+
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node, *decorators], key=lambda each: each.lineno)
+    begin = at(first.lineno, 0 if decorators else node.col_offset)  # type: ignore[attr-defined]
+    end = at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+    for changed, words in sorted(changes, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]
+        start = at(changed.lineno, changed.col_offset)  # type: ignore[attr-defined]
+        stop = at(changed.end_lineno, changed.end_col_offset)  # type: ignore[attr-defined]
+        whole = whole[:start] + words.encode() + whole[stop:]
+        end += len(words.encode()) - (stop - start)
+    return whole[begin:end].decode()

@@ -1,0 +1,113 @@
+"""`zharness export`: a cell is run, written as a script, and the script run in its turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from tabulate import tabulate
+from tqdm import tqdm
+
+from zharness.case import Case
+from zharness.checks import CHECKS, check_named
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.export.laws import reason_against
+from zharness.export.script import script_of
+from zharness.export.verify import Run, faithful, words
+from zharness.run.plan import named
+from zharness.run.record import Record, Verdict
+from zharness.run.runner import Runner
+from zharness.world.server import Surroundings
+
+Place = Callable[[str], Surroundings]
+SHOWN = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The salt of the seed, seconds for the ranks of the cell, and where the script goes; None: standard output."""
+
+    seed: int = 0
+    timeout: float = 60.0
+    output: Path | None = None
+
+
+def export(text: str, options: Options, place: Place, run: Run | None) -> int:
+    """Write the script of the cell that ``text`` names; 1 where it was run and does not show the cell's verdict.
+
+    ``run`` runs a script to its end; None leaves that out. Raises UsageError for a cell of which there is no script.
+    """
+    case = Case.parse(text)
+    require(case)
+    if options.output is not None:
+        require_writable(options.output)
+    with progress("runs the cell"):
+        record, claims = tried(case, options, place)
+    if record.verdict not in SHOWN:
+        raise UsageError(f"cannot export {case.id}: its verdict is {record.verdict.value}: {record.cause}")
+    return write(record, claims, options.output, run)
+
+
+def write(record: Record, claims: Capabilities, output: Path | None, run: Run | None) -> int:
+    """Write the script of ``record``, and run it."""
+    script = script_of(record, claims, output.name if output is not None else "script.py")
+    place_text(script.text, output)
+    if run is None:
+        click.echo("not run, so that it shows the cell is not known", err=True)
+        return 0
+    with tempfile.TemporaryDirectory() as folder, progress("runs the script"):
+        path = Path(folder) / "script.py"
+        path.write_text(script.text, encoding="utf-8")
+        shown = run(path)
+    click.echo(words(record, shown), err=True)
+    return int(not faithful(record, shown))
+
+
+def require(case: Case) -> None:
+    """Raises UsageError where there is no script for such a cell, before anything is run."""
+    reason = reason_against(check_named(case.check), case.dtype)
+    if reason:
+        raise UsageError(f"cannot export {case.id}: {reason}; `zharness export --list` says which laws can be")
+
+
+def tried(case: Case, options: Options, place: Place) -> tuple[Record, Capabilities]:
+    """The cell's record, and what its engine claims. Raises UsageError for one that is not run."""
+    with Runner({case.engine: place(case.engine)}, options.timeout, options.seed) as runner:
+        planned = named(case, runner.claims)
+        if planned.unsupported:
+            raise UsageError(f"{case.id} is not run: {planned.unsupported}")
+        return runner.run(planned), runner.claims(case.engine, case.stage)
+
+
+def require_writable(path: Path) -> None:
+    """Raises UsageError where no file can be written at ``path``."""
+    if not os.access(path.resolve().parent, os.W_OK) or path.is_dir():
+        raise UsageError(f"cannot write {str(path)!r}; name a file in a folder that is there and can be written")
+
+
+def place_text(text: str, output: Path | None) -> None:
+    """The script where it was asked for: under a name of its own until it is whole."""
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    partial = output.with_name(output.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, output)
+
+
+def progress(what: str) -> AbstractContextManager[object]:
+    """A line on standard error while something takes seconds; silent where nobody watches."""
+    return tqdm(total=1, desc=what, bar_format="{desc}: {elapsed}", leave=False, disable=not sys.stderr.isatty())
+
+
+def listed() -> str:
+    """Every law, and why it cannot be exported where it cannot."""
+    rows = [(name, reason_against(check, "fp32") or "yes") for name, check in CHECKS.items()]
+    return tabulate(rows, headers=("law", "export"), tablefmt="simple", disable_numparse=True)

@@ -1,0 +1,78 @@
+"""Which laws can be written into a script, and the steps of each: what a caller does with an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from zharness.checks import Check
+from zharness.checks.play import Scene, observing
+from zharness.checks.torch_func import observing as transforming
+
+
+class Kind(Enum):
+    """How a law's steps are told."""
+
+    PLAY = "play"  # a function of a Side; the rest is the same for all plays
+    TRANSFORM = "transform"  # a function of an engine and a batch
+    STEPS = "steps"  # a function of a Bench
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The function that tells a law's steps; ``scene`` is the setting of a play."""
+
+    kind: Kind
+    function: Callable[..., Any]
+    scene: Scene | None = None
+
+
+# Of those whose observer is a function of its own, these have a plain side in the script: everything that they record
+# is a value, a gradient, a weight or an optimizer's state.
+DIRECT = (
+    "training.grads",
+    "training.one_hot_rank",
+    "training.trajectory",
+    "training.optimizers",
+    "training.accumulation",
+    "training.loss_scale_power",
+    "training.sum_or_mean",
+    "training.no_sync",
+    "training.several_backwards",
+    "training.clip_and_norm",
+    "training.forward_alone",
+    "training.config_invariance",
+    "double_backward.retained_then_zero_grad",
+    "parameters.stay_put",
+    "parameters.unfrozen",
+)
+WITHOUT: Mapping[str, str] = {
+    "state": "what is saved is held against the engine itself, not against plain PyTorch",
+    "resources": "bytes, hooks and memory are measured by the harness's own instruments",
+    "precision": "casts are watched by the harness's own instruments",
+}
+
+
+def steps_of(check: Check) -> Steps | None:
+    """The steps of ``check``; None where there is no script for it yet."""
+    observe = check.observe
+    held = inspect.getclosurevars(observe).nonlocals
+    if observe.__qualname__ == f"{observing.__qualname__}.<locals>.observe":
+        if observe.__module__ == observing.__module__:
+            return Steps(Kind.PLAY, held["scene"].play, held["scene"])
+        if observe.__module__ == transforming.__module__:
+            return Steps(Kind.TRANSFORM, held["transform"])
+    return Steps(Kind.STEPS, observe) if check.name in DIRECT else None
+
+
+def reason_against(check: Check, dtype: str) -> str:
+    """Why no cell of ``check`` in ``dtype`` can be exported; nothing where one can."""
+    if steps_of(check) is None:
+        group = check.name.partition(".")[0]
+        return f"there is no export of {check.name} yet: {WITHOUT.get(group, 'its plain side is not written')}"
+    if dtype != "fp32":
+        return f"there is no export in {dtype} yet, but in fp32 alone"
+    return ""
