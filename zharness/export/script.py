@@ -175,7 +175,7 @@ class Writing:
     def constants(self, case: Case, salt: int, claims: Capabilities, steps: Steps) -> str:
         """What the cell chose."""
         options = dict(claims.variants[case.engine_variant]) if case.engine_variant else {}
-        exact = exactly(case, steps)
+        exact = exactly(case, steps, claims)
         zeros = claims.refusal(Feature.NO_GRADIENT) is not None
         if steps.scene is not None:
             zeros = zeros and steps.scene.unused.name == "CLAIMED"
@@ -263,9 +263,9 @@ def owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
     return claims.refusal(feature) is None
 
 
-def exactly(case: Case, steps: Steps) -> bool:
-    """Whether the script compares bitwise."""
-    if steps.kind is Kind.PLAY:
+def exactly(case: Case, steps: Steps, claims: Capabilities) -> bool:
+    """Whether the script compares bitwise: a sum of integers is exact, a mean where it divides by a power of two."""
+    if steps.scene is not None and steps.scene.reduction is Reduction.SUM and claims.refusal(Feature.SUM) is None:
         return True
     return model_spec(case.model).exact and is_power_of_two(case.world_size)
 
