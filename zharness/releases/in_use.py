@@ -40,4 +40,4 @@ def taken(place: Path) -> Iterator[bool]:
 
 
 def _lock_of(place: Path) -> Path:
-    return place.with_name(f".{place.name}.in_use")
+    return place.with_name(f".{place.name}.in_use.lock")
