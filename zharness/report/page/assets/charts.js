@@ -23,14 +23,13 @@ function ulpChart({ edges: all, engine, baseline }) {
     { edge, who: "engine", count: engine[i] ?? 0 },
     { edge, who: "baseline", count: baseline[i] ?? 0 },
   ]);
-  const far = (counts) => (counts.length ? all[last(counts)] : "not told");
   const brief = (edge) => {
     const most = Number(edge.split("-")[1]);
     return Number.isNaN(most) ? edge : most < 1000 ? `≤${most}` : `≤2^${Math.log2(most)}`;
   };
   return figure(
     "Distance from the float64 oracle",
-    `elements by units in the last place (ULP); the engine reaches ${far(engine)}, plain PyTorch ${far(baseline)}`,
+    `elements by units in the last place (ULP); the engine reaches ${all[last(engine)]}, ${baseline.length ? `plain PyTorch ${all[last(baseline)]}` : "of plain PyTorch there are no numbers here"}`,
     {
       height: 190, marginLeft: 48, marginBottom: 44, axis: null,
       fx: { domain: edges, padding: 0.15 }, x: { domain: ["engine", "baseline"], padding: 0.05 },
@@ -86,7 +85,7 @@ function heatChart({ values, block, rows, columns }, shards, shape) {
   const wrong = blocks.filter((each) => !(number(each.value) <= 1));
   const owners = shards ?? [];
   const height = rows === 1 ? 92 : Math.max(120, Math.min(360, (values.length / values[0].length) * 460)) + 46;
-  const words = `${plural(wrong.length, "block")} of ${blocks.length} outside the bound (marked ×), each ${block[0]} by ${block[1]} elements of ${shape.join(" × ") || "a scalar"}; `
+  const words = `${plural(wrong.length, "block")} of ${blocks.length} outside the bound (marked ×), ${block[0] * block[1] === 1 ? "one element each" : `each ${block[0]} by ${block[1]} elements`} of ${shape.join(" × ") || "a scalar"}; `
     + (owners.length ? owners.map((shard) => `rank ${shard.rank} owns ${shard.start} to ${shard.stop - 1}`).join(", ") : "every rank holds it whole");
   const marks = [
     Plot.rect(blocks, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: (each) => d3.interpolateYlOrBr(heat(each.value)), inset: 0.25, title: (each) => `rows ${each.y1}–${each.y2 - 1}, columns ${each.x1}–${each.x2 - 1}: ${short(each.value)} of the bound` }),
@@ -134,8 +133,8 @@ function curveChart(title, { engine, baseline }) {
     values.map((value, step) => ({ who, step, value: number(value) })));
   const apart = engine.findIndex((value, i) => String(value) !== String(baseline[i]));
   const finite = points.filter((each) => Number.isFinite(each.value));
-  return figure(title, apart < 0 ? `the same at all ${engine.length} steps` : `the curves part at step ${apart}: ${short(engine[apart])} against ${short(baseline[apart])}`, {
-    height: 190, marginLeft: 56, x: { label: "step", ticks: Math.min(10, engine.length), tickFormat: "d" }, y: { label: title.toLowerCase(), grid: true, nice: true },
+  return figure(title, apart < 0 ? `the same at all ${engine.length} steps` : `the curves part at step ${apart}: ${long(engine[apart])} against ${long(baseline[apart])}`, {
+    height: 190, marginLeft: 56, x: { label: "step", ticks: d3.range(0, engine.length, Math.ceil(engine.length / 10)), tickFormat: "d" }, y: { label: title.toLowerCase(), grid: true, nice: true },
     marks: [
       Plot.lineY(finite.filter((each) => each.who === "baseline"), { x: "step", y: "value", stroke: BASELINE, strokeWidth: 5, strokeOpacity: 0.55 }),
       Plot.lineY(finite.filter((each) => each.who === "engine"), { x: "step", y: "value", stroke: ENGINE, strokeWidth: 1.8, strokeDasharray: "6 3" }),

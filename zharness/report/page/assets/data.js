@@ -50,8 +50,12 @@ function short(value) {
   if (found === Infinity) return "∞";
   if (Number.isNaN(found)) return value === "nan" ? "NaN" : "";
   if (found === 0) return "0";
-  return Math.abs(found) >= 1e5 || Math.abs(found) < 1e-3 ? found.toExponential(1) : String(Number(found.toPrecision(3)));
+  const extreme = Math.abs(found) >= 1e5 || Math.abs(found) < 1e-3;
+  return extreme ? found.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(Number(found.toPrecision(3)));
 }
+
+/** Nine digits, which tell any two float32 apart. */
+const long = (value) => (Number.isFinite(number(value)) ? String(Number(number(value).toPrecision(9))) : short(value));
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const stageOf = (record) => `stage ${record.stage}, ${plural(record.world_size, "rank")}, ${record.dtype}`;
