@@ -55,8 +55,14 @@ def partial_of(path: Path) -> Path:
 def write_whole(text: str, path: Path) -> None:
     """Write ``text`` to a temporary name and rename it. Raises UsageError when it cannot be written."""
     check_writable(path)
-    partial_of(path).write_text(text, encoding="utf-8")
-    os.replace(partial_of(path), path.resolve())
+    partial = partial_of(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path.resolve())
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_page(

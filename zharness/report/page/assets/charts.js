@@ -84,7 +84,7 @@ function heatChart({ values, block, rows, columns }, shards, shape) {
   })));
   const wrong = blocks.filter((each) => !(number(each.value) <= 1));
   const owners = shards ?? [];
-  const height = rows === 1 ? 92 : Math.max(120, Math.min(360, (values.length / values[0].length) * 460)) + 46;
+  const height = rows === 1 ? 92 : Math.max(110, Math.min(280, (values.length / values[0].length) * 460)) + 46;
   const words = `${plural(wrong.length, "block")} of ${blocks.length} outside the bound (marked ×), ${block[0] * block[1] === 1 ? "one element each" : `each ${block[0]} by ${block[1]} elements`} of ${shape.join(" × ") || "a scalar"}; `
     + (owners.length ? owners.map((shard) => `rank ${shard.rank} owns ${shard.start} to ${shard.stop - 1}`).join(", ") : "every rank holds it whole");
   const marks = [

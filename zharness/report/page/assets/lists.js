@@ -11,7 +11,7 @@ function listRow(record) {
   return make("tr", { class: view.chosen === record ? "chosen" : null },
     make("td", { class: "nowrap" }, verdict(record)),
     make("th", { scope: "row" }, linkTo(record, record.check)),
-    make("td", {}, `${engineOf(record)}, ${stageOf(record)}`),
+    make("td", {}, `${nameOf(record)} ${record.version}, ${stageOf(record)}`),
     make("td", {}, record.spelled),
     make("td", { class: "number" }, short(record.ratio)),
     make("td", { class: "cause" }, firstWords(record.stale || record.cause || record.excuse)));

@@ -10,6 +10,7 @@ function columnsOf(records) {
   return found.sort((a, b) => first.get(headOf(a)) - first.get(headOf(b)) || a.world_size - b.world_size || a.stage - b.stage);
 }
 
+const nameOf = (record) => record.engine.split(":").at(-1); // of package.module:factory the factory
 const engineOf = (record) => `${record.engine} ${record.version}`;
 const headOf = (record) => `${engineOf(record)}|${record.dtype}`;
 
@@ -31,7 +32,7 @@ function drawHead(columns) {
   const starts = new Set(ranks.map((run) => run.items[0]));
   page.edges = new Set(starts);
   $("matrix").tHead.replaceChildren(
-    make("tr", {}, make("th", { scope: "col", class: "law" }, "Engine"), engines.map((run) => head(run, make("span", { title: run.items[0].engine }, run.items[0].engine.split(":").at(-1)), make("small", {}, run.items[0].version)))),
+    make("tr", {}, make("th", { scope: "col", class: "law" }, "Engine"), engines.map((run) => head(run, make("span", { title: run.items[0].engine }, nameOf(run.items[0])), make("small", {}, run.items[0].version)))),
     make("tr", {}, make("th", { scope: "col", class: "law" }, "Dtype × ranks"), ranks.map((run) => head(run, `${run.items[0].dtype} ×${run.items[0].world_size}`))),
     make("tr", {}, make("th", { scope: "col", class: "law" }, "Law, by stage"), columns.map((record) => make("th", { scope: "col", class: starts.has(record) ? "edge" : null, title: engineOf(record) + ", " + stageOf(record) },
       make("span", { class: "unseen" }, `${engineOf(record)}, ${record.dtype}, ${plural(record.world_size, "rank")}, stage `), String(record.stage)))));
