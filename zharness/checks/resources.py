@@ -260,9 +260,7 @@ def judge_poisoned_memory(trial: Trial) -> Iterator[Comparison]:
 
 COUNTS = (10, 100, 1000)
 REGIONS = (10, 30, 100)
-# Backwards in which an engine finds and learns: hooks in the first; in the second DeepSpeed's stage 3 plans, with n^2
-# calls once, what it releases at each place of the order that it recorded in the first.
-LEARNT = 2
+LEARNT = 2  # backwards; in the second DeepSpeed's stage 3 plans, with n^2 calls once, by the order of the first
 
 
 class Pointwise(nn.Module):
