@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import re
 import shutil
@@ -98,11 +97,17 @@ def test_a_built_wheel_carries_every_file_of_the_page(tmp_path: Path) -> None:
     assert carried == {str(path.relative_to(assets)) for path in assets.rglob("*") if path.is_file()}
 
 
-def test_an_engine_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("mine", "zharness.engines.plain:factory", "zharness.engines")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
-    assert engines.registered()["mine"].target == point.value
-    assert engines.info("mine").name == "mine"
+def test_an_engine_of_another_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mine-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[zharness.engines]\nmine = zharness.engines.plain:factory\n")
+    assert "mine" not in engines.registered()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert engines.registered()["mine"].target == "zharness.engines.plain:factory"
+    assert engines.info("mine").version() == "1.0"
 
 
 @pytest.mark.parametrize("name", ["plain", "reference", "ddp", "fsdp2", "deepspeed"])

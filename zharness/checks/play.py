@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduction
 from zharness.errors import HarnessFault
 from zharness.parity import Comparison, Part, Tier, identical
-from zharness.parity.baseline import Local
+from zharness.parity.baseline import Baseline, Local
 from zharness.parity.certificate import division_by, is_power_of_two
 from zharness.workload import Batch, ModelSpec
 
@@ -171,11 +171,11 @@ def of_engine(bench: Bench, engine: Engine, other: Side | None) -> Side:
     )
 
 
-def of_plain(trial: Trial, rank: int, dtype: torch.dtype, other: Side | None) -> Side:
-    module = trial.baseline.module().to(dtype)
+def of_plain(baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, other: Side | None) -> Side:
+    module = baseline.module().to(dtype)
 
     def draw(step: int) -> Batch:
-        batch = trial.baseline.batch(rank, step)
+        batch = baseline.batch(rank, step)
         return Batch(batch.inputs.to(dtype), batch.target.to(dtype))
 
     def backward(loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -195,8 +195,8 @@ def of_plain(trial: Trial, rank: int, dtype: torch.dtype, other: Side | None) ->
         call=module,
         module=module,
         rank=rank,
-        variant=trial.variant,
-        spec=trial.baseline.spec,
+        variant=variant,
+        spec=baseline.spec,
         draw=draw,
         backward=backward,
         zero_grad=module.zero_grad,
@@ -233,10 +233,10 @@ class Played:
         return {f"{number}/{name}": tensor for number, part in enumerate(parts) for name, tensor in part.items()}
 
 
-def play_plain(trial: Trial, scene: Scene, rank: int, dtype: torch.dtype) -> Played:
+def play_plain(baseline: Baseline, variant: str, scene: Scene, rank: int, dtype: torch.dtype) -> Played:
     sides: list[Side] = []
     for _ in range(scene.engines):
-        sides.insert(0, of_plain(trial, rank, dtype, sides[0] if sides else None))
+        sides.insert(0, of_plain(baseline, variant, rank, dtype, sides[0] if sides else None))
     watched = [gradients_given(side.module) for side in sides]
     values = {name: tensor.detach() for name, tensor in (scene.play(sides[0]) or {}).items()}
     given = tuple({name: tuple(grads) for name, grads in each.items()} for each in watched)
@@ -266,9 +266,13 @@ def gradients(module: nn.Module) -> Values:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def played_exactly(trial: Trial, scene: Scene, rank: int) -> Played:
-    """The play in the cell's dtype. Raises HarnessFault when float64 says that a bit was rounded away."""
-    played, wide = (play_plain(trial, scene, rank, dtype) for dtype in (trial.dtype, torch.float64))
+@lru_cache(maxsize=1024)
+def played_exactly(baseline: Baseline, variant: str, scene: Scene, rank: int, dtype: torch.dtype) -> Played:
+    """The play in the cell's dtype. Raises HarnessFault when float64 says that a bit was rounded away.
+
+    The same for every engine and stage, so a process plays it once; what it holds is some 20 KB.
+    """
+    played, wide = (play_plain(baseline, variant, scene, rank, each) for each in (dtype, torch.float64))
     double = wide.flat()
     for name, tensor in played.flat().items():
         if not torch.equal(tensor.double(), double[name].double()):
@@ -280,7 +284,8 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
     """Values bitwise on each rank; gradients the exact sum over ranks; the training after it likewise."""
 
     def judge(trial: Trial) -> Iterator[Comparison]:
-        everyone = [played_exactly(trial, scene, rank) for rank in range(trial.world_size)]
+        alone = partial(played_exactly, trial.baseline, trial.variant, scene, dtype=trial.dtype)
+        everyone = [alone(rank) for rank in range(trial.world_size)]
         yield from trial.same_value("values", [played.values for played in everyone])
         summed = trial.recorded(Reduction.SUM.value)
         setting = trial.copies("setting")[0]
