@@ -47,7 +47,8 @@ def block(engine: str, version: str, records: Sequence[Record], tablefmt: str) -
         [check, *(square([r for r in records if r.case.check == check and at(r) == column]) for column in columns)]
         for check in checks
     ]
-    return f"{engine} {version}\n" + tabulate(body, ["check", *head], tablefmt=tablefmt)
+    gap = "\n" if tablefmt == "simple" else "\n\n"  # in Markdown a line right above a table is a part of it
+    return f"{engine} {version}{gap}" + tabulate(body, ["check", *head], tablefmt=tablefmt)
 
 
 def at(record: Record) -> tuple[int, int, str]:

@@ -42,12 +42,12 @@ function ulpChart({ edges: all, engine, baseline }) {
       ],
     },
     () => tableOf(["ULP", "engine", "baseline"], edges.map((edge, i) => [edge, engine[i] ?? 0, baseline[i] ?? 0])),
-    legend());
+    legend(baseline.length > 0));
 }
 
 /** Which colour is whose. */
-const legend = () => make("p", { class: "legend" },
-  make("span", { class: "swatch engine" }), "engine ", make("span", { class: "swatch baseline" }), "baseline (plain PyTorch)");
+const legend = (both = true) => make("p", { class: "legend" }, make("span", { class: "swatch engine" }), "engine ",
+  both ? [make("span", { class: "swatch baseline" }), "baseline (plain PyTorch)"] : "");
 
 const SCALE_TOP = 1e6; // errors above so many bounds look alike
 
@@ -63,7 +63,7 @@ function stairs(shards, rows, columns) {
   const starts = [...new Set(shards.map((shard) => shard.start))].filter((start) => start > 0 && start < rows * columns);
   return starts.flatMap((start, i) => {
     const [y, x] = [Math.floor(start / columns), start % columns];
-    const line = x ? [[columns, y], [x, y], [x, y + 1], [0, y + 1]] : [[columns, y], [0, y]];
+    const line = rows === 1 ? [[x, 0], [x, 1]] : x ? [[columns, y], [x, y], [x, y + 1], [0, y + 1]] : [[columns, y], [0, y]];
     return line.map(([px, py]) => ({ x: px, y: py, z: i }));
   });
 }
@@ -85,8 +85,9 @@ function heatChart({ values, block, rows, columns }, shards, shape) {
   const wrong = blocks.filter((each) => !(number(each.value) <= 1));
   const owners = shards ?? [];
   const height = rows === 1 ? 92 : Math.max(110, Math.min(280, (values.length / values[0].length) * 460)) + 46;
-  const words = `${plural(wrong.length, "block")} of ${blocks.length} outside the bound (marked ×), ${block[0] * block[1] === 1 ? "one element each" : `each ${block[0]} by ${block[1]} elements`} of ${shape.join(" × ") || "a scalar"}; `
-    + (owners.length ? owners.map((shard) => `rank ${shard.rank} owns ${shard.start} to ${shard.stop - 1}`).join(", ") : "every rank holds it whole");
+  const size = rows === 1 ? plural(block[1], "element") : block[0] * block[1] === 1 ? "1 element" : `${block[0]} by ${block[1]} elements`;
+  const owned = owners.length > 8 ? `${owners.length} shards` : owners.map((shard) => `rank ${shard.rank} owns ${shard.start} to ${shard.stop - 1}`).join(", ");
+  const words = `${plural(wrong.length, "block")} of ${blocks.length} outside the bound (marked ×), ${size} each, of ${shape.join(" × ") || "a scalar"}; ${owned || "every rank holds it whole"}`;
   const marks = [
     Plot.rect(blocks, { x1: "x1", x2: "x2", y1: "y1", y2: "y2", fill: (each) => d3.interpolateYlOrBr(heat(each.value)), inset: 0.25, title: (each) => `rows ${each.y1}–${each.y2 - 1}, columns ${each.x1}–${each.x2 - 1}: ${short(each.value)} of the bound` }),
     Plot.text(wrong, { x: (each) => (each.x1 + each.x2) / 2, y: (each) => (each.y1 + each.y2) / 2, text: () => "×", fill: (each) => (heat(each.value) > 0.65 ? "white" : "black"), fontSize: 9 }),
@@ -97,7 +98,7 @@ function heatChart({ values, block, rows, columns }, shards, shape) {
   ];
   return figure("Error over the parameter", words, {
     height, marginLeft: 52, marginRight: owners.length && rows > 1 ? 56 : 16, marginTop: rows === 1 ? 24 : 8, marginBottom: 36,
-    x: { domain: [0, columns], label: rows === 1 ? "element" : "column", labelAnchor: "center", labelArrow: "none" },
+    x: { domain: [0, columns], ticks: Math.min(columns, 6), tickFormat: "d", label: rows === 1 ? "element" : "column", labelAnchor: "center", labelArrow: "none" },
     y: { domain: [rows, 0], label: rows === 1 ? null : "row", labelAnchor: "center", labelArrow: "none", ticks: rows === 1 ? [] : Math.min(rows, 6), tickFormat: "d" }, marks,
   }, () => tableOf(["rows", ...values[0].map((_, x) => `column ${x * block[1]}`)], values.map((row, y) => [y * block[0], ...row.map(short)])),
   make("p", { class: "legend" }, "within the bound ", make("span", { class: "ramp" }), " a million bounds and more"));
@@ -111,10 +112,10 @@ function layerChart(layers, parameter) {
   const first = dots.find(wrong);
   const every = Math.max(1, Math.ceil(dots.length / 40));
   return figure("Error along depth",
-    first ? `${dots.filter(wrong).length} of ${plural(dots.length, "parameter")} outside the bound, the first in depth ${first.name}` : `all ${dots.length} parameters within the bound`,
+    first ? `${dots.filter(wrong).length} of ${plural(dots.length, "parameter")} outside the bound, the first in depth ${first.name}` : `${plural(dots.length, "parameter")}, none outside the bound`,
     {
       height: 46 + (dots.length / every) * 15, marginLeft: 190, marginTop: 20, marginRight: 24,
-      x: { type: "log", domain: [least, Math.max(10, d3.max(dots, (dot) => dot.shown))], label: "largest error / bound", labelArrow: "none", grid: true, tickFormat: short },
+      x: { type: "log", domain: [least, Math.max(10, d3.max(dots, (dot) => dot.shown))], label: "largest error / bound", labelArrow: "none", grid: true, ticks: 5, tickFormat: short },
       y: { type: "linear", domain: [dots.length - 0.5, -0.5], axis: null },
       marks: [
         Plot.ruleX([1], { strokeDasharray: "4 3", strokeWidth: 1.5 }),
