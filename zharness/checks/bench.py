@@ -98,9 +98,11 @@ class Bench:
 
         Raises HarnessFault when there is such a record, of which a judge would see the first alone.
         """
+        self._keep(label, {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}, step)
+
+    def _keep(self, label: str, copies: Mapping[str, Tensor], step: int) -> None:
         if any((kept.label, kept.step) == (label, step) for kept in self._snapshots):
             raise HarnessFault(f"{label!r} was recorded twice at step {step}")
-        copies = {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}
         self._snapshots.append(Snapshot(label, step, copies))
 
     def record_weights(self, engine: Engine, step: int, suffix: str = "") -> None:
@@ -109,7 +111,9 @@ class Bench:
         apart = engine.observe().masters
         masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
         self.record(f"params{suffix}", weights, step)
-        self.record(f"masters{suffix}", {**weights, **masters}, step)
+        kept = self._snapshots[-1].tensors
+        own = {name: on_cpu("observe().masters", name, tensor) for name, tensor in masters.items()}
+        self._keep(f"masters{suffix}", {**kept, **own}, step)
 
     def record_trained(self, engine: Engine, step: int, suffix: str = "") -> None:
         """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``."""

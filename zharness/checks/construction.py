@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Capabilities, Engine, EngineConfig, EngineFactory, Piece
 from zharness.errors import EngineContractError
 from zharness.parity.compare import check_names
+from zharness.parity.snapshot import set_aside
 
 Layout = Mapping[str, tuple[Piece, ...]]
 
@@ -204,4 +205,4 @@ def on_cpu(what: str, name: str, value: Any) -> Tensor:
     """A copy of ``value`` on CPU. Raises EngineContractError unless it is a tensor."""
     if not isinstance(value, Tensor):
         raise EngineContractError(f"{what}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor")
-    return value.detach().to("cpu", copy=True)
+    return set_aside(value)

@@ -19,6 +19,7 @@ from zharness.parity.ulps import apart
 def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
     """Bitwise equality, NaN equal to NaN and 0 to -0: tier X."""
     wanted = expected.double()
+    actual = actual if actual.is_floating_point() else actual.double()  # indices and counts
     if wanted.shape != actual.shape or not torch.equal(wanted, actual.double()):
         return within(place, wanted, actual, torch.zeros((), dtype=torch.float64), Tier.EXACT)
     # What ``within`` comes to where nothing differs, which is nearly always: any scaling of any number would show.

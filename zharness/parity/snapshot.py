@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError
 from zharness.parity.contamination import Conditions
 
+LENGTH = 8  # bytes that tell the length of what is told
 WIDEST = 16  # bytes of the widest dtype that torch has
+LARGE = 1 << 20  # bytes from which on a file is worth its making
 
 
 @dataclass(frozen=True)
@@ -50,45 +55,50 @@ def path_of(room: Path, rank: int) -> Path:
 
 
 def write(room: Path, rank: int, evidence: Evidence) -> None:
-    """Write ``evidence``: how long the JSON is, the JSON of what it holds, and the bytes of all its tensors in a row.
+    """Write ``evidence``: the bytes of all its tensors, what it holds as JSON, and how long that is.
 
-    Not by torch.save: its archives take three times as long to write and to read.
+    Not by torch.save: its archives take three times as long to write and to read. Nor from one copy of all tensors:
+    those of a large model are on disk already, and memory holds one at a time.
     """
-    shelf = Shelf()
-    told = {
-        "snapshots": [[item.label, item.step, shelf.put(item.tensors)] for item in evidence.snapshots],
-        "layout": {
-            name: [[piece.rank, piece.start, piece.stop] for piece in pieces]
-            for name, pieces in evidence.layout.items()
-        },
-        "settings": dict(evidence.conditions.settings),
-        "replaced": list(evidence.conditions.replaced),
-    }
-    words = json.dumps(told).encode()
-    head = len(words).to_bytes(WIDEST, "big") + words + b" " * (-len(words) % WIDEST)
-    path_of(room, rank).write_bytes(shelf.after(head))
+    with path_of(room, rank).open("wb") as file:
+        shelf = Shelf(file)
+        told = {
+            "snapshots": [[item.label, item.step, shelf.put(item.tensors)] for item in evidence.snapshots],
+            "layout": {
+                name: [[piece.rank, piece.start, piece.stop] for piece in pieces]
+                for name, pieces in evidence.layout.items()
+            },
+            "settings": dict(evidence.conditions.settings),
+            "replaced": list(evidence.conditions.replaced),
+        }
+        words = json.dumps(told).encode()
+        file.write(words + len(words).to_bytes(LENGTH, "little"))
 
 
 def read(room: Path, rank: int) -> Evidence:
-    """The evidence that ``rank`` wrote."""
-    found = bytearray(path_of(room, rank).read_bytes())
-    length = int.from_bytes(found[:WIDEST], "big")
-    plain = json.loads(found[WIDEST : WIDEST + length])
-    begin = WIDEST + length + -length % WIDEST
-    shelf = torch.frombuffer(found, dtype=torch.uint8)[begin:]
+    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at."""
+    path = path_of(room, rank)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(size - LENGTH)
+        length = int.from_bytes(file.read(), "little")
+        file.seek(size - LENGTH - length)
+        told = json.loads(file.read(length))
+    shelf = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     return Evidence(
-        tuple(Snapshot(label, step, taken(shelf, places)) for label, step, places in plain["snapshots"]),
-        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in plain["layout"].items()},
-        Conditions(plain["settings"], tuple(plain["replaced"])),
+        tuple(Snapshot(label, step, taken(shelf, places)) for label, step, places in told["snapshots"]),
+        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in told["layout"].items()},
+        Conditions(told["settings"], tuple(told["replaced"])),
     )
 
 
 class Shelf:
-    """Tensors as bytes, one after the other."""
+    """Tensors as bytes in a file, one after the other; one that comes again lies there once."""
 
-    def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+    def __init__(self, file: BufferedIOBase) -> None:
+        self._file = file
         self._length = 0
+        self._starts: dict[int, int] = {}  # by id, of tensors that the evidence keeps alive
 
     def put(self, tensors: Mapping[str, Tensor]) -> list[list[Any]]:
         """Add ``tensors``; name, dtype, shape and first byte of each."""
@@ -97,21 +107,32 @@ class Shelf:
             for name, tensor in tensors.items()
         ]
 
-    def after(self, head: bytes) -> bytearray:
-        """``head`` and all of them."""
-        both = bytearray(len(head) + self._length)
-        begin = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        torch.cat([begin, *self._parts], out=torch.frombuffer(both, dtype=torch.uint8))
-        return both
-
     def _add(self, tensor: Tensor) -> int:
+        if id(tensor) in self._starts:
+            return self._starts[id(tensor)]
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        # A view of another dtype has to begin at a multiple of its element's size.
-        padding = torch.zeros(-flat.numel() % WIDEST, dtype=torch.uint8)
         start = self._length
-        self._parts += [flat, padding]
-        self._length += flat.numel() + padding.numel()
+        self._file.write(flat.numpy().data)
+        # A view of another dtype has to begin at a multiple of its element's size.
+        padding = -flat.numel() % WIDEST
+        self._file.write(bytes(padding))
+        self._length += flat.numel() + padding
+        self._starts[id(tensor)] = start
         return start
+
+
+def set_aside(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` on CPU; a large one in a file without a name, of which memory need not hold all at once.
+
+    So what a rank records grows on disk, and its memory with the model alone.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if size < LARGE:
+        return tensor.detach().to("cpu", copy=True)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.truncate(size)
+        held = mmap.mmap(file.fileno(), size)
+    return torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
 def taken(shelf: Tensor, places: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
