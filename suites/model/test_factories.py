@@ -15,6 +15,7 @@ from zharness.workload import model_spec
 from zharness.workload.foreign import foreign_spec, hand_over
 
 TINY = "suites.model.tiny"
+REAL = "suites.model.tiny_real"
 
 
 def handed(factory: Callable[[], Any], request: pytest.FixtureRequest) -> str:
@@ -32,10 +33,10 @@ def test_the_path_of_a_factory_is_a_model_in_a_case_id() -> None:
     assert case.id == text
 
 
-@pytest.mark.parametrize("name", ["perceptron", "gpt2"])
+@pytest.mark.parametrize("name", [f"{TINY}:perceptron", f"{REAL}:gpt2"])
 def test_a_factory_s_model_and_batches_follow_from_the_seed(name: str) -> None:
     pytest.importorskip("transformers")
-    spec = model_spec(f"{TINY}:{name}")
+    spec = model_spec(name)
     first, second, other = spec.model(1), spec.model(1), spec.model(2)
     same = [torch.equal(one, two) for one, two in zip(first.parameters(), second.parameters(), strict=True)]
     assert all(same)

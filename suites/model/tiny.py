@@ -1,4 +1,4 @@
-"""Small models of real architectures, in random weights: what a user's own factory would return."""
+"""A small model with batches and a loss of its own: what a user's own factory would return."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-
-def gpt2() -> Any:
-    """Two blocks, tied embeddings, dropout; batches are drawn from the configuration."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=64))
 
 
 def perceptron() -> Any:

@@ -62,7 +62,7 @@ STAGE_2 = {
         f"holds less than the formula of stage 2 says ({DOCUMENTATION})"
     ),
 }
-LEAF, ROOT = "leaf", "root"
+LEAF, BLOCK, ROOT = "leaf", "block", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
     "one_group": {"grouping": ROOT},
     "kept_after_backward": {"reshard_after_backward": False},
@@ -98,10 +98,15 @@ CAPABILITIES = Capabilities(
     refuses=REFUSES,
     variants=VARIANTS,
     absent="" if USABLE else without(torch.__version__),
+    # As people shard: by blocks. At a group's inputs FSDP2 puts a node into the graph, so around a leaf that uses its
+    # input twice, beside a residual, as the RMSNorm of Llama does, the three gradients are added in another order than
+    # plain PyTorch's: right as well, and not bitwise the same.
+    own_model={"grouping": BLOCK},
 )
 OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
-    "grouping": "'leaf': one group for each module that owns parameters, the default; 'root': one group in all",
+    "grouping": "'leaf': one group for each module that owns parameters, the default; 'block': one for each member of "
+    "a ModuleList or Sequential; 'root': one group in all",
     "in_root": "modules by name that get no group of their own, as the root's forward reads their weights; default []",
     "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards instead of averaging on the wire",
@@ -271,8 +276,8 @@ def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list
     (its forward may read them without calling the owner, as MultiheadAttention reads out_proj.weight), a container
     without forward is no group, and tied parameters belong to the root, the one module that encloses all their owners.
     """
-    if grouping not in (LEAF, ROOT):
-        raise ConfigError.unknown("grouping", grouping, [LEAF, ROOT])
+    if grouping not in (LEAF, BLOCK, ROOT):
+        raise ConfigError.unknown("grouping", grouping, [LEAF, BLOCK, ROOT])
     modules = dict(model.named_modules())
     for name in in_root:
         if name not in modules:
@@ -282,7 +287,10 @@ def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list
     left_out = {id(modules[name]) for name in in_root}
     owners = Counter(id(param) for module in model.modules() for param in own_parameters(module))
     tied = frozenset(key for key, count in owners.items() if count > 1)
-    found = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
+    if grouping == BLOCK:
+        found = {id(module): module for module in blocks(model, tied)}
+    else:
+        found = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
     return [module for key, module in found.items() if key not in left_out]
 
 
@@ -295,6 +303,19 @@ def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Modul
     else:
         for child in module.children():
             yield from topmost_owners(child, tied)
+
+
+def blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
+    """From ``module`` downwards, the first members of a ModuleList or Sequential that hold parameters, none of
+    ``tied``.
+    """
+    for child in module.children():
+        params = [id(param) for param in child.parameters()]
+        called = type(child).forward is not nn.Module.forward
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and called and params and not tied.intersection(params):
+            yield child
+        else:
+            yield from blocks(child, tied)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -76,7 +76,7 @@ class Capabilities:
     (then only exact arithmetic and tier C can judge them). ``wires`` maps a dtype to the one in which gradients of such
     a training are reduced, where that is another: it sets the bound that the reduction is held to. ``variants`` are
     further options of the engine, by name, that must not change a number. ``absent`` says why the engine cannot be
-    built here at all, where it cannot: then no cell is run.
+    built here at all, where it cannot: then no cell is run. ``own_model`` are options for a model of anyone's.
     """
 
     stages: frozenset[int]
@@ -86,6 +86,7 @@ class Capabilities:
     wires: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     absent: str = ""
+    own_model: Mapping[str, Any] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""

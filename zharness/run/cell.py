@@ -28,6 +28,7 @@ from zharness.parity.exhibit import Exhibit, exhibit
 from zharness.parity.snapshot import read, write
 from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
+from zharness.workload.foreign import is_foreign
 from zharness.world.rank import rank_device
 
 MOST_UNDETERMINED = 1 / 2  # the share of elements beyond which a cell that found nothing has shown nothing
@@ -69,11 +70,12 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
 
 def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> Bench:
     """This rank of the cell."""
+    usual = capabilities.own_model if is_foreign(case.model) else {}
     config = EngineConfig(
         stage=case.stage,
         dtype=case.dtype,
         loss_scale=LOSS_SCALES[case.dtype],
-        options=laid_over(options_of(case, capabilities), options),
+        options=laid_over(laid_over(usual, options_of(case, capabilities)), options),
     )
     spec, training = model_spec(case.model), configured(case.engine_variant).training
     return bench_here(case.engine, spec, case.seed(salt), config, capabilities, case.variant, training)

@@ -1,0 +1,72 @@
+"""Every architecture of suites/model on every engine, all laws that are stated for any model: the widest sweep.
+
+    python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--jsonl FILE]
+
+The default tests run a sample of it. A line for each model, engine and stage; the exit code is 1 where a law is broken.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from zharness.errors import UsageError
+from zharness.report.live import Options, opened
+from zharness.report.matrix import counts
+from zharness.report.own_model import Asked, run_model
+from zharness.report.words import failures
+from zharness.run.record import RecordFile
+from zharness.world import Isolation
+
+MODELS = {
+    "perceptron": "suites.model.tiny",
+    **dict.fromkeys(("gpt2", "llama", "bert", "t5", "vit", "mixtral", "lora"), "suites.model.tiny_real"),
+}
+ENGINES = {"reference": (0, 1, 2, 3), "deepspeed": (1, 2, 3), "fsdp2": (2, 3)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated; all of them")
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; all of them")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--jsonl", type=Path)
+    asked = parser.parse_args()
+    broken = 0
+    with ExitStack() as stack:
+        file = opened(stack, asked.jsonl)
+        for model in asked.model or MODELS:
+            for engine in asked.engine or ENGINES:
+                broken += one(model, engine, asked, file)
+    return int(bool(broken))
+
+
+def one(model: str, engine: str, asked: argparse.Namespace, file: RecordFile | None) -> int:
+    """One model on one engine; how many cells are not as expected."""
+    options = Options(timeout=300, lanes=asked.jobs, isolation=Isolation.POOLED)
+    path = f"{MODELS[model]}:{model}"
+    wanted = Asked(path, "", engine, ENGINES[engine], asked.world_size, asked.dtype)
+    try:
+        records = run_model(wanted, options, lambda: file)
+    except UsageError as error:
+        print(f"{model} on {engine}: {error}", flush=True)
+        return 1
+    told = ", ".join(f"{count} {word}" for word, count in counts(records).items())
+    wrong = [record for record in records if not record.expected or record.verdict.value == "error"]
+    print(f"{model} on {engine}: {told}", flush=True)
+    if wrong:
+        print(failures(wrong), flush=True)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

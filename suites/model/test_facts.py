@@ -1,0 +1,134 @@
+"""What is found out about a model before a law is held to it, and what ends a run before it begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zharness.cli import cli
+from zharness.errors import ConfigError, UsageError
+from zharness.run.configuration import read
+from zharness.run.facts import examined, too_large
+from zharness.workload.foreign import foreign_spec, hand_over
+
+
+def facts_of(factory: Callable[[], Any]) -> Any:
+    """The facts of what ``factory`` makes."""
+    hand_over("handed.over:facts", factory)
+    foreign_spec.cache_clear()
+    return examined("handed.over:facts", "fp32", "")
+
+
+def draw(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 3, generator=generator)
+
+
+def score(output: Tensor, _batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+def dropping() -> Any:
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)), draw, score
+
+
+def test_dropout_is_seeded_and_told() -> None:
+    found = facts_of(dropping)
+    assert found.draws
+    assert (found.parameters, found.trained, found.size) == (32, 32, 128)
+    assert not facts_of(lambda: (nn.Linear(3, 8), draw, score)).draws
+
+
+class OwnDropout(nn.Linear):
+    """Drops what Python's own generator says, which no seed of torch's sets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()  # noqa: S311 - what a user may have written
+
+
+def of_unseeded_weights() -> Any:
+    model = nn.Linear(3, 8)
+    nn.init.constant_(model.weight, random.random())  # noqa: S311 - as above
+    return model, draw, score
+
+
+class Loader:
+    """Batches in the order of an iterator, whatever generator is given."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, _generator: torch.Generator) -> Tensor:
+        self.number += 1
+        return torch.full((4, 3), float(self.number))
+
+
+UNSEEDED: dict[str, tuple[Callable[[], Any], str]] = {
+    "forward": (lambda: (OwnDropout(3, 8), draw, score), "differ in the loss, .* first suspects are dropout"),
+    "weights": (of_unseeded_weights, "two models that differ in 'weight'"),
+    "order of data": (lambda: (nn.Linear(3, 8), Loader(), score), "two micro-batches that differ.* order of data"),
+    "no number": (lambda: (nn.Linear(3, 8), draw, lambda out, _: out.mean() * torch.nan), "the loss .* is nan"),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEDED)
+def test_a_model_that_cannot_be_judged_is_one_clear_error(what: str) -> None:
+    factory, words = UNSEEDED[what]
+    with pytest.raises(UsageError, match=words):
+        facts_of(factory)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_takes() -> None:
+    found = facts_of(dropping)
+    assert not too_large(found, 2, 1e12)
+    assert "take fewer ranks, fewer layers of it" in too_large(found, 2, 1e6)
+
+
+def test_a_configuration_is_taken_apart() -> None:
+    found = read(
+        "ds.json",
+        {
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9], "torch_adam": True}},
+            "gradient_clipping": 0.5,
+            "gradient_accumulation_steps": 4,
+            "train_batch_size": 64,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "overlap_comm": True},
+        },
+    )
+    assert (found.training.optimizer.name, found.training.clip, found.training.accumulation) == ("adamw", 0.5, 4)
+    assert found.training.optimizer.args == {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0}
+    assert (found.stage, found.dtype, found.left_out) == (2, "bf16", ("train_batch_size",))
+    assert found.options == {"zero_optimization": {"overlap_comm": True}}, "what the laws set themselves is not in it"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, "unknown optimizer.type 'Lamb'"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "torch's SGD refuses .*speed"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "reduce_bucket_size is 'auto'"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "unknown torch_autocast.dtype 'int8'"),
+    ],
+)
+def test_a_configuration_that_no_law_can_follow_is_refused_by_its_key(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read("ds.json", config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt2"], "expected package.module:factory"),
+        (["no_such_module:factory"], "cannot import 'no_such_module'"),
+        (["suites.model.tiny:perceptron", "--config", "ds.yaml"], "whose name ends in .json"),
+        (["suites.model.tiny:perceptron", "--config", "no.json"], "is no readable JSON file"),
+    ],
+)
+def test_the_command_says_what_is_wrong_before_it_starts_anything(arguments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        cli.main(["model", *arguments], standalone_mode=False)

@@ -1,0 +1,58 @@
+"""Models of anyone's, on engines: a sample of what scripts/soak_models.py runs, and the library call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zharness
+from suites.model.tiny import draw, score
+from zharness.case import Case
+from zharness.run.record import Record, read_records
+from zharness.run.session import problem
+
+pytest.importorskip("transformers")
+REAL = "suites.model.tiny_real"
+OWN = ("model", "training.grads")
+
+
+@pytest.mark.cells("reference", stages=(3,), checks=OWN, models=(f"{REAL}:gpt2",))
+@pytest.mark.cells("reference", stages=(1,), checks=("model.configured",), models=(f"{REAL}:mixtral",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=("model.configured",), models=(f"{REAL}:llama",))
+@pytest.mark.cells("deepspeed", stages=(2,), checks=("model.configured",), models=(f"{REAL}:bert",))
+def test_the_laws_hold(record: Record) -> None:
+    assert not problem(record), problem(record)
+
+
+def rows(number: int) -> tuple[Tensor]:
+    return (torch.arange(number * 5.0).remainder(7).view(number, 5),)
+
+
+def test_a_library_call_verifies_a_module_and_a_batch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    scale = 2.0
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return score(output, batch) * scale
+
+    found = zharness.verify(model, rows(6), loss, stages=(2,), steps=1, jobs=1)
+    assert found, found.table()
+    assert found.first_divergence == ""
+    assert "model.configured" in found.table()
+    found.save(tmp_path / "records.jsonl")
+    assert [record.case for record in read_records(tmp_path / "records.jsonl")] == [r.case for r in found.records]
+
+
+def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first_divergence() -> None:
+    def factory() -> Any:
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), draw, score
+
+    found = zharness.verify(factory, engine="zharness.mutants:doubles_every_gradient", stages=(0,), steps=1, jobs=1)
+    assert not found
+    case, _, words = found.first_divergence.partition(": ")
+    assert Case.parse(case).check == "training.grads"
+    assert "0.weight" in words
