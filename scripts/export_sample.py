@@ -56,7 +56,7 @@ def tried(record: Record, folder: Path) -> tuple[str, Shown | None, int]:
     script = script_of(record, claims_of(record), "script.py")
     path = folder / "script.py"
     path.write_text(script.text)
-    return "", runs(case.id)(path), len(script.text.splitlines())
+    return "", runs(case.engine)(path), len(script.text.splitlines())
 
 
 def main() -> int:

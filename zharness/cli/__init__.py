@@ -157,7 +157,16 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     return 0
 
 
-for command in (releases.repro, releases.releases, releases.bisect, releases.compare, doctor, model, cells.export):
+for command in (
+    releases.repro,
+    releases.releases,
+    releases.bisect,
+    releases.compare,
+    doctor,
+    model,
+    cells.export,
+    cells.shrink,
+):
     cli.add_command(command)
 
 

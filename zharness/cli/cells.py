@@ -27,6 +27,7 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
 
     CASE_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
     """
+    from zharness.case import Case
     from zharness.export import command
     from zharness.releases.place import surroundings
 
@@ -36,21 +37,40 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
     if case is None:
         raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
     options = command.Options(seed, timeout, output)
-    return command.export(case, options, surroundings, None if no_verify else runs(case))
+    return command.export(case, options, surroundings, None if no_verify else runs(Case.parse(case).engine))
 
 
-def runs(case: str) -> Callable[[Path], Shown]:
-    """Runs a script on the engine's release of ``case``, as those of repro/ are run."""
+@click.command()
+@click.argument("case", metavar="CASE_ID")
+@click.option("--seed", default=0, show_default=True, help="As `zharness check` was given it.")
+@click.option("--seconds", type=SECONDS, default=60.0, show_default=True, help="For the search.")
+@click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
+@click.option("--no-verify", is_flag=True, help="Do not run the script.")
+@click.option("--timeout", type=SECONDS, default=30.0, show_default=True, help="For the ranks of one cell or program.")
+def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
+    """Find the smallest that fails as a cell does, print the command that shows it, and export it as a script.
+
+    Fewer ranks, a lower stage, fp32, a smaller model; then programs (see `zharness program`) that Hypothesis draws, cut
+    down to what the failure takes. A failure is the same where the verdict is, and the part of the step that is wrong
+    or the exception.
+    """
+    from zharness.export import command
+    from zharness.releases.place import surroundings
+
+    options = command.Options(seed, timeout, output)
+    return command.shrink(case, options, seconds, surroundings, None if no_verify else runs)
+
+
+def runs(name: str) -> Callable[[Path], Shown]:
+    """Runs a script on the release of the engine ``name``, as those of repro/ are run."""
     from zharness import engines
-    from zharness.case import Case
     from zharness.engines import registry
     from zharness.export.verify import Shown
     from zharness.releases import repros
     from zharness.releases.launch import Running
     from zharness.releases.place import Place, place
 
-    name = Case.parse(case).engine
-    seconds = 120.0
+    seconds = repros.SECONDS
 
     def run(path: Path) -> Shown:
         found = Place("") if registry.is_path(name) else place(name, engines.info(name).distribution)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -18,8 +18,13 @@ from zharness.case import Case
 from zharness.checks import CHECKS, check_named
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
+from zharness.export.frame import Script
 from zharness.export.laws import reason_against
+from zharness.export.programs import reason_against as of_program
+from zharness.export.programs import script_of_program
 from zharness.export.script import script_of
+from zharness.export.shrink import Smallest
+from zharness.export.shrink import shrink as smallest
 from zharness.export.verify import Run, faithful, words
 from zharness.run.plan import named
 from zharness.run.record import Record, Verdict
@@ -52,12 +57,12 @@ def export(text: str, options: Options, place: Place, run: Run | None) -> int:
         record, claims = tried(case, options, place)
     if record.verdict not in SHOWN:
         raise UsageError(f"cannot export {case.id}: its verdict is {record.verdict.value}: {record.cause}")
-    return write(record, claims, options.output, run)
+    name = options.output.name if options.output is not None else "script.py"
+    return written(script_of(record, claims, name), record, options.output, run)
 
 
-def write(record: Record, claims: Capabilities, output: Path | None, run: Run | None) -> int:
-    """Write the script of ``record``, and run it."""
-    script = script_of(record, claims, output.name if output is not None else "script.py")
+def written(script: Script, record: Record, output: Path | None, run: Run | None) -> int:
+    """Write the script of ``record``, and run it; 1 where it does not show the record's verdict."""
     place_text(script.text, output)
     if run is None:
         click.echo("not run, so that it shows the cell is not known", err=True)
@@ -111,3 +116,39 @@ def listed() -> str:
     """Every law, and why it cannot be exported where it cannot."""
     rows = [(name, reason_against(check, "fp32") or "yes") for name, check in CHECKS.items()]
     return tabulate(rows, headers=("law", "export"), tablefmt="simple", disable_numparse=True)
+
+
+def shrink(text: str, options: Options, seconds: float, place: Place, run: Callable[[str], Run] | None) -> int:
+    """Print the smallest that fails as the cell that ``text`` names does, and write its script.
+
+    ``run(engine)`` runs scripts. Raises UsageError for a cell that does not fail, or of whose smallest there is no
+    script.
+    """
+    case = Case.parse(text)
+    check_named(case.check)
+    if options.output is not None:
+        require_writable(options.output)
+    with progress("shrinks"):
+        found = smallest(case, options.seed, place(case.engine), options.timeout, seconds)
+    click.echo(told(found), err=True)
+    if found.program is not None and not of_program(found.program):
+        version = found.record.engine_version
+        script = script_of_program(case.engine, version, found.program, found.outcome, found.claims)
+        record = replace(found.record, verdict=found.outcome.verdict, cause=found.outcome.cause)
+        return written(script, record, options.output, run and run(case.engine))
+    require(found.record.case)
+    script = script_of(found.record, found.claims, "script.py")
+    return written(script, found.record, options.output, run and run(case.engine))
+
+
+def told(found: Smallest) -> str:
+    """The smallest cell, the smallest program, and the commands that show them again."""
+    lines = [f"{found.tried} cells and programs tried; the smallest cell that fails in the same way:"]
+    lines += [f"  {found.record.case.id}", f"    {found.record.cause}", f"    again: {found.record.command}"]
+    if found.program is not None:
+        where = f"{found.modules} modules, stage {found.program.stage}, {found.program.world_size} ranks"
+        lines += [
+            f"the smallest program: {where}",
+            f"  {found.outcome.words(found.record.case.engine, [found.program])}",
+        ]
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 
 from zharness.checks import Check
 from zharness.engines import registry
@@ -13,38 +14,69 @@ WIDTH = 120
 
 
 def header(record: Record, check: Check, signature: str, ok: str, name: str) -> str:
-    """The docstring: what is wrong, its facts by key, how to run it, and the law."""
+    """The docstring of a cell's script."""
     case = record.case
-    engine = registry.split(case.engine)[0]
     options = f", options {case.engine_variant}" if case.engine_variant else ""
     where = f"{case.subject} {record.engine_version} at stage {case.stage}, {case.world_size} ranks{options}"
     holds = "does not hold" if record.verdict in (Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT) else "holds"
-    cause = " ".join(record.cause.split())
+    return facts_first(
+        title=f"{case.check} {holds} on {where}.",
+        engine=case.engine,
+        version=record.engine_version,
+        ranks=case.world_size,
+        law=case.check,
+        cause=record.cause,
+        signature=signature,
+        ok=ok,
+        name=name,
+        said=[
+            f"The law: {check.law}. The same steps are made on the engine and on plain PyTorch, and compared.",
+            f"Written by: zharness export '{case.id}'" + (f" --seed {record.seed}" if record.seed else ""),
+        ],
+        reported=record.excuse,
+    )
+
+
+def facts_first(
+    title: str,
+    engine: str,
+    version: str,
+    ranks: int,
+    law: str,
+    cause: str,
+    signature: str,
+    ok: str,
+    name: str,
+    said: Sequence[str],
+    reported: str = "",
+) -> str:
+    """The docstring: what is wrong, its facts by key, how to run it, and the paragraphs ``said``."""
+    own = registry.split(engine)[0]
+    stem = re.sub(r"\W+", "-", f"{law}-{own}").strip("-")
     facts = {
-        "id": re.sub(r"\W+", "-", f"{case.check}-{engine}-zero{case.stage}-w{case.world_size}").strip("-"),
-        "engine": engine,
-        "symptom": textwrap.shorten(cause or "none", WIDTH - len("symptom: "), placeholder=" ..."),
-        "reported": record.excuse or "no report known",
-        "affects": f"=={record.engine_version.partition('+')[0]}",
+        "id": f"{stem}-w{ranks}",
+        "engine": own,
+        "symptom": textwrap.shorten(" ".join(cause.split()) or "none", WIDTH - len("symptom: "), placeholder=" ..."),
+        "reported": reported or "no report known",
+        "affects": f"=={version.partition('+')[0]}",
         "fixed": "not yet",
-        "ranks": str(case.world_size),
-        "law": case.check,
+        "ranks": str(ranks),
+        "law": law,
         "signature": signature,
         "ok": ok,
     }
-    package = "deepspeed" if engine == "deepspeed" else engine if ":" in engine else ""
-    needs = " and ".join(["torch", *filter(None, [package or ("zharness" if engine == "reference" else "")])])
+    package = "zharness" if own == "reference" else own if own == "deepspeed" or ":" in own else ""
+    needs = " and ".join(["torch", *filter(None, [package])])
+    ending = (
+        'It ends with the line above under "ok" and exit code 0 where the law holds; with a line that starts with '
+        '"repro: REPRODUCED" and exit code 1 where it does not. Anything else says nothing about it.'
+    )
     paragraphs = [
-        f"{case.check} {holds} on {where}.",
+        title,
         "\n".join(f"{key}: {value}" for key, value in facts.items()),
         f"Run it with nothing but {needs} installed:",
-        f"    torchrun --standalone --nproc_per_node={case.world_size} {name}",
-        wrapped(f"The law: {check.law}. The same steps are made on the engine and on plain PyTorch, and compared."),
-        wrapped(f"Written by: zharness export '{case.id}'" + (f" --seed {record.seed}" if record.seed else "")),
-        wrapped(
-            'It ends with the line above under "ok" and exit code 0 where the law holds; with a line that starts with '
-            '"repro: REPRODUCED" and exit code 1 where it does not. Anything else says nothing about it.'
-        ),
+        f"    torchrun --standalone --nproc_per_node={ranks} {name}",
+        *map(wrapped, (*said, ending)),
     ]
     text = "\n\n".join(paragraphs).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{text}\n"""\n\nfrom __future__ import annotations'

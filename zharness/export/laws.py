@@ -48,6 +48,7 @@ DIRECT = (
     "double_backward.retained_then_zero_grad",
     "parameters.stay_put",
     "parameters.unfrozen",
+    "model.configured",
 )
 WITHOUT: Mapping[str, str] = {
     "state": "what is saved is held against the engine itself, not against plain PyTorch",

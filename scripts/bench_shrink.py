@@ -1,0 +1,79 @@
+"""How long a planted failure takes to shrink, and to how small a model.
+
+    python scripts/bench_shrink.py --jsonl shrink.jsonl
+
+A mutant (an engine broken on purpose, `zharness list mutants`) is shrunk from the cell that kills it, as
+`zharness shrink` does it, export and its check left out. Figure to reach: 60 s, a model of at most 3 modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zharness.case import Case
+from zharness.export.shrink import Smallest, modules_of, shrink
+from zharness.mutants import MUTANTS
+from zharness.run.runner import surroundings
+
+SECONDS, MODULES = 60.0, 3
+# Of each right engine, and of each way in which training goes wrong: a factor, a loss, shards, clipping, the optimizer,
+# graphs, parameters.
+CHOSEN = (
+    "never_reduces",
+    "leaves_out_the_last_rank",
+    "loses_the_shards_edge",
+    "only_the_first_backward_counts",
+    "zero_grad_forgets_nothing",
+    "loses_a_micro_batch",
+    "forwards_with_the_weights_before",
+    "wrong_epsilon",
+    "forgets_weight_decay",
+    "fsdp2_evaluation_goes_stale",
+    "ddp_no_sync_leaks",
+    "doubles_every_gradient",
+)
+
+
+def case_of(name: str) -> Case:
+    """The cell that is meant to kill a mutant."""
+    mutant = MUTANTS[name]
+    target = mutant.targets[0]
+    stage = mutant.stages[0] if target.stage is None else target.stage
+    return Case(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
+
+
+def size_of(found: Smallest) -> int:
+    """Modules with parameters of the smallest model that was found."""
+    return modules_of(found.record.case.model) if found.modules is None else found.modules
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mutants", nargs="*", default=list(CHOSEN))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="For each.")
+    parser.add_argument("--jsonl", type=Path)
+    given = parser.parse_args()
+    late = 0
+    lines = []
+    for name in tqdm(given.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
+        case, began = case_of(name), time.monotonic()
+        found = shrink(case, 0, surroundings(case.engine), 30.0, given.seconds)
+        took, size = time.monotonic() - began, size_of(found)
+        late += took > SECONDS or size > MODULES
+        shown = found.record.case.id if found.program is None else str(found.program)
+        print(f"{took:6.1f} s  {size} modules  {found.tried:3} tried  {case.id}\n{'':9}{shown}", flush=True)
+        lines.append({"case": case.id, "seconds": round(took, 2), "modules": size, "tried": found.tried, "to": shown})
+    if given.jsonl is not None:
+        given.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{len(given.mutants) - late} of {len(given.mutants)} within {SECONDS:.0f} s and {MODULES} modules")
+    return int(late > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

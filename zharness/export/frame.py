@@ -1,0 +1,221 @@
+"""What all scripts have: how the engine is set up, plain PyTorch beside it, the comparison, imports and constants."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zharness import engines
+from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
+from zharness.export.collect import Collection, source
+from zharness.export.text import import_block, names_in, parts_of, pruned
+
+PARTS = Path(__file__).parent / "parts"
+WRITTEN = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines whose set-up is a part of its own
+PROTOCOL = "zharness.engines.protocol"
+# What scripts have of their own, by the names that checks know it by.
+GIVEN = frozenset({"Bench", "Side", "Check", "Trial", "Feature", "Observe", "Scene", "SPEC"})
+INSTEAD = {
+    "DTensor": "from torch.distributed.tensor import DTensor",
+    # Of older torch alone it says more than torch's own.
+    "_mse": "from torch.nn.functional import mse_loss as _mse",
+}
+ALWAYS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
+OWN_CLASSES = ("Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
+STEPPING = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
+PRELUDES = {
+    "deepspeed": """LINEAR = nn.functional.linear
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+{utilities}
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None""",
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """The text, a part of what it says where it shows its cell, and the line it ends with where it does not."""
+
+    text: str
+    signature: str
+    ok: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a script's constants say: where it runs, and how its numbers are compared.
+
+    ``exact``: bitwise. ``zeros``: whether zeros will do where plain PyTorch has no gradient. ``elements`` are those of
+    all parameters together.
+    """
+
+    engine: str
+    stage: int
+    seed: int
+    claims: Capabilities
+    exact: bool
+    zeros: bool
+    elements: int
+    variant: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    training: str = ""
+
+
+def prelude_of(engine: str, used: frozenset[str]) -> str:
+    """What stands between the imports and the script's own: how its engine is imported."""
+    name = engine_name(engine)
+    if name in WRITTEN:
+        utilities = [f"from deepspeed.utils import {each}" for each in sorted(used) if each.startswith("safe_")]
+        return PRELUDES.get(name, "").replace("{utilities}", import_block(utilities, used)).replace("\n\n\n", "\n\n")
+    module, _, factory = engines.require(engine).target.partition(":")
+    found = "sys.path.insert(0, os.getcwd())\n\n" if registry.is_path(engine) else ""
+    return f"{found}from {module} import {factory}"
+
+
+def maker(engine: str) -> str:
+    """What makes an engine of a model and a configuration, by its name in the script."""
+    return "Engine" if engine_name(engine) in WRITTEN else engines.require(engine).target.partition(":")[2]
+
+
+def engine_name(engine: str) -> str:
+    """The engine without its release."""
+    return registry.split(engine)[0]
+
+
+def instead(outside: bool) -> Mapping[str, str]:
+    """Imports in place of definitions; an engine that is not written out takes the harness's own configuration."""
+    own = {name: f"from zharness.engines import {name}" for name in OWN_CLASSES}
+    return {**INSTEAD, **(own if outside else {})}
+
+
+class Writing:
+    """One script as it grows: definitions collected, and the imports that its parts bring."""
+
+    def __init__(self, engine: str) -> None:
+        outside = engine_name(engine) not in WRITTEN
+        self.collection = Collection(GIVEN if outside else GIVEN | {"Engine"}, instead(outside))
+        self.imports: list[str] = []
+        for name in OWN_CLASSES:
+            self.collection.add(PROTOCOL, name)
+
+    def script(self, head: str, setting: Setting, model: str, told: str, signature: str, ok: str) -> Script:
+        """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe."""
+        asked = "\n".join((*self.collection.texts.values(), told, setting.training))
+        if "bench.training" in asked:
+            self.collection.add("zharness.checks.usual", "Training")
+        stepping = any(f".{word}(" in asked for word in STEPPING)
+        for name in ("gamma", "subnormal"):
+            self.collection.add("zharness.parity.bounds", name)
+        formulas = self.formulas(asked) if stepping else ""
+        engine = engine_name(setting.engine)
+        sections = [
+            f"SIGNATURE = {quoted(signature)}\nOK = {quoted(ok)}",
+            joined(self.collection.texts.values()),
+            formulas,
+            self.part("optimizers"),
+            self.part(f"engine_{engine}" if engine in WRITTEN else "engine_outside"),
+            self.constants(setting),
+            model,
+            self.part("plain"),
+            self.part("stepping") if stepping else "",
+            self.part("bench"),
+            told,
+            self.part("compare"),
+            self.part("main"),
+        ]
+        body = pruned("\n\n\n".join(filter(None, sections)))
+        used = names_in(ast.parse(body))
+        prelude = prelude_of(setting.engine, used)
+        statements = [*self.collection.imports.values(), *self.imports, *ALWAYS]
+        block = import_block(statements, used | names_in(ast.parse(prelude)))
+        text = "\n\n".join(part for part in (head, block, prelude) if part)
+        return Script(spaced(f"{text}\n\n{body}\n"), signature, ok)
+
+    def constants(self, setting: Setting) -> str:
+        """What was chosen."""
+        claims = setting.claims
+        owners = [owner for owner in AccumulationOwner if owner_claimed(owner, claims)]
+        self.imports += ["from types import SimpleNamespace", "import torch"]
+        kernels, variants = dict(claims.own_kernels), {key: dict(value) for key, value in claims.variants.items()}
+        lines = [
+            f"SEED = {setting.seed}",
+            f"VARIANT = {quoted(setting.variant)}",
+            "DTYPE = torch.float32",
+            "WIRE = torch.float32  # in which gradients are reduced",
+            f"EXACT = {setting.exact}  # True where no sum is rounded, in any order: integers over powers of two",
+            f"ZEROS_WILL_DO = {setting.zeros}",
+            f"ELEMENTS = {setting.elements}",
+            f"OWNERS = [{', '.join(f'AccumulationOwner.{owner.name}' for owner in sorted(owners, key=by_name))}]",
+            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r})",
+            f"TRAINING = {setting.training or None}",
+            f"MAKE = {maker(setting.engine)}",
+            f"OPTIONS = {dict(setting.options)!r}",
+            f"CONFIG = EngineConfig(stage={setting.stage}, micro_batch_size=SAMPLES, options=OPTIONS)",
+        ]
+        return "\n".join(lines)
+
+    def formulas(self, asked: str) -> str:
+        """The formulas of the optimizers that the steps name, with the options that are added to each."""
+        named = {node.value for node in ast.walk(ast.parse(asked)) if isinstance(node, ast.Constant)}
+        self.collection.add("zharness.parity.bounds", "Bounded")
+        self.collection.add("zharness.checks.optimizer_step", "hyper")
+        module, found = "zharness.parity.formulas", []
+        table = source(module).definitions["FORMULAS"]
+        assert isinstance(table, ast.AnnAssign), "a dictionary with its type"
+        assert isinstance(table.value, ast.Dict), "a dictionary"
+        for key, value in zip(table.value.keys, table.value.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in named:
+                found.append(f'"{key.value}": {self.collection.expression(module, value)}')
+        return f"FORMULAS = {{{', '.join(found)}}}"
+
+    def part(self, name: str) -> str:
+        """A part of the script that is the same for many cells."""
+        imports, text = parts_of((PARTS / f"{name}.py.txt").read_text(encoding="utf-8"))
+        self.imports += imports
+        return text
+
+
+def quoted(text: str) -> str:
+    """A Python string in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def by_name(owner: AccumulationOwner) -> str:
+    """The caller first: the last one that an engine claims is the one that is asked for."""
+    return owner.name
+
+
+def owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
+    """Whether an engine claims that ``owner`` may own the accumulation."""
+    feature = Feature.ENGINE_ACCUMULATION if owner is AccumulationOwner.ENGINE else Feature.CALLER_ACCUMULATION
+    return claims.refusal(feature) is None
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Definitions one after the other; constants of one line stand together."""
+    found = ""
+    for text in texts:
+        lone = "\n" not in text and not text.startswith(("def ", "class "))
+        found += ("\n" if found and lone and is_lone(found) else "\n\n\n" if found else "") + text
+    return found
+
+
+def is_lone(text: str) -> bool:
+    """Whether the last line of ``text`` is a constant's."""
+    last = text.splitlines()[-1]
+    return bool(last) and not last[0].isspace() and last[0] not in ")]}" and " = " in last
+
+
+def spaced(text: str) -> str:
+    """Two empty lines before each definition at the top, one inside a class; none more."""
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    return re.sub(r"\n{3,}(?= )", "\n\n", text)

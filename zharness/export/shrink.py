@@ -1,0 +1,203 @@
+"""The smallest that still fails in the same way: a cell on fewer ranks with a smaller model, and a small program."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zharness.case import Case
+from zharness.checks import check_named
+from zharness.checks.program import missing
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.run.plan import named
+from zharness.run.programs import Outcome, ProgramRunner
+from zharness.run.record import Record, Verdict
+from zharness.run.runner import Runner
+from zharness.run.search import PASSED, Found, Search, search, shrunk
+from zharness.workload import MODELS
+from zharness.workload.foreign import is_foreign
+from zharness.workload.legal import MANY, Batch
+from zharness.workload.programs import SOURCES, Program, parse
+from zharness.world.server import Surroundings
+
+# Laws of what a program does too: the others are of saved state, of bytes, of casts.
+TRAINING = ("training", "backward", "double_backward", "torch_func", "checkpointing", "parameters", "model")
+# Tried before any is drawn: most that is wrong with an engine shows in one of these.
+LADDER = (
+    "x(1) linear(1) | f b s",
+    "x(2) linear(1) | f b s f b s",
+    "x(3) matrix(2) relu linear(2) norm | f b s f b s f b s",
+    "x(2) linear(3) | f b f b s f b s",
+    "x(3) linear(2) | f b:retain b:other s f b s",
+    "x(3) linear(3) | f b:tensor s f b:tensor,retain z b:tensor,other s",
+    "x(2) linear(2) unused(3) | f b s f z e i f b s",
+    "x(3) twice[linear(3) relu] matrix(1) | f f b:old b s n f b s",
+    "tokens(5,3) norm tied | f b s f b s",
+    "x(2) linear(2) checkpoint[linear(3) relu] linear(1) | f b s f b s",
+)
+BATCHES = 40  # of programs that Hypothesis draws, where none of these fails; the time is over before
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """By what two failures are one: the verdict, and the part of the step that went wrong or the exception raised."""
+
+    verdict: Verdict
+    word: str
+
+
+def likeness(verdict: Verdict, cause: str) -> Likeness:
+    """What a failure's cause says of it."""
+    part = re.match(r"step \d+, ([a-z ]+):", cause)
+    raised = re.search(r"raised: (\w+)", cause)
+    return Likeness(verdict, part[1] if part else raised[1] if raised else "")
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest cell that fails alike, and the smallest program where there is one; ``tried`` cells and programs."""
+
+    record: Record
+    claims: Capabilities
+    tried: int
+    program: Program | None = None
+    outcome: Outcome = PASSED
+
+    @property
+    def modules(self) -> int | None:
+        """How many modules the program has; None where there is none, and the cell's model is the smallest."""
+        return None if self.program is None else len([x for x in self.program.walk() if x.kind not in SOURCES])
+
+
+class Alike(ProgramRunner):
+    """Programs that fail otherwise pass here, and all do when the time is over."""
+
+    def __init__(self, place: Surroundings, timeout: float, until: float) -> None:
+        super().__init__(place, timeout)
+        self.until = until
+        self.wanted = Likeness(Verdict.PASS, "")
+        self.runs = 0
+
+    def run(self, engine: str, programs: Sequence[Program]) -> Outcome:
+        """What became of ``programs``, or a pass."""
+        if time.monotonic() > self.until:
+            return PASSED
+        self.runs += len(programs)
+        outcome = super().run(engine, programs)
+        if outcome.verdict is Verdict.ERROR:
+            return outcome
+        return outcome if likeness(outcome.verdict, outcome.cause) == self.wanted else PASSED
+
+
+def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: float) -> Smallest:
+    """The smallest that fails as ``case`` does, as far as it is found within ``seconds``.
+
+    Raises UsageError for a cell that does not fail.
+    """
+    until = time.monotonic() + seconds
+    programs = Alike(place, timeout, until)
+    with Runner({case.engine: place}, timeout, seed) as cells, programs:
+        first = run_cell(cells, case)
+        if first is None or not first.verdict.broken:
+            found = "not run" if first is None else f"{first.verdict.value}: {first.cause}"
+            raise UsageError(f"{case.id} does not fail, so there is nothing to shrink: {found}")
+        record, tried = smallest_cell(cells, first, until)
+        programs.wanted = likeness(first.verdict, first.cause)
+        claims = cells.claims(record.case.engine, record.case.stage)
+        if record.case.check.partition(".")[0] not in TRAINING:
+            return Smallest(record, claims, tried)
+        batch = smallest_program(programs, record.case, claims)
+        if len(batch) != 1:
+            return Smallest(record, claims, tried + programs.runs)
+        programs.until = time.monotonic() + timeout  # once more, for its words, also where the time is over
+        outcome = programs.run(case.engine, batch)
+        return Smallest(record, claims, tried + programs.runs, batch[0], outcome)
+
+
+def run_cell(runner: Runner, case: Case) -> Record | None:
+    """The record of a cell; None for one that is not run. An excuse changes no verdict."""
+    try:
+        planned = named(case, runner.claims)
+    except UsageError:
+        return None
+    return None if planned.unsupported else runner.run(planned)
+
+
+def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, int]:
+    """The smallest cell that fails as ``first`` does, and how many were tried."""
+    wanted, found, tried = likeness(first.verdict, first.cause), first, 1
+    seen = {first.case}
+    while True:
+        for case in smaller_cells(found.case):
+            if case in seen or time.monotonic() > until:
+                continue
+            seen.add(case)
+            record = run_cell(runner, case)
+            tried += 1
+            if record is not None and likeness(record.verdict, record.cause) == wanted:
+                found = record
+                break
+        else:
+            return found, tried
+
+
+def smaller_cells(case: Case) -> Iterator[Case]:
+    """Cells that are smaller in one axis, those that are much smaller first."""
+    check = check_named(case.check)
+    sizes = {name: modules_of(name) for name in check.models}
+    largest = sizes.get(case.model, 10**9)
+    for name in sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name]):
+        variants = [name_ for name_, _ in check.variants]
+        if case.variant in variants or not is_foreign(case.model):
+            yield replace(case, model=name)
+    if case.engine_variant:
+        yield replace(case, engine_variant="")
+    yield from (replace(case, world_size=size) for size in range(1, case.world_size))
+    if case.dtype != "fp32":
+        yield replace(case, dtype="fp32")
+    yield from (replace(case, stage=stage) for stage in range(case.stage))
+
+
+def modules_of(model: str) -> int:
+    """How many modules of a model of the workload own parameters."""
+    modules = MODELS[model].model(0).modules()
+    return sum(any(True for _ in module.parameters(recurse=False)) for module in modules)
+
+
+def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
+    """The smallest program that fails alike where ``case`` does, alone or behind others; empty where none was found."""
+    for optimizer in ("sgd", "adamw"):
+        written = [
+            replace(parse(text), stage=case.stage, world_size=case.world_size, dtype=case.dtype, optimizer=optimizer)
+            for text in LADDER
+        ]
+        batch = tuple(program for program in written if not missing(program, claims))
+        if batch and runner.run(case.engine, batch).verdict.broken:
+            return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), outputs=MANY))
+    if time.monotonic() > runner.until:
+        return ()
+    wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES)
+    try:
+        drawn: Found = search(runner, case.engine, wanted)
+    except UsageError:  # the engine claims nothing that a program takes, or Hypothesis is not there
+        return ()
+    return less(runner, case.engine, drawn.smallest)
+
+
+def fails(runner: Alike, engine: str, batch: Batch) -> bool:
+    """Whether ``batch`` fails alike."""
+    return runner.run(engine, batch).verdict.broken
+
+
+def less(runner: Alike, engine: str, batch: Batch) -> Batch:
+    """The same on the fewest ranks on which it fails so too."""
+    if not batch:
+        return batch
+    for size in range(1, batch[0].world_size):
+        fewer = tuple(replace(program, world_size=size) for program in batch)
+        if fails(runner, engine, fewer):
+            return fewer
+    return batch
