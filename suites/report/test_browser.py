@@ -116,6 +116,19 @@ def test_the_filters_narrow_the_matrix_and_the_list_and_say_how_many_cells_are_l
     expect(count).to_have_text(everything)
 
 
+def test_a_long_list_is_drawn_as_one_scrolls(opened: Opened) -> None:
+    from playwright.sync_api import expect
+
+    page = opened()
+    drawn = page.locator("#cells tbody tr")
+    assert drawn.count() < len(cells())
+    for _ in range(len(cells()) // 100):
+        page.locator("#cells-heading").scroll_into_view_if_needed()
+        page.mouse.wheel(0, 100_000)
+    expect(drawn).to_have_count(len(cells()))
+    expect(page.locator("#more")).to_be_hidden()
+
+
 def test_a_group_folds_by_click_and_by_key_and_all_at_once(opened: Opened) -> None:
     page = opened()
     laws = page.locator("#matrix tr[data-check^='training.']")

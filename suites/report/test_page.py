@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from suites.report import browsers
 from zharness import engines
 from zharness.case import Case
 from zharness.errors import UsageError
@@ -95,6 +97,16 @@ def test_a_built_wheel_carries_every_file_of_the_page(tmp_path: Path) -> None:
         carried = {name.partition("/assets/")[2] for name in wheel.namelist() if "/report/page/assets/" in name}
     assets = ROOT / "zharness" / "report" / "page" / "assets"
     assert carried == {str(path.relative_to(assets)) for path in assets.rglob("*") if path.is_file()}
+
+
+def test_where_no_browser_is_its_tests_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert browsers.missing().endswith("on Debian: apt-get install chromium")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert browsers.missing().endswith('pip install "zharness[test]"')
+    for spelled, demanded in (("true", True), ("", False)):
+        monkeypatch.setenv("CI", spelled)
+        assert browsers.must_be_there() is demanded
 
 
 def test_an_engine_of_another_package_is_found_by_its_entry_point(

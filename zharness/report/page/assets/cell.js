@@ -9,7 +9,11 @@ const TIERS = {
 /** Put something into the pane beside the matrix and bring it into sight. */
 function show(title, ...children) {
   const heading = make("h2", { id: "cell-heading", tabindex: "-1" }, title);
-  $("cell").replaceChildren(make("button", { type: "button", class: "close", click: closeCell }, "Close ", make("kbd", {}, "Esc")), heading, ...children.filter(Boolean));
+  $("cell").replaceChildren(
+    make("button", { type: "button", class: "close", click: closeCell }, "Close ", make("kbd", {}, "Esc")),
+    heading,
+    ...children.filter(Boolean),
+  );
   $("cell").hidden = false;
   $("cell").scrollTop = 0;
   heading.focus({ preventScroll: false });
@@ -22,14 +26,35 @@ function openSquare(records, what, column) {
   const law = page.laws[what];
   const shown = make("ul", { class: "links" });
   const add = (from) => {
-    shown.append(...some.slice(from, from + AT_ONCE).map((record) => make("li", {}, mark(record.outcome), " ", linkTo(record), make("small", {}, ` ${record.outcome}`))));
+    shown.append(
+      ...some
+        .slice(from, from + AT_ONCE)
+        .map((record) =>
+          make("li", {}, mark(record.outcome), " ", linkTo(record), make("small", {}, ` ${record.outcome}`)),
+        ),
+    );
     if (from + AT_ONCE < some.length) {
-      shown.append(make("li", {}, make("button", { type: "button", click: (event) => (event.target.parentElement.remove(), add(from + AT_ONCE)) }, `${some.length - from - AT_ONCE} more`)));
+      shown.append(
+        make(
+          "li",
+          {},
+          make(
+            "button",
+            { type: "button", click: (event) => (event.target.parentElement.remove(), add(from + AT_ONCE)) },
+            `${some.length - from - AT_ONCE} more`,
+          ),
+        ),
+      );
     }
   };
   add(0);
-  show(what, make("p", { class: "where" }, column ? `${engineOf(column)}, ${stageOf(column)}` : "everywhere"),
-    law ? make("p", { class: "says" }, law) : null, make("p", {}, counted(records)), shown);
+  show(
+    what,
+    make("p", { class: "where" }, column ? `${engineOf(column)}, ${stageOf(column)}` : "everywhere"),
+    law ? make("p", { class: "says" }, law) : null,
+    make("p", {}, counted(records)),
+    shown,
+  );
 }
 
 /** Choose a cell: the address names it, and the change of address opens it. */
@@ -43,31 +68,71 @@ function go(record) {
 function judgement(record) {
   if (!record.tier) return null;
   const ratio = number(record.ratio);
-  return make("section", {}, make("h3", {}, "What was compared"), terms([
-    ["judged", `${record.tier}, ${TIERS[record.tier] ?? ""}`],
-    ["error / bound", [make("strong", {}, short(record.ratio)), " ", Number.isNaN(ratio) ? "" : ratio > 1 ? "outside the bound" : ratio === 0 ? "no difference at all" : "within the bound"]],
-    ["would have caught", [
-      record.smallest === null ? "" : number(record.smallest) === Infinity ? "nothing was scaled here" : `a scale error of ${short(record.smallest)}`,
-      record.wrong_elements ? `, ${plural(record.wrong_elements, "lost element")}` : ""].join("")],
-    ["elements", record.elements ? `${record.elements.toLocaleString("en")}, of which ${record.undetermined ?? 0} undetermined (smaller than their bound)` : ""],
-    ["notes", record.notes],
-  ]));
+  return make(
+    "section",
+    {},
+    make("h3", {}, "What was compared"),
+    terms([
+      ["judged", `${record.tier}, ${TIERS[record.tier] ?? ""}`],
+      [
+        "error / bound",
+        [
+          make("strong", {}, short(record.ratio)),
+          " ",
+          Number.isNaN(ratio)
+            ? ""
+            : ratio > 1
+              ? "outside the bound"
+              : ratio === 0
+                ? "no difference at all"
+                : "within the bound",
+        ],
+      ],
+      [
+        "would have caught",
+        [
+          record.smallest === null
+            ? ""
+            : number(record.smallest) === Infinity
+              ? "nothing was scaled here"
+              : `a scale error of ${short(record.smallest)}`,
+          record.wrong_elements ? `, ${plural(record.wrong_elements, "lost element")}` : "",
+        ].join(""),
+      ],
+      [
+        "elements",
+        record.elements
+          ? `${record.elements.toLocaleString("en")}, of which ${record.undetermined ?? 0} undetermined (smaller than their bound)`
+          : "",
+      ],
+      ["notes", record.notes],
+    ]),
+  );
 }
 
 /** The sentence that says what happened, and what stands behind it. */
 function account(record) {
   const words = record.stale || record.cause;
   const meaning = page.outcomes.find(([word]) => word === record.outcome)[2];
-  return make("section", {}, make("h3", {}, "What happened"),
+  return make(
+    "section",
+    {},
+    make("h3", {}, "What happened"),
     make("p", { class: "outcome" }, mark(record.outcome), " ", make("strong", {}, record.outcome), `: ${meaning}`),
     words ? make("p", { class: "words" }, linked(words)) : null,
     terms([
       ["excuse", record.excuse && linked(record.excuse)],
       ["documented", record.documented && linked(record.documented)],
       ["modules", record.modules],
-      ["withheld claim", record.withheld && `the engine does not claim ${record.withheld}, and the law holds all the same`],
+      [
+        "withheld claim",
+        record.withheld && `the engine does not claim ${record.withheld}, and the law holds all the same`,
+      ],
     ]),
-    record.details ? make("details", {}, make("summary", {}, "What every rank said"), make("pre", { tabindex: "0" }, record.details)) : null);
+    record.details
+      ? make("details", {}, make("summary", {}, "What every rank said"), make("pre", { tabindex: "0" }, record.details))
+      : null,
+  );
 }
 
 /** The command that shows the cell again, with a button that copies it. */
@@ -83,20 +148,46 @@ function again(record) {
       said.textContent = " selected: copy it with Ctrl+C";
     }
   };
-  return make("section", {}, make("h3", {}, "See it again"),
-    make("div", { class: "command" }, make("pre", { tabindex: "0" }, command), make("button", { type: "button", class: "copy", click: copy }, "Copy")), said);
+  return make(
+    "section",
+    {},
+    make("h3", {}, "See it again"),
+    make(
+      "div",
+      { class: "command" },
+      make("pre", { tabindex: "0" }, command),
+      make("button", { type: "button", class: "copy", click: copy }, "Copy"),
+    ),
+    said,
+  );
 }
 
 /** Show one cell. */
 function openCell(record) {
   view.chosen = record;
   const law = page.laws[record.check];
-  show(record.check,
+  show(
+    record.check,
     make("p", { class: "where" }, `${engineOf(record)}, ${stageOf(record)}, ${record.spelled}`),
     make("p", { class: "id" }, make("code", {}, record.id)),
-    make("section", {}, make("h3", {}, "The law"), make("p", { class: "says" }, law ?? "this release does not know it")),
-    account(record), strip(record.evidence?.part ?? record.divergence?.part), divergenceOf(record), evidenceOf(record), judgement(record), again(record),
-    make("p", { class: "small" }, `torch ${record.torch}, seed ${record.command.match(/--seed (\d+)$/)?.[1] ?? 0}, ${record.seconds.toFixed(2)} s`));
+    make(
+      "section",
+      {},
+      make("h3", {}, "The law"),
+      make("p", { class: "says" }, law ?? "this release does not know it"),
+    ),
+    account(record),
+    strip(record.evidence?.part ?? record.divergence?.part),
+    divergenceOf(record),
+    evidenceOf(record),
+    judgement(record),
+    again(record),
+    make(
+      "p",
+      { class: "small" },
+      `torch ${record.torch}, seed ${record.command.match(/--seed (\d+)$/)?.[1] ?? 0}, ${record.seconds.toFixed(2)} s`,
+    ),
+  );
   $("matrix").querySelector(".chosen")?.classList.remove("chosen");
   squareOf(record)?.classList.add("chosen");
 }

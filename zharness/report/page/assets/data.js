@@ -10,7 +10,8 @@ async function unpack(text) {
 /** Columns as an array of objects, one for each record. */
 function rows({ size, texts, numbers, sparse }) {
   const found = Array.from({ length: size }, () => ({}));
-  for (const [name, { values, at }] of Object.entries(texts)) at.forEach((place, i) => (found[i][name] = values[place]));
+  for (const [name, { values, at }] of Object.entries(texts))
+    at.forEach((place, i) => (found[i][name] = values[place]));
   for (const [name, column] of Object.entries(numbers)) column.forEach((value, i) => (found[i][name] = value));
   for (const [name, some] of Object.entries(sparse)) {
     for (const [i, value] of Object.entries(some)) found[i][name] = value;
@@ -34,14 +35,29 @@ function prepared(table) {
 
 /** What a filter looks through, made when it is first asked for. */
 function haystack(record) {
-  record.words ??= [record.id, record.version, record.outcome, record.cause, record.excuse, record.modules, page.laws[record.check]]
-    .join("\n").toLowerCase();
+  record.words ??= [
+    record.id,
+    record.version,
+    record.outcome,
+    record.cause,
+    record.excuse,
+    record.modules,
+    page.laws[record.check],
+  ]
+    .join("\n")
+    .toLowerCase();
   return record.words;
 }
 
 /** A number as JSON holds it, or as the text that stands for one that JSON lacks. */
 function number(value) {
-  return value === "inf" ? Infinity : value === "-inf" ? -Infinity : value === null || value === undefined ? NaN : Number(value);
+  return value === "inf"
+    ? Infinity
+    : value === "-inf"
+      ? -Infinity
+      : value === null || value === undefined
+        ? NaN
+        : Number(value);
 }
 
 /** Three digits, and a sign for what has no end. */
@@ -78,6 +94,13 @@ function sign(words) {
 
 /** ``2 fail, 3 pass``, the gravest first. */
 function counted(records) {
-  const counts = d3.rollup(records, (some) => some.length, (record) => record.outcome);
-  return [...counts].sort(([a], [b]) => gravity(a) - gravity(b)).map(([word, count]) => `${count} ${word}`).join(", ");
+  const counts = d3.rollup(
+    records,
+    (some) => some.length,
+    (record) => record.outcome,
+  );
+  return [...counts]
+    .sort(([a], [b]) => gravity(a) - gravity(b))
+    .map(([word, count]) => `${count} ${word}`)
+    .join(", ");
 }

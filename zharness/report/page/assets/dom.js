@@ -7,7 +7,8 @@ function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
   return element;
@@ -37,14 +38,42 @@ function linked(text) {
 
 /** A table of plain rows. */
 function tableOf(head, body) {
-  return make("table", {},
-    make("thead", {}, make("tr", {}, head.map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, body.map((row) => make("tr", {}, row.map((text, i) =>
-      i ? make("td", { class: "number" }, String(text)) : make("th", { scope: "row" }, String(text)))))));
+  return make(
+    "table",
+    {},
+    make(
+      "thead",
+      {},
+      make(
+        "tr",
+        {},
+        head.map((text) => make("th", { scope: "col" }, text)),
+      ),
+    ),
+    make(
+      "tbody",
+      {},
+      body.map((row) =>
+        make(
+          "tr",
+          {},
+          row.map((text, i) =>
+            i ? make("td", { class: "number" }, String(text)) : make("th", { scope: "row" }, String(text)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /** Terms and what they stand for, those without left out. */
 function terms(pairs) {
-  return make("dl", {}, pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false)
-    .map(([term, value]) => [make("dt", {}, term), make("dd", {}, value)]).flat());
+  return make(
+    "dl",
+    {},
+    pairs
+      .filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false)
+      .map(([term, value]) => [make("dt", {}, term), make("dd", {}, value)])
+      .flat(),
+  );
 }

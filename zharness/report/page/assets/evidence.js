@@ -6,11 +6,23 @@ function strip(part) {
   if (at < 0) return null;
   const state = (i) => (i < at ? "before" : i === at ? "wrong" : "after");
   const words = { before: "", wrong: "the first wrong numbers", after: "" };
-  return make("section", { "aria-label": `The part of the step that went wrong: ${part}` },
+  return make(
+    "section",
+    { "aria-label": `The part of the step that went wrong: ${part}` },
     make("h3", {}, "Where in the step"),
-    make("ol", { class: "strip" }, page.step.map((name, i) =>
-      make("li", { class: state(i), "aria-current": i === at ? "step" : null },
-        make("span", {}, i === at ? `✗ ${name}` : name), words[state(i)] ? make("small", {}, words[state(i)]) : null))));
+    make(
+      "ol",
+      { class: "strip" },
+      page.step.map((name, i) =>
+        make(
+          "li",
+          { class: state(i), "aria-current": i === at ? "step" : null },
+          make("span", {}, i === at ? `✗ ${name}` : name),
+          words[state(i)] ? make("small", {}, words[state(i)]) : null,
+        ),
+      ),
+    ),
+  );
 }
 
 /** Rows and columns of a parameter seen as a matrix: one row where it has one dimension. */
@@ -36,25 +48,45 @@ function charts({ heat, shards, ulps, layers, curves, shape, parameter }) {
 function evidenceOf(record) {
   const { evidence } = record;
   if (!evidence) return null;
-  return make("section", {}, make("h3", {}, "Evidence"),
-    make("p", {}, "Of ", make("code", {}, evidence.parameter), evidence.shape?.length ? ` (${evidence.shape.join(" × ")})` : "",
-      `, step ${evidence.step}, ${evidence.part}:`),
-    charts(evidence));
+  return make(
+    "section",
+    {},
+    make("h3", {}, "Evidence"),
+    make(
+      "p",
+      {},
+      "Of ",
+      make("code", {}, evidence.parameter),
+      evidence.shape?.length ? ` (${evidence.shape.join(" × ")})` : "",
+      `, step ${evidence.step}, ${evidence.part}:`,
+    ),
+    charts(evidence),
+  );
 }
 
 /** The first wrong number, taken apart. */
 function divergenceOf({ divergence: found }) {
   if (!found) return null;
   const place = found.index.length ? `${found.parameter}[${found.index.join(", ")}]` : found.parameter;
-  return make("section", {}, make("h3", {}, "The first wrong number"), terms([
-    ["where", make("code", {}, place)],
-    ["step and part", `step ${found.step}, ${found.part}`],
-    ["held by", found.owner === null ? "every rank, whole" : `rank ${found.owner}, as element ${found.offset} of its shard; seen on rank ${found.seen_on}`],
-    ["expected", make("code", {}, String(found.expected))],
-    ["got", make("code", {}, String(found.actual))],
-    ["allowed", `${short(found.bound) || "0"} apart`],
-    ["apart", found.ulps < 0 ? "one of the two is not finite" : `${found.ulps.toLocaleString("en")} ULP`],
-    ["wrong", `${found.wrong.toLocaleString("en")} of ${plural(found.total, "element")}`],
-    ["looks like", found.hint],
-  ]));
+  return make(
+    "section",
+    {},
+    make("h3", {}, "The first wrong number"),
+    terms([
+      ["where", make("code", {}, place)],
+      ["step and part", `step ${found.step}, ${found.part}`],
+      [
+        "held by",
+        found.owner === null
+          ? "every rank, whole"
+          : `rank ${found.owner}, as element ${found.offset} of its shard; seen on rank ${found.seen_on}`,
+      ],
+      ["expected", make("code", {}, String(found.expected))],
+      ["got", make("code", {}, String(found.actual))],
+      ["allowed", `${short(found.bound) || "0"} apart`],
+      ["apart", found.ulps < 0 ? "one of the two is not finite" : `${found.ulps.toLocaleString("en")} ULP`],
+      ["wrong", `${found.wrong.toLocaleString("en")} of ${plural(found.total, "element")}`],
+      ["looks like", found.hint],
+    ]),
+  );
 }

@@ -12,15 +12,31 @@ const AXES = [
 function drawFilters() {
   for (const [name, label, value] of AXES) {
     const values = [...new Set(page.records.map(value))];
-    const choices = [make("option", { value: "" }, "all"), ...values.map((each) => make("option", { value: each }, each))];
-    $("axes").append(make("label", {}, label, make("select", { id: `axis-${name}`, disabled: values.length < 2 }, choices)));
+    const choices = [
+      make("option", { value: "" }, "all"),
+      ...values.map((each) => make("option", { value: each }, each)),
+    ];
+    $("axes").append(
+      make("label", {}, label, make("select", { id: `axis-${name}`, disabled: values.length < 2 }, choices)),
+    );
   }
   for (const [word, glyph, meaning] of page.outcomes) {
     const count = page.records.filter((record) => record.outcome === word).length;
     if (!count) continue;
-    $("outcomes").append(make("button", {
-      type: "button", "aria-pressed": "true", "data-outcome": word, title: `${word}: ${meaning}`, click: () => toggleOutcome(word),
-    }, mark(word, glyph), ` ${word} ${count.toLocaleString("en")}`));
+    $("outcomes").append(
+      make(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": "true",
+          "data-outcome": word,
+          title: `${word}: ${meaning}`,
+          click: () => toggleOutcome(word),
+        },
+        mark(word, glyph),
+        ` ${word} ${count.toLocaleString("en")}`,
+      ),
+    );
   }
   let waiting;
   $("text").addEventListener("input", () => {
@@ -37,7 +53,8 @@ function toggleOutcome(word) {
   const words = page.outcomes.map(([each]) => each);
   if (!view.off.size) words.filter((each) => each !== word).forEach((each) => view.off.add(each));
   else if (!view.off.delete(word)) view.off.add(word);
-  if ([...document.querySelectorAll("[data-outcome]")].every((button) => view.off.has(button.dataset.outcome))) view.off.clear();
+  if ([...document.querySelectorAll("[data-outcome]")].every((button) => view.off.has(button.dataset.outcome)))
+    view.off.clear();
   update();
 }
 
@@ -45,10 +62,12 @@ function toggleOutcome(word) {
 function filtered() {
   const wanted = $("text").value.toLowerCase().split(/\s+/).filter(Boolean);
   const chosen = AXES.map(([name, , value]) => [$(`axis-${name}`).value, value]).filter(([text]) => text);
-  return page.records.filter((record) =>
-    !view.off.has(record.outcome)
-    && chosen.every(([text, value]) => value(record) === text)
-    && wanted.every((word) => haystack(record).includes(word)));
+  return page.records.filter(
+    (record) =>
+      !view.off.has(record.outcome) &&
+      chosen.every(([text, value]) => value(record) === text) &&
+      wanted.every((word) => haystack(record).includes(word)),
+  );
 }
 
 /** Draw what the filters leave. */

@@ -8,13 +8,16 @@ const verdict = (record) => [mark(record.outcome), " ", record.outcome];
 
 /** One cell as a row. */
 function listRow(record) {
-  return make("tr", { class: view.chosen === record ? "chosen" : null },
+  return make(
+    "tr",
+    { class: view.chosen === record ? "chosen" : null },
     make("td", { class: "nowrap" }, verdict(record)),
     make("th", { scope: "row" }, linkTo(record, record.check)),
     make("td", {}, `${nameOf(record)} ${record.version}, ${stageOf(record)}`),
     make("td", {}, record.spelled),
     make("td", { class: "number" }, short(record.ratio)),
-    make("td", { class: "cause" }, firstWords(record.stale || record.cause || record.excuse)));
+    make("td", { class: "cause" }, firstWords(record.stale || record.cause || record.excuse)),
+  );
 }
 
 /** The begin of a long cause. */
@@ -49,8 +52,11 @@ function drawComparison() {
   $("comparison-words").textContent = found.words;
   for (const [turn, count] of found.turns) {
     const some = found.rows.filter(([word]) => word === turn);
-    const part = make("details", { open: count <= 25 || OPEN.includes(turn) },
-      make("summary", {}, make("h3", {}, `${turn} `, make("span", { class: "count" }, count.toLocaleString("en")))));
+    const part = make(
+      "details",
+      { open: count <= 25 || OPEN.includes(turn) },
+      make("summary", {}, make("h3", {}, `${turn} `, make("span", { class: "count" }, count.toLocaleString("en")))),
+    );
     const draw = () => part.childElementCount > 1 || part.append(changes(some, before));
     part.open ? draw() : part.addEventListener("toggle", draw);
     $("comparison-rows").append(part);
@@ -59,12 +65,17 @@ function drawComparison() {
 
 /** One cell that changed: its outcome then and now. */
 function changedRow([, now, then], before) {
-  const side = (record) => (record ? [mark(record.outcome), ` ${record.outcome} `, make("small", {}, record.version)] : "–");
+  const side = (record) =>
+    record ? [mark(record.outcome), ` ${record.outcome} `, make("small", {}, record.version)] : "–";
   const [after, earlier] = [page.records[now], before[then]];
-  return make("tr", {},
+  return make(
+    "tr",
+    {},
     make("th", { scope: "row" }, after ? linkTo(after) : earlier.id),
-    make("td", { class: "nowrap" }, side(earlier)), make("td", { class: "nowrap" }, side(after)),
-    make("td", { class: "cause" }, firstWords(after?.stale || after?.cause || earlier?.cause || "")));
+    make("td", { class: "nowrap" }, side(earlier)),
+    make("td", { class: "nowrap" }, side(after)),
+    make("td", { class: "cause" }, firstWords(after?.stale || after?.cause || earlier?.cause || "")),
+  );
 }
 
 /** A table of cells that changed alike, the first of them, and a button for the others. */
@@ -78,6 +89,23 @@ function changes(some, before) {
     more.textContent = `Show more: ${plural(some.length - drawn, "cell")} left`;
   };
   draw();
-  return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ["Cell", "Before", "Now", "Cause"].map((text) => make("th", { scope: "col" }, text)))), body), more);
+  return make(
+    "div",
+    { class: "scroll" },
+    make(
+      "table",
+      {},
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          ["Cell", "Before", "Now", "Cause"].map((text) => make("th", { scope: "col" }, text)),
+        ),
+      ),
+      body,
+    ),
+    more,
+  );
 }

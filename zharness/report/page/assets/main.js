@@ -13,8 +13,18 @@ async function main() {
   page.byKey = new Map(page.records.map((record) => [record.key, record]));
   if (data.skipped.length) {
     $("skipped").hidden = false;
-    $("skipped").append(make("li", {}, make("strong", {}, `${plural(data.skipped.length, "line")} skipped, which ${data.skipped.length === 1 ? "is no record" : "are no records"}`)),
-      ...data.skipped.slice(0, 20).map((line) => make("li", {}, line)));
+    $("skipped").append(
+      make(
+        "li",
+        {},
+        make(
+          "strong",
+          {},
+          `${plural(data.skipped.length, "line")} skipped, which ${data.skipped.length === 1 ? "is no record" : "are no records"}`,
+        ),
+      ),
+      ...data.skipped.slice(0, 20).map((line) => make("li", {}, line)),
+    );
   }
   foldAtFirst();
   drawFilters();

@@ -7,7 +7,9 @@ function columnsOf(records) {
   const found = [...new Map(records.map((record) => [record.column, record])).values()];
   const first = new Map();
   found.forEach((record) => first.set(headOf(record), first.get(headOf(record)) ?? first.size));
-  return found.sort((a, b) => first.get(headOf(a)) - first.get(headOf(b)) || a.world_size - b.world_size || a.stage - b.stage);
+  return found.sort(
+    (a, b) => first.get(headOf(a)) - first.get(headOf(b)) || a.world_size - b.world_size || a.stage - b.stage,
+  );
 }
 
 const nameOf = (record) => record.engine.split(":").at(-1); // of package.module:factory the factory
@@ -32,10 +34,42 @@ function drawHead(columns) {
   const starts = new Set(ranks.map((run) => run.items[0]));
   page.edges = new Set(starts);
   $("matrix").tHead.replaceChildren(
-    make("tr", {}, make("th", { scope: "col", class: "law" }, "Engine"), engines.map((run) => head(run, make("span", { title: run.items[0].engine }, nameOf(run.items[0])), make("small", {}, run.items[0].version)))),
-    make("tr", {}, make("th", { scope: "col", class: "law" }, "Dtype × ranks"), ranks.map((run) => head(run, `${run.items[0].dtype} ×${run.items[0].world_size}`))),
-    make("tr", {}, make("th", { scope: "col", class: "law" }, "Law, by stage"), columns.map((record) => make("th", { scope: "col", class: starts.has(record) ? "edge" : null, title: engineOf(record) + ", " + stageOf(record) },
-      make("span", { class: "unseen" }, `${engineOf(record)}, ${record.dtype}, ${plural(record.world_size, "rank")}, stage `), String(record.stage)))));
+    make(
+      "tr",
+      {},
+      make("th", { scope: "col", class: "law" }, "Engine"),
+      engines.map((run) =>
+        head(
+          run,
+          make("span", { title: run.items[0].engine }, nameOf(run.items[0])),
+          make("small", {}, run.items[0].version),
+        ),
+      ),
+    ),
+    make(
+      "tr",
+      {},
+      make("th", { scope: "col", class: "law" }, "Dtype × ranks"),
+      ranks.map((run) => head(run, `${run.items[0].dtype} ×${run.items[0].world_size}`)),
+    ),
+    make(
+      "tr",
+      {},
+      make("th", { scope: "col", class: "law" }, "Law, by stage"),
+      columns.map((record) =>
+        make(
+          "th",
+          { scope: "col", class: starts.has(record) ? "edge" : null, title: engineOf(record) + ", " + stageOf(record) },
+          make(
+            "span",
+            { class: "unseen" },
+            `${engineOf(record)}, ${record.dtype}, ${plural(record.world_size, "rank")}, stage `,
+          ),
+          String(record.stage),
+        ),
+      ),
+    ),
+  );
 }
 
 /** One square: the sign of all its cells. */
@@ -46,7 +80,11 @@ function square(records, column, what) {
   const label = `${what}, ${engineOf(column)}, ${stageOf(column)}: ${counted(records)}`;
   const word = gravest(words);
   const part = words.some((each) => each !== word && each !== "unsupported") ? " part" : "";
-  return make("td", { class: `square o-${word}${edge}${part}`, tabindex: "-1", "aria-label": label, title: label }, sign(words));
+  return make(
+    "td",
+    { class: `square o-${word}${edge}${part}`, tabindex: "-1", "aria-label": label, title: label },
+    sign(words),
+  );
 }
 
 /** The row of a group, which folds, and where it is open those of its laws. */
@@ -54,15 +92,35 @@ function groupRows(group, records, columns) {
   const byLaw = d3.group(records, (record) => record.check);
   const folded = view.folded.has(group);
   const byColumn = d3.group(records, (record) => record.column);
-  const head = make("th", { scope: "row", class: "law", tabindex: "-1", "aria-expanded": String(!folded), title: counted(records) },
-    make("span", { class: "fold", "aria-hidden": "true" }, folded ? "▸" : "▾"), ` ${group} `, make("small", {}, plural(byLaw.size, "law")));
-  const rows = [make("tr", { class: "group", "data-group": group }, head,
-    columns.map((column) => square(byColumn.get(column.column), column, group)))];
+  const head = make(
+    "th",
+    { scope: "row", class: "law", tabindex: "-1", "aria-expanded": String(!folded), title: counted(records) },
+    make("span", { class: "fold", "aria-hidden": "true" }, folded ? "▸" : "▾"),
+    ` ${group} `,
+    make("small", {}, plural(byLaw.size, "law")),
+  );
+  const rows = [
+    make(
+      "tr",
+      { class: "group", "data-group": group },
+      head,
+      columns.map((column) => square(byColumn.get(column.column), column, group)),
+    ),
+  ];
   for (const [check, some] of folded ? [] : byLaw) {
     const cells = d3.group(some, (record) => record.column);
-    rows.push(make("tr", { "data-check": check },
-      make("th", { scope: "row", class: "law", tabindex: "-1", title: page.laws[check] ?? "" }, check.slice(group.length + 1)),
-      columns.map((column) => square(cells.get(column.column), column, check))));
+    rows.push(
+      make(
+        "tr",
+        { "data-check": check },
+        make(
+          "th",
+          { scope: "row", class: "law", tabindex: "-1", title: page.laws[check] ?? "" },
+          check.slice(group.length + 1),
+        ),
+        columns.map((column) => square(cells.get(column.column), column, check)),
+      ),
+    );
   }
   return rows;
 }
@@ -72,7 +130,9 @@ function drawMatrix() {
   const columns = (page.columns = columnsOf(view.records));
   drawHead(columns);
   const groups = d3.group(view.records, (record) => record.group);
-  $("matrix").tBodies[0].replaceChildren(...[...groups].flatMap(([group, records]) => groupRows(group, records, columns)));
+  $("matrix").tBodies[0].replaceChildren(
+    ...[...groups].flatMap(([group, records]) => groupRows(group, records, columns)),
+  );
   point(view.at, false);
 }
 
@@ -108,7 +168,9 @@ function matrixClick(event) {
   const { group, check } = row.dataset;
   if (group && place.cellIndex === 0) return fold(group);
   const column = place.cellIndex ? page.columns[place.cellIndex - 1] : null;
-  const chosen = view.records.filter((record) =>
-    (group ? record.group === group : record.check === check) && (!column || record.column === column.column));
+  const chosen = view.records.filter(
+    (record) =>
+      (group ? record.group === group : record.check === check) && (!column || record.column === column.column),
+  );
   if (chosen.length) openSquare(chosen, group ?? check, column);
 }
