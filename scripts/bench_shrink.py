@@ -22,6 +22,7 @@ from zharness.mutants import MUTANTS
 from zharness.run.runner import surroundings
 
 SECONDS, MODULES = 60.0, 3
+SEARCH = 45.0  # seconds of them, as the command has by default: ranks have to start, and what was found runs once more
 # Of each right engine, and of each way in which training goes wrong: a factor, a loss, shards, clipping, the optimizer,
 # graphs, parameters.
 CHOSEN = (
@@ -56,7 +57,7 @@ def size_of(found: Smallest) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mutants", nargs="*", default=list(CHOSEN))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="For each.")
+    parser.add_argument("--seconds", type=float, default=SEARCH, help="For the search of each.")
     parser.add_argument("--jsonl", type=Path)
     given = parser.parse_args()
     late = 0

@@ -43,7 +43,13 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
 @click.command()
 @click.argument("case", metavar="CASE_ID")
 @click.option("--seed", default=0, show_default=True, help="As `zharness check` was given it.")
-@click.option("--seconds", type=SECONDS, default=60.0, show_default=True, help="For the search.")
+@click.option(
+    "--seconds",
+    type=SECONDS,
+    default=45.0,
+    show_default=True,
+    help="For the search, which ends with what it has by then.",
+)
 @click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
 @click.option("--timeout", type=SECONDS, default=30.0, show_default=True, help="For the ranks of one cell or program.")
