@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(bool(missing()) and not must_be_there(), reason=
 BROKEN = Case("training.grads", "reference", 0, 2, "fp32", "mlp")
 HOSTILE = Case("training.no_sync", "reference", 0, 2, "fp32", "mlp")
 MARKUP = "<img src=x onerror=document.title='broken'> </script>"
+PATIENCE = 60_000  # milliseconds until what does not come is a failure: other tests may keep every core busy
 Opened = Callable[..., "Page"]
 
 
@@ -48,8 +49,9 @@ def mended(record: Record) -> Record:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     assert not missing(), missing()
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as tool:
         launched = tool.chromium.launch(executable_path=browser(), args=ARGUMENTS)
         yield launched
@@ -74,7 +76,7 @@ def opened(chromium: Browser, pages: Path) -> Iterator[Opened]:
 
     def open_(name: str = "one.html", cell: Case | str = "") -> Page:
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
