@@ -68,7 +68,7 @@ def test_nine_tenths_of_the_mutants_are_named() -> None:
 
 
 def test_every_law_kills_some_mutant() -> None:
-    assert {target.check for _, target in KILLS} == set(CHECKS)
+    assert {target.check for _, target in KILLS} == {name for name, check in CHECKS.items() if check.models}
 
 
 def test_every_mutant_says_what_it_does_wrong_and_which_law_notices() -> None:

@@ -53,7 +53,8 @@ def mutants(patterns: tuple[str, ...], options: Options, jsonl: Path | None, run
 
     ``jsonl`` is read before it is written: cells that it holds are not run again. ``run_all`` runs cells on runners.
     """
-    chosen, checks = find_mutants(patterns), find_checks(options.checks)
+    # Those of a model of one's own alone have none here to try a mutant on.
+    chosen, checks = find_mutants(patterns), [check for check in find_checks(options.checks) if check.models]
     for model in options.models:
         model_spec(model)
     for world_size in options.world_sizes:

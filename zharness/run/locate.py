@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zharness.case import Case
 from zharness.engines import Capabilities
 from zharness.parity import Mismatch, Part
-from zharness.parity.baseline import run_local
+from zharness.parity.baseline import differentiated
 from zharness.parity.modules import departures, record
 from zharness.run.cell import baseline_of, bench_of
 
@@ -34,7 +34,8 @@ def trace(case: Case, salt: int, room: str, step: int) -> None:
         model, batch = baseline.module(), baseline.batch(rank, step)
 
         def run() -> None:
-            run_local(model, batch, baseline.objective, baseline.loss_scale)  # noqa: B023 - called before the next rank
+            output = baseline.output(model, batch)  # noqa: B023 - called before the next rank
+            differentiated(model, baseline.objective(output, batch), baseline.loss_scale)  # noqa: B023 - as above
 
         torch.save(record(model, run), trace_path(room, rank))
 
