@@ -2,9 +2,13 @@
 
     python scripts/cost_of_comparing.py
 
-The engine's run is what its slowest rank takes; the baseline's what it takes to build and run the plain model in the
-cell's dtype. All the rest is the cost: certificates in float64, what ranks write and the judge reads, the hand-over to
-both. Cells run one after the other, on ranks that live on.
+The engine's run is what its slowest rank takes to run the check's half of a cell: to build the model and the engine
+around it, to draw batches, forwards, backwards, steps, and whatever else is asked of the engine, as the full gradients,
+weights and state that it gathers by its own functions. What this package does there besides is comparing: to see that
+the engine left the model as it was, to copy what it returned, to look for replaced functions of torch, to write it all
+down. The baseline's run is what it takes to build and run the plain model in the cell's dtype; where a process has done
+that for another cell already, nothing. All the rest is the cost as well: certificates in float64, reading and judging,
+the hand-over to ranks and judge and back. Cells run one after the other, on ranks and a judge that live on.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from tqdm import tqdm
 
 from zharness import engines
 from zharness.case import Case
-from zharness.checks import play
+from zharness.checks import bench, construction, play
 from zharness.engines import Capabilities
 from zharness.parity.baseline import Baseline
 from zharness.releases.place import surroundings
@@ -38,6 +42,8 @@ from zharness.world import Group, Isolation, RankServer
 from zharness.world.work import Work
 
 BAR = 0.30
+
+Parts = tuple[tuple[Any, str], ...]  # functions, by what they belong to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,27 +63,37 @@ class Cost:
 
 
 def observed(*arguments: Any) -> float:
-    """In a rank: its seconds, without those that it writes down what it saw."""
-    watch = Watch()
-    with patch.object(cell, "write", watch.timed(cell.write)):
-        began = time.perf_counter()
-        cell.observe(*arguments)
-        return time.perf_counter() - began - watch.seconds
+    """In a rank: its seconds, without those of comparing."""
+    whole, comparing = watched(COMPARING, cell.observe, arguments)
+    return whole - comparing
 
 
 def judged(*arguments: Any) -> tuple[float, float]:
     """In the judge's process: its seconds, and among them those in which the plain model was built and run."""
+    return watched(PLAIN, cell.judge, arguments)
+
+
+def watched(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float]:
+    """The seconds of ``function(*arguments)``, and those of them in ``parts``."""
     watch = Watch()
     with ExitStack() as stack:
-        for owner, name in PLAIN:
+        for owner, name in parts:
             stack.enter_context(patch.object(owner, name, watch.timed(getattr(owner, name))))
         began = time.perf_counter()
-        cell.judge(*arguments)
+        function(*arguments)
         return time.perf_counter() - began, watch.seconds
 
 
+# In a rank, beside the engine.
+COMPARING: Parts = (
+    (cell, "write"),
+    (bench, "conditions"),
+    (bench.Bench, "record"),
+    (construction.Given, "of"),
+    (construction.Given, "require_unchanged"),
+)
 # In the cell's dtype: what runs once more, in float64, shows that arithmetic is exact, and is part of comparing.
-PLAIN = (*((Baseline, name) for name in ("module", "batch", "local")), (play, "play_plain"))
+PLAIN: Parts = (*((Baseline, name) for name in ("module", "batch", "local")), (play, "play_plain"))
 
 
 class Watch:

@@ -9,7 +9,7 @@ import torch
 
 from zharness.engines import Piece
 from zharness.errors import EngineContractError
-from zharness.parity import Evidence, Part, Snapshot, Tier, identical, ranks_agree, within
+from zharness.parity import Evidence, Part, Snapshot, Tier, compare, identical, ranks_agree, within
 from zharness.parity.attribution import attribute
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound
@@ -45,6 +45,24 @@ def test_a_number_that_is_not_finite_is_a_mismatch_under_any_bound(bad: float) -
     found = within(PLACE, expected, torch.tensor([1.0, bad, 1.0]), torch.full((3,), 1e300, dtype=torch.float64))
     assert found.mismatch is not None
     assert found.mismatch.index == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_numbers_within_their_bounds_are_judged_alike_by_the_short_way_and_by_the_careful_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(200, generator=generator, dtype=torch.float64)
+    expected[::7] = 0.0
+    actual = expected.to(dtype)
+    bound = 2 * (actual.double() - expected).abs() + torch.rand(200, generator=generator, dtype=torch.float64)
+    bound[::14] = 0.0
+    for signal in (None, torch.zeros_like(expected), expected / 8):
+        short = within(PLACE, expected, actual, bound, signal=signal)
+        with monkeypatch.context() as patch:
+            patch.setattr(compare, "small", lambda *_: None)
+            assert within(PLACE, expected, actual, bound, signal=signal) == short
+        assert short.mismatch is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from zharness.checks.usual import AS_USUAL, Training
-from zharness.parity import Comparison, Evidence, Part, Tier, identical, ranks_agree, within
+from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective
-from zharness.parity.bounds import mean_and_bound
+from zharness.parity.bounds import mean_and_bound, mean_of
 from zharness.parity.certificate import Exactness, certified
 from zharness.parity.compare import beside, check_names
 from zharness.parity.facts import Place
@@ -90,7 +90,7 @@ class Trial:
         expected = {name for row in micros for local in row for name in local.grads}
         for copy in copies:
             check_names("full_grads", dict.fromkeys(expected), copy)
-        for name in dict(self.baseline.module().named_parameters()):
+        for name in self.baseline.names:
             if name in expected:
                 known = {
                     what: [[local.grads[name] for local in row if name in local.grads] for row in losses]
@@ -113,12 +113,14 @@ class Trial:
             [scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)
         ]
         everyone = [copy[name] for copy in copies]
-        mean, bound = mean_and_bound([term for row in terms for term in row], self.reduced_in, everyone[0].dtype)
-        tier, bound = (Tier.EXACT, torch.zeros_like(bound)) if exact else (Tier.STAGED, bound)
+        flat = [term for row in terms for term in row]
+        mean, bound = mean_and_bound(flat, self.reduced_in, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         for rank, actual in enumerate(everyone):
-            found = replace(within(self.place(name, Part.REDUCTION, step, rank), mean, actual, bound, tier), note=note)
+            place = self.place(name, Part.REDUCTION, step, rank)
+            found = identical(place, mean, actual) if bound is None else within(place, mean, actual, bound)
+            found = replace(found, note=note) if note else found
             told = attribute(found, actual, terms, everyone, suspects, self.reduced_in)
             yield beside(told, partial(self._plain_mean, terms, actual.dtype))
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)

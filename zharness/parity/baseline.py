@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Baseline:
     dtype: torch.dtype = torch.float32
     loss_scale: float = 1.0
     autocast: torch.dtype | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's parameters in the order of its modules; tied ones once."""
+        return names_of(self.spec)
 
     def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
@@ -84,6 +90,12 @@ class Baseline:
     ) -> list[Local]:
         """``local`` for every rank, in rank order."""
         return [self.local(rank, step, params, objective) for rank in range(self.world_size)]
+
+
+@lru_cache(maxsize=64)
+def names_of(spec: ModelSpec) -> tuple[str, ...]:
+    """``Baseline.names``, for which a model has to be built."""
+    return tuple(name for name, _ in spec.model(0).named_parameters())
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:

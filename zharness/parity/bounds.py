@@ -48,6 +48,11 @@ def of_many(terms: int, dtype: torch.dtype) -> float:
     return nu / (1 - nu)
 
 
+def mean_of(terms: list[Tensor]) -> Tensor:
+    """The float64 mean of ``terms``, all of one shape."""
+    return torch.stack([term.double() for term in terms]).mean(0)
+
+
 def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The float64 mean of ``terms`` (all of one shape), and the largest error of computing it in ``dtype``.
 

@@ -155,9 +155,10 @@ def held(trial: Trial, check: Check) -> Judgement:
     if found.mismatch is None:
         return found
     try:
-        names = [name for name, _ in trial.baseline.module().named_parameters()]
         course = check.courses.get(trial.variant)
-        return replace(found, exhibit=exhibit(seen, comparisons, names, curves(trial, course) if course else {}))
+        return replace(
+            found, exhibit=exhibit(seen, comparisons, trial.baseline.names, curves(trial, course) if course else {})
+        )
     except Exception as error:  # noqa: BLE001 - the verdict stands, whatever the wrong numbers do to what is shown of it
         return replace(found, notes=(*found.notes, f"no evidence is shown: {type(error).__name__}: {error}"))
 
