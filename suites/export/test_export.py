@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def cells_to_export() -> list[Case]:
     return found
 
 
+def asked_of_engines(text: str) -> set[str]:
+    """The methods that a script calls on what it calls engine."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    named = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "engine"}
+    return named - {"module", "rank", "seen"}
+
+
+def methods_of(name: str, text: str) -> set[str]:
+    """The methods of a script's classes of that name."""
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {inner.name for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)}
+
+
 def test_every_law_that_can_be_exported_gives_a_script_without_undefined_and_idle_names(tmp_path: Path) -> None:
     cases = cells_to_export()
     assert len(cases) > 50
@@ -59,6 +73,7 @@ def test_every_law_that_can_be_exported_gives_a_script_without_undefined_and_idl
         assert parse(path).signature == script.signature
         own = script.text.partition("from __future__")[2]
         assert "zharness" not in own or case.engine == "reference", case.id
+        assert asked_of_engines(script.text) <= methods_of("Plain", script.text), case.id
     ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
     # Of a name that is imported and, elsewhere, the variable of a loop, nothing is wrong but the style.
     found = subprocess.run(

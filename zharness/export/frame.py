@@ -26,7 +26,7 @@ INSTEAD = {
     "_mse": "from torch.nn.functional import mse_loss as _mse",
 }
 ALWAYS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
-OWN_CLASSES = ("Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
+OWN_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
 STEPPING = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
 PRELUDES = {
     "deepspeed": """LINEAR = nn.functional.linear
