@@ -69,11 +69,16 @@ def without_grad(side: Side) -> Values:
 
 
 def autograd_grad(side: Side) -> Values:
-    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one."""
+    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one.
+
+    Nor does one where the gradients of parameters are asked for. What is returned then is left alone: an engine may
+    give a rank its own, or, where parameters are shards, those of all.
+    """
     leaf = side.leaf()
     output = side.call(x=leaf)  # by keyword: an engine passes those on as they are
     rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
+    grad(side.trained(2), [each for each in side.module.parameters() if each.requires_grad], allow_unused=True)
     return {"input": grad(side.loss(output), leaf)[0], "batched": batched}
 
 

@@ -70,7 +70,8 @@ def observe_resume(bench: Bench) -> None:
     never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
-    dict(never.module.named_buffers())["seen"].fill_(1 + bench.rank * own)
+    # Another tensor under the same name, as a forward leaves that computes a statistic anew.
+    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + bench.rank * own)
     with shared_folder() as folder:
         bench.record("generator-never", {"state": torch.get_rng_state().double()})
         never.save(folder)
