@@ -17,6 +17,7 @@ from zharness.errors import UsageError
 from zharness.mutants import (
     blind,
     blind2,
+    blind3,
     contributions,
     graphs,
     optimizers,
@@ -28,7 +29,7 @@ from zharness.mutants import (
 )
 from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
-FILES = (scale, contributions, shards, optimizers, precision, graphs, state, resources, blind, blind2)
+FILES = (scale, contributions, shards, optimizers, precision, graphs, state, resources, blind, blind2, blind3)
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
 
 __all__ = ["MUTANTS", "PATH", "Kind", "Mutant", "Target", "find_mutants"]

@@ -14,6 +14,12 @@ from zharness.parity import Part
 
 sharded, replicated = blind2_sharded, blind2_replicated
 
+UNSTATED = (
+    "no law differentiates the gradients of parameters: where those are shards torch.autograd.grad "
+    "gives reduced gradients, elsewhere a rank's own, so that a penalty on them is another number; what the "
+    "reference promises of its own is in suites/reference/test_stage3_weight_gradients.py, which this fails"
+)
+
 MUTANTS = (
     blind(
         sharded.flat_bucket_fills_unused,
@@ -45,9 +51,7 @@ MUTANTS = (
     ),
     replace(
         blind(sharded.second_order_undivided, "reference", (3,), Kind.GRAPH),
-        equivalent="no law differentiates the gradients of parameters: where those are shards torch.autograd.grad "
-        "gives reduced gradients, elsewhere a rank's own, so that a penalty on them is another number; what the "
-        "reference promises of its own is in suites/reference/test_stage3_weight_gradients.py, which this fails",
+        equivalent=UNSTATED,
     ),
     blind(
         sharded.no_grad_read_is_cached,
