@@ -33,11 +33,13 @@ LADDER = (
     "x(2) linear(3) | f b f b s f b s",
     "x(3) linear(2) | f b:retain b:other s f b s",
     "x(3) linear(3) | f b:tensor s f b:tensor,retain z b:tensor,other s",
-    "x(2) linear(2) unused(3) | f b s f z e i f b s",
+    "x(2) linear(2) norm | f b s f z e i f b s",
     "x(3) twice[linear(3) relu] matrix(1) | f f b:old b s n f b s",
     "tokens(5,3) norm tied | f b s f b s",
     "x(2) linear(2) checkpoint[linear(3) relu] linear(1) | f b s f b s",
 )
+# Engines have rules of their own for parameters that a loss does not use, and break by them in ways that look alike.
+WITHOUT = ("unused", "sometimes")
 BATCHES = 40  # of programs that Hypothesis draws, where none of these fails; the time is over before
 
 
@@ -179,7 +181,7 @@ def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
             return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), outputs=MANY))
     if time.monotonic() > runner.until:
         return ()
-    wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES)
+    wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES, without=WITHOUT)
     try:
         drawn: Found = search(runner, case.engine, wanted)
     except UsageError:  # the engine claims nothing that a program takes, or Hypothesis is not there
