@@ -350,5 +350,5 @@ def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> Engin
             return read_attribute
 
         for base, made_class in exchange._made.items():
-            made_class.__getattr__ = reading(base)  # type: ignore[method-assign, assignment]
+            made_class.__getattr__ = reading(base)  # type: ignore[method-assign]
     return made
