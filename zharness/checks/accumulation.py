@@ -12,6 +12,7 @@ from zharness.checks.trial import Trial, times
 from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
 from zharness.parity import Comparison
 from zharness.parity.certificate import is_power_of_two
+from zharness.workload.foreign import is_foreign
 
 ACCUMULATIONS = (1, 2, 3)
 BOUNDARIES = 2
@@ -26,7 +27,8 @@ def observe_accumulation(bench: Bench) -> None:
     own_kernels = bench.config.stage in bench.capabilities.own_kernels
     # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
     chosen = "frozen" if own_kernels else "moving"
-    for steps in ACCUMULATIONS:
+    # Of anyone's model, which may be large, the hardest alone: a third is rounded.
+    for steps in ACCUMULATIONS[-1:] if is_foreign(bench.spec.name) else ACCUMULATIONS:
         if is_power_of_two(steps) or not own_kernels:
             observe_boundaries(bench, owner, chosen, steps)
 
