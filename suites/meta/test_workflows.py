@@ -1,4 +1,4 @@
-"""What the workflows run is what the README and tox.ini say, pinned and with the least permissions."""
+"""What the workflows run is what the documentation and tox.ini say, pinned and with the least permissions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def steps(name: str) -> Iterator[dict[str, Any]]:
 
 
 def written() -> set[tuple[str, ...]]:
-    """Every command of the README: lines after a prompt without the words behind them, parts of a line, code spans."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Every command of the documentation: lines after a prompt without words behind, parts of a line, code spans."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = ["".join(match) for match in SPOKEN.findall(text)]
     return {parsed(part) for line in lines for part in re.split(r" && | {2,}", line)}
 
@@ -71,8 +72,9 @@ def choices(name: str, expression: str) -> list[str]:
 
 
 def example() -> dict[str, str]:
-    """What the README's caller of compare.yml gives it."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    """What the caller of compare.yml in the documentation gives it."""
+    text = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     given: dict[str, str] = yaml.safe_load(block)["jobs"]["zharness"]["with"]
     return given
 
@@ -89,9 +91,9 @@ def environments() -> set[str]:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_runs_what_the_readme_says(name: str) -> None:
+def test_a_workflow_runs_what_the_documentation_says(name: str) -> None:
     unknown = [step["run"] for step in steps(name) if "run" in step and not written() & set(expanded(name, step))]
-    assert not unknown, f"say it in README.md as it stands in {name}, or run what is said there: {unknown}"
+    assert not unknown, f"say it in README.md or docs/ as it stands in {name}, or run what is said there: {unknown}"
 
 
 def test_the_environments_of_tox_that_workflows_name_exist() -> None:

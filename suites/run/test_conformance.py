@@ -1,4 +1,4 @@
-"""Anyone's engine from anyone's test file: the README's own text, and the same without pytest."""
+"""Anyone's engine from anyone's test file: the documentation's own text, and the same without pytest."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 FILES = ("my_engine.py", "test_my_engine.py")
 
 
-def test_the_toy_engine_of_the_readme_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_toy_engine_of_the_documentation_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "your-engine.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for name in FILES:
         (text,) = [block for block in blocks if block.startswith(f"# {name}\n")]
         (tmp_path / name).write_text(text, encoding="utf-8")

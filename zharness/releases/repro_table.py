@@ -68,7 +68,7 @@ def summary(found: Sequence[ReproResult], seconds: float) -> str:
 
 
 def markdown(found: Sequence[ReproResult]) -> str:
-    """Bugs x releases for a README: a row for each bug, with the releases that show it and those that do not."""
+    """Bugs x releases as Markdown: a row for each bug, with the releases that show it and those that do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in found:
         by_bug.setdefault(result.repro, []).append(result)
