@@ -127,7 +127,9 @@ def cost(ranks: RankServer, judges: RankServer, case: Case, claims: Capabilities
     began = time.perf_counter()
     room = tempfile.mkdtemp(dir=judges.room)
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
-    seen = submitted(ranks, observed, (case, 0, room, claims, {}), case.world_size, group=Group.KEPT, **common)
+    pool = f"stage {case.stage}"  # ranks are one stage's, the judge is everyone's
+    arguments = (case, 0, room, claims, {})
+    seen = submitted(ranks, observed, arguments, case.world_size, group=Group.KEPT, pool=pool, **common)
     judge, plain = submitted(judges, judged, (case, 0, room, claims), 1, group=Group.NONE, **common)[0]
     shutil.rmtree(room)
     return Cost(case, time.perf_counter() - began, max(seen), plain, judge)
@@ -137,8 +139,7 @@ def submitted(
     server: RankServer, function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, **options: Any
 ) -> list[Any]:
     """What every rank returned."""
-    stage = f"stage {arguments[0].stage}"
-    return server.submit(Work(function, arguments, ranks, pool=stage, **options)).values()
+    return server.submit(Work(function, arguments, ranks, **options)).values()
 
 
 def main() -> int:

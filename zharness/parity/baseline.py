@@ -2,6 +2,7 @@
 
 It is run anew for every cell, though cells that differ in engine and stage alone ask for the same numbers: building
 and running it takes 6 % of a cell's time at the median (scripts/cost_of_comparing.py), and no more could be saved.
+Exact plays (zharness/checks/play.py) and certificates, which run it in float64 as well, are computed once.
 """
 
 from __future__ import annotations
