@@ -63,8 +63,8 @@ def test_a_module_whose_weight_the_root_reads_falls_to_the_root() -> None:
 
 
 def test_an_unknown_grouping_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaf, root"):
-        fsdp2.groups(nn.Identity(), "block")
+    with pytest.raises(ConfigError, match="leaf, block, root"):
+        fsdp2.groups(nn.Identity(), "blocks")
 
 
 class Counting(nn.Module):
