@@ -9,12 +9,12 @@ import torch
 
 from zharness.engines import Piece
 from zharness.errors import EngineContractError
-from zharness.parity import Evidence, Part, Snapshot, Tier, compare, identical, ranks_agree, within
+from zharness.parity import Comparison, Evidence, Part, Snapshot, Tier, compare, identical, ranks_agree, within
 from zharness.parity.attribution import attribute
 from zharness.parity.baseline import Baseline, Local
-from zharness.parity.bounds import mean_and_bound
+from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.parity.certificate import certified, mean_of_one
-from zharness.parity.compare import check_names, ulps
+from zharness.parity.compare import FIRST, PIECE, check_names, in_pieces, ulps
 from zharness.parity.facts import Place
 from zharness.parity.snapshot import read, write
 from zharness.workload import MODELS, model_spec
@@ -45,6 +45,30 @@ def test_a_number_that_is_not_finite_is_a_mismatch_under_any_bound(bad: float) -
     found = within(PLACE, expected, torch.tensor([1.0, bad, 1.0]), torch.full((3,), 1e300, dtype=torch.float64))
     assert found.mismatch is not None
     assert found.mismatch.index == (1,)
+
+
+def test_a_large_tensor_in_pieces_is_judged_as_it_is_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = 2 * PIECE + 3
+    expected = torch.randn(count, generator=generator, dtype=torch.float64)
+    actual, bound = expected.float(), expected.abs() * torch.rand(count, generator=generator, dtype=torch.float64)
+    bound += (actual.double() - expected).abs()
+    bound[::5] += 10
+
+    def compare(piece: slice) -> list[Comparison]:
+        return [within(PLACE, expected[piece], actual[piece], bound[piece])]
+
+    assert in_pieces(compare, count) == compare(slice(0, count))
+    actual[-1] += 100
+    assert compare(slice(0, count))[0].mismatch is not None
+    assert in_pieces(compare, count) == [], "what is wrong has to be told of the whole"
+
+
+def test_equal_tensors_show_a_scale_error_by_any_number_in_them() -> None:
+    numbers = torch.zeros(10 * FIRST)
+    assert identical(PLACE, numbers, numbers).smallest == math.inf
+    numbers[-1] = 1.0
+    assert identical(PLACE, numbers, numbers).smallest == unit_roundoff(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

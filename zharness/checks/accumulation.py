@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zharness.checks.bench import Bench
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
-from zharness.checks.trial import Trial, times
+from zharness.checks.trial import Trial, divided_by
 from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
 from zharness.parity import Comparison
 from zharness.parity.certificate import is_power_of_two
@@ -77,13 +77,13 @@ def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Itera
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = trial.copies(f"params-{label}", boundary)[0]
-    whole = [trial.locals(micro, params) for micro in window]
-    for micro, local in zip(window, whole, strict=True):
+    divided = [trial.locals(micro, params, weigh=divided_by(steps)) for micro in window]
+    for micro, local in zip(window, divided, strict=True):
         yield from trial.same_loss(micro, local, f"loss-{label}")
     exact = trial.exact(window) and (boundary == 0 or label.startswith("frozen"))
-    divided = [trial.locals(micro, params, times(trial, 1, steps)) for micro in window]
     by_loss = list(trial.reduced(f"grads-{label}", divided, boundary, exact, scale=steps))
     if trial.variant == AccumulationOwner.ENGINE.value and any(found.mismatch for found in by_loss):
+        whole = [trial.locals(micro, params) for micro in window]
         yield from trial.reduced(f"grads-{label}", whole, boundary, exact)
     else:
         yield from by_loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +17,8 @@ from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded
-from zharness.parity.compare import beside, check_names
+from zharness.parity.compare import PIECE, beside, check_names, in_pieces
+from zharness.parity.facts import Place
 from zharness.parity.replay import replay
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -54,23 +55,67 @@ def judge_step(
             yield told(stayed, "the step moved a parameter that has no gradient")
             continue
         own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
-        grad = Bounded.exact(grads[name])
-        grad = grad * grad.scalar(clipped_by, CLIPPING) if clipped_by < 1 else grad
-        settings = hyper(spec, name, made)
-        expected, moments = replay(spec.name, weight, grad, own, settings)
-        for key, value in moments.items():
-            found = state.get(name, {}).get(key, torch.full_like(value.value, torch.nan))
-            # State of a weight's own shape is sharded as the weight is.
-            home = trial.place(name if found.shape == weight.shape else "", Part.OPTIMIZER, step)
-            place = replace(home, name=f"{name}/{key}")
-            comparison = within(place, value.value, found, value.error, Tier.STAGED)
-            yield beside(comparison, partial(plain_step, spec.name, weight, grad, own, settings, key))
-        place, moved = trial.place(name, Part.OPTIMIZER, step), expected.value - weight.double()
-        comparison = within(place, expected.value, after[name], expected.error, signal=moved)
-        yield hinted(
-            beside(comparison, partial(plain_step, spec.name, weight, grad, own, settings)), weight, after[name]
-        )
+        factor = clipped_by if clipped_by < 1 else None
+        one = Stepped(weight, after[name], grads[name], own, state.get(name, {}), hyper(spec, name, made), factor)
+        home = trial.place(name, Part.OPTIMIZER, step)
+        yield from one.in_pieces(spec.name, home) or one.held(spec.name, home)
     yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, made + 1, step)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One parameter, its gradient and its state around a step with the arguments ``settings``.
+
+    The gradient is ``clipped_by`` a factor; None: by none.
+    """
+
+    weight: Tensor
+    moved: Tensor
+    grad: Tensor
+    kept: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    settings: Mapping[str, Any]
+    clipped_by: float | None
+
+    def in_pieces(self, optimizer: str, home: Place) -> list[Comparison]:
+        """``held`` of a large parameter in which nothing is wrong; else nothing."""
+        shaped = [self.moved, self.grad, *entries(self.kept), *entries(self.state)]
+        if self.weight.numel() <= PIECE or any(tensor.shape != self.weight.shape for tensor in shaped):
+            return []
+        flat = self.mapped(torch.flatten)
+        return in_pieces(
+            lambda piece: list(flat.mapped(lambda tensor: tensor[piece]).held(optimizer, home)), self.weight.numel()
+        )
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Stepped:
+        """The same with ``function`` of every tensor but the counts of steps."""
+
+        def of(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            return {key: tensor if key == "step" else function(tensor) for key, tensor in state.items()}
+
+        weight, moved, grad = map(function, (self.weight, self.moved, self.grad))
+        return Stepped(weight, moved, grad, of(self.kept), of(self.state), self.settings, self.clipped_by)
+
+    def held(self, optimizer: str, home: Place) -> Iterator[Comparison]:
+        """The state after the step and then the weight, held against the replay of ``optimizer``."""
+        grad = Bounded.exact(self.grad)
+        grad = grad if self.clipped_by is None else grad * grad.scalar(self.clipped_by, CLIPPING)
+        expected, moments = replay(optimizer, self.weight, grad, self.kept, self.settings)
+        plain = partial(plain_step, optimizer, self.weight, grad, self.kept, self.settings)
+        for key, value in moments.items():
+            found = self.state.get(key, torch.full_like(value.value, torch.nan))
+            # State of a weight's own shape is sharded as the weight is.
+            pieces = home.pieces if found.shape == self.weight.shape else ()
+            place = replace(home, name=f"{home.name}/{key}", pieces=pieces)
+            yield beside(within(place, value.value, found, value.error, Tier.STAGED), partial(plain, key))
+        way = expected.value - self.weight.double()
+        comparison = within(home, expected.value, self.moved, expected.error, signal=way)
+        yield hinted(beside(comparison, plain), self.weight, self.moved)
+
+
+def entries(state: Mapping[str, Tensor]) -> list[Tensor]:
+    """What a state keeps beside the count of steps."""
+    return [tensor for key, tensor in state.items() if key != "step"]
 
 
 def plain_step(

@@ -15,7 +15,7 @@ from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights, norm_and_bound
-from zharness.checks.trial import Trial, times
+from zharness.checks.trial import Trial, divided_by
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, Tier, within
@@ -74,15 +74,12 @@ def gradients(trial: Trial, step: int) -> Iterator[Comparison]:
     """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
     parts, params = trial.training.accumulation, trial.copies("params", step)[0]
     micros = window(step, parts)
-    whole = [trial.locals(micro, params) for micro in micros]
-    for micro, local in zip(micros, whole, strict=True):
+    divided = [trial.locals(micro, params, weigh=divided_by(parts)) for micro in micros]
+    for micro, local in zip(micros, divided, strict=True):
         yield from forward(trial, step, local, micro)
-    if parts == 1:
-        yield from trial.reduced("grads", whole, step)
-        return
-    divided = [trial.locals(micro, params, times(trial, 1, parts)) for micro in micros]
     by_loss = list(trial.reduced("grads", divided, step, scale=parts))
-    if trial.copies("setting")[0]["engine"] and any(found.mismatch for found in by_loss):
+    if trial.copies("setting")[0]["engine"] and parts > 1 and any(found.mismatch for found in by_loss):
+        whole = [trial.locals(micro, params) for micro in micros]
         yield from trial.reduced("grads", whole, step)
     else:
         yield from by_loss

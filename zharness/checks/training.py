@@ -19,9 +19,10 @@ from zharness.checks.trajectory import (
     observe_optimizers,
     observe_trajectory,
 )
-from zharness.checks.trial import Trial, times
+from zharness.checks.trial import Trial
 from zharness.engines.protocol import Feature
 from zharness.parity import Comparison, Tier
+from zharness.parity.baseline import Weigh
 from zharness.parity.certificate import mean_of_one
 
 ALL_MODELS = ("mlp", "transformer", "conv", "exact", "fused")
@@ -54,14 +55,16 @@ def observe_one_hot_rank(bench: Bench) -> None:
 def judge_one_hot_rank(trial: Trial) -> Iterator[Comparison]:
     """Exact whatever the model: all but one of the summed numbers are zero, and N is a power of two."""
     for chosen in range(trial.world_size):
-        yield from trial.same_loss(chosen, trial.locals(chosen))
-        local = [
-            trial.baseline.local(rank, chosen, objective=times(trial, int(rank == chosen), 1))
-            for rank in range(trial.world_size)
-        ]
+        local = trial.locals(chosen, weigh=hot(chosen))
+        yield from trial.same_loss(chosen, local)
         narrow = max(trial.dtype, trial.reduced_in, key=lambda dtype: torch.finfo(dtype).eps)
         exact = mean_of_one(local[chosen], trial.world_size, narrow, trial.baseline.loss_scale)
         yield from trial.reduced("grads", [local], step=chosen, exact=exact)
+
+
+def hot(chosen: int) -> Weigh:
+    """The loss of one rank, and nothing of every other's."""
+    return lambda loss, rank: loss * float(rank == chosen)
 
 
 CHECKS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from torch import Tensor
 from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
-from zharness.parity.baseline import Baseline, Local, Objective
+from zharness.parity.baseline import Baseline, Local, Objective, Weigh
 from zharness.parity.bounds import mean_and_bound, mean_of
 from zharness.parity.certificate import Exactness, certified
-from zharness.parity.compare import beside, check_names
+from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces
 from zharness.parity.facts import Place
-from zharness.workload import Batch
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,44 @@ class Trial:
         suspects: Suspects,
     ) -> Iterator[Comparison]:
         """``reduced`` for one parameter; a rank on which it was not used counts as zero."""
-        terms = [
-            [scale * grad_of(row[rank], name, micros).double() for row in micros] for rank in range(self.world_size)
-        ]
+        known = [[grad_of(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
         everyone = [copy[name] for copy in copies]
+        yield from self._in_pieces(name, known, everyone, step, exact, scale) or self._whole(
+            name, known, everyone, step, exact, scale, suspects
+        )
+        yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
+
+    def _in_pieces(
+        self, name: str, grads: Terms, everyone: Sequence[Tensor], step: int, exact: bool | Exactness, scale: float
+    ) -> list[Comparison]:
+        """``_whole`` of a large tensor in which nothing is wrong; else nothing. Ranks that agree are compared once."""
+        first = everyone[0]
+        if first.numel() <= PIECE or not all(alike(first, copy) for copy in everyone[1:]):
+            return []
+        if any(term.shape != first.shape for row in grads for term in row):
+            return []
+        flat, held = [[term.flatten() for term in row] for row in grads], first.flatten()
+
+        def compare(piece: slice) -> list[Comparison]:
+            terms = [[term[piece] for term in row] for row in flat]
+            return list(self._whole(name, terms, [held[piece]], step, exact, scale, {}))
+
+        found = in_pieces(compare, held.numel())
+        ranks = range(self.world_size)
+        return [replace(one, place=self.place(name, Part.REDUCTION, step, rank)) for one in found for rank in ranks]
+
+    def _whole(
+        self,
+        name: str,
+        grads: Terms,
+        everyone: Sequence[Tensor],
+        step: int,
+        exact: bool | Exactness,
+        scale: float,
+        suspects: Suspects,
+    ) -> Iterator[Comparison]:
+        """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``."""
+        terms = [[scale * grad.double() for grad in row] for row in grads]
         flat = [term for row in terms for term in row]
         mean, bound = mean_and_bound(flat, self.reduced_in, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
@@ -123,7 +155,6 @@ class Trial:
             found = replace(found, note=note) if note else found
             told = attribute(found, actual, terms, everyone, suspects, self.reduced_in)
             yield beside(told, partial(self._plain_mean, terms, actual.dtype))
-        yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
 
     def _plain_mean(self, terms: Terms, held: torch.dtype) -> Tensor:
         """The mean of all terms as plain torch computes it in the dtype of the reduction, under the loss scale."""
@@ -140,10 +171,14 @@ class Trial:
         return self.world_size <= 2 or bool(self.exact(range(1)))
 
     def locals(
-        self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
+        self,
+        step: int = 0,
+        params: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+        weigh: Weigh | None = None,
     ) -> list[Local]:
         """The baseline's local results at micro-step ``step``, by rank."""
-        return self.baseline.locals(step, params, objective)
+        return self.baseline.locals(step, params, objective, weigh)
 
 
 def grad_of(local: Local, name: str, micros: Sequence[Sequence[Local]]) -> Tensor:
@@ -163,10 +198,6 @@ def scaled(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparis
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
 
 
-def times(trial: Trial, factor: int, divisor: int) -> Objective:
-    """An objective: the baseline's loss times ``factor`` over ``divisor``, in the order in which a user writes it."""
-
-    def objective(output: Any, batch: Batch) -> Tensor:
-        return trial.baseline.objective(output, batch) * float(factor) / divisor
-
-    return objective
+def divided_by(divisor: int) -> Weigh:
+    """A loss over ``divisor``, as a user writes it."""
+    return lambda loss, _rank: loss / divisor

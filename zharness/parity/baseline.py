@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zharness.workload import Batch, ModelSpec
 
 Objective = Callable[[Any, Batch], Tensor]
+Weigh = Callable[[Tensor, int], Tensor]  # of a loss and its rank, what backward starts from
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,26 @@ class Baseline:
         step: int,
         params: Mapping[str, Tensor] | None = None,
         objective: Objective | None = None,
+        weigh: Weigh | None = None,
     ) -> Local:
-        """Loss and gradients of one rank's micro-batch, not reduced with anyone's."""
+        """Loss and gradients of one rank's micro-batch, not reduced with anyone's.
+
+        Where there is ``weigh``, the gradients are those of ``weigh(loss, rank)``, and the loss is still the whole one.
+        """
         model, batch = self.module(params), self.batch(rank, step)
-        return differentiated(model, (objective or self.objective)(self.output(model, batch), batch), self.loss_scale)
+        loss = (objective or self.objective)(self.output(model, batch), batch)
+        found = differentiated(model, loss if weigh is None else weigh(loss, rank), self.loss_scale)
+        return Local(loss.detach(), found.grads)
 
     def locals(
-        self, step: int = 0, params: Mapping[str, Tensor] | None = None, objective: Objective | None = None
+        self,
+        step: int = 0,
+        params: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+        weigh: Weigh | None = None,
     ) -> list[Local]:
         """``local`` for every rank, in rank order."""
-        return [self.local(rank, step, params, objective) for rank in range(self.world_size)]
+        return [self.local(rank, step, params, objective, weigh) for rank in range(self.world_size)]
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,9 @@ from zharness.parity.bounds import unit_roundoff
 from zharness.parity.facts import Comparison, Mismatch, Place, Tier, Witness
 from zharness.parity.ulps import apart
 
+PIECE = 1 << 15  # elements
+FIRST = 64  # elements
+
 
 def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
     """Bitwise equality, NaN equal to NaN and 0 to -0: tier X."""
@@ -23,9 +26,46 @@ def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
     if wanted.shape != got.shape or not torch.equal(wanted, got):
         return within(place, expected.double(), actual, torch.zeros((), dtype=torch.float64), Tier.EXACT)
     # What ``within`` comes to where nothing differs, which is nearly always: any scaling of any number would show.
-    shows = bool((wanted.isfinite() & (wanted != 0)).any())
+    shows = shows_scaling(wanted)
     smallest = unit_roundoff(actual.dtype) if shows else math.inf
     return Comparison(Tier.EXACT, 0.0, smallest, None, elements=wanted.numel(), place=place)
+
+
+def shows_scaling(numbers: Tensor) -> bool:
+    """Whether any of ``numbers`` is finite and not zero; nearly always one of the first is."""
+    flat = numbers.flatten()
+    return any(bool((part.isfinite() & (part != 0)).any()) for part in (flat[:FIRST], flat[FIRST:]))
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same numbers, none of which is NaN."""
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def in_pieces(compare: Callable[[slice], list[Comparison]], count: int) -> list[Comparison]:
+    """``compare`` of all ``count`` elements of flat tensors, computed piece by piece where all is right.
+
+    ``compare(piece)`` are the comparisons of these elements, of every piece as many. Temporaries of a piece stay in a
+    core's cache, where those of a large tensor are new memory for each operation. Where anything is wrong the answer
+    is empty: a mismatch has to be told of the whole tensor.
+    """
+    found = []
+    for start in range(0, count, PIECE):
+        found.append(compare(slice(start, start + PIECE)))
+        if any(comparison.mismatch is not None for comparison in found[-1]):
+            return []
+    return [merged(column) for column in zip(*found, strict=True)]
+
+
+def merged(pieces: Sequence[Comparison]) -> Comparison:
+    """The comparison of a tensor from those of its pieces, in none of which anything is wrong."""
+    return replace(
+        pieces[0],
+        ratio=max(piece.ratio for piece in pieces),
+        smallest=min(piece.smallest for piece in pieces),
+        elements=sum(piece.elements for piece in pieces),
+        undetermined=sum(piece.undetermined for piece in pieces),
+    )
 
 
 def within(
