@@ -25,14 +25,15 @@ from zharness.export.laws import reason_against
 from zharness.export.script import script_of
 from zharness.export.verify import Shown, faithful
 from zharness.mutants import MUTANTS
-from zharness.run.record import Record, Verdict, read_records
+from zharness.report.reading import read
+from zharness.run.record import Record, Verdict
 
 
 def chosen(files: list[Path], verdicts: set[str], each: int, pattern: str) -> list[Record]:
     """The first records of every law, variant, engine and stage."""
     seen: Counter[tuple[str, str, str]] = Counter()
     found = []
-    for record in (record for file in files for record in read_records(file)):
+    for record in read(files).records:
         case = record.case
         key = (case.check, case.variant, case.engine)
         if record.verdict.value in verdicts and seen[key] < each and pattern in case.id:

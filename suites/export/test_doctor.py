@@ -13,9 +13,10 @@ import torch
 
 from zharness.doctor import command, process, ranks
 from zharness.doctor.finding import Finding, State, judged, size
-from zharness.doctor.machine import cpu_quota, devices, kept_releases, memory_left, shared_memory
+from zharness.doctor.machine import cpu_quota, devices, kept_releases, shared_memory
 from zharness.parity.contamination import Conditions
-from zharness.world import RankServer
+from zharness.world import RankServer, limits
+from zharness.world.limits import available_memory, memory_left
 
 
 def test_the_command_looks_at_everything_and_finds_no_problem_here(tmp_path: Path) -> None:
@@ -81,11 +82,19 @@ def test_the_limits_of_a_control_group_are_read_in_both_versions(tmp_path: Path)
     assert memory_left(tmp_path) is None
     (tmp_path / "memory.max").write_text("105\n")
     assert memory_left(tmp_path) == 100
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 2\nactive_file 1\n")
+    assert memory_left(tmp_path) == 103, "cached files are given up for new processes"
     old = tmp_path / "old" / "memory"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (old / "memory.usage_in_bytes").write_text("7\n")
     assert memory_left(tmp_path / "old") is None
+
+
+def test_what_the_control_group_leaves_bounds_the_memory_that_ranks_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "memory_left", lambda: 4 * limits.RANK_BYTES)
+    assert available_memory() == 4 * limits.RANK_BYTES
+    assert limits.largest_world() == (4, "free memory")
 
 
 def test_what_is_missing_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import zharness
 from suites.model.tiny import draw, score
 from zharness.case import Case
-from zharness.run.record import Record, read_records
+from zharness.report.reading import read
+from zharness.run.record import Record
 from zharness.run.session import problem
 
 pytest.importorskip("transformers")
@@ -44,7 +45,7 @@ def test_a_library_call_verifies_a_module_and_a_batch(tmp_path: Path) -> None:
     assert found.first_divergence == ""
     assert "model.configured" in found.table()
     found.save(tmp_path / "records.jsonl")
-    assert [record.case for record in read_records(tmp_path / "records.jsonl")] == [r.case for r in found.records]
+    assert [record.case for record in read([tmp_path / "records.jsonl"]).records] == [r.case for r in found.records]
 
 
 def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first_divergence() -> None:

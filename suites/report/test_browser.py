@@ -199,6 +199,8 @@ def test_an_address_names_a_cell_and_one_that_is_not_there_is_told(opened: Opene
     page.evaluate("location.hash = ''")
     page.locator("#cell").wait_for(state="hidden")
     assert "no cell nonsense" in opened(cell="nonsense").locator("#cell").inner_text()
+    page.evaluate("location.hash = '%'")
+    page.get_by_text("no cell %").wait_for()
 
 
 def test_the_keys_walk_the_matrix_open_a_cell_and_come_back_to_its_square(opened: Opened) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from suites.report.made_up import failed
 from zharness.case import Case
 from zharness.cli import cli
 from zharness.errors import UsageError
@@ -76,13 +77,41 @@ def test_a_broken_line_is_skipped_with_its_number_and_counted_in_the_terminal_an
     later = json.dumps({**json.loads(other), "schema": 99}).encode()
     path.write_bytes(b"\n".join([good, b'{"schema": 2, "case"', b"\xff\xfe", later, b"[" * 100_000, other]) + b"\n")
     done = CliRunner().invoke(cli, ["report", str(path), "--html", str(tmp_path / "p.html")], standalone_mode=False)
-    assert (done.exception, done.return_value) == (None, 0)
+    assert (done.exception, done.return_value) == (None, 2), "the skipped line may have been the failure"
+    assert done.output.endswith("exit code 2: every record is as expected, but 4 lines could not be read\n")
     for number in (2, 3, 4, 5):
         assert f"SKIPPED {path}, line {number}: " in done.output
     found = read([path])
     assert len(found.records) == 2
     assert len(found.skipped) == 4
     assert (tmp_path / "p.html").exists()
+
+
+EVIDENCE = failed(at(0).case, "1.0").as_json()["evidence"]
+WRONG = [
+    ("cause", ["x"]),
+    ("seconds", "1"),
+    ("seed", True),
+    ("notes", "why"),
+    ("tier", 3),
+    ("divergence", {"step": 0}),
+    ("evidence", {**EVIDENCE, "heat": 5}),
+    ("evidence", {**EVIDENCE, "shape": [0]}),
+    ("evidence", {**EVIDENCE, "heat": {**EVIDENCE["heat"], "rows": EVIDENCE["heat"]["rows"] + 1}}),
+    ("evidence", {**EVIDENCE, "layers": [{"name": "first", "ratio": "large"}]}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_a_line_whose_values_are_of_another_type_is_skipped_as_one_that_is_none(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "r.jsonl", [at(0), at(1)])
+    good, other = path.read_text().splitlines()
+    path.write_text(f"{good}\n{json.dumps({**json.loads(other), key: value})}\n")
+    found = read([path])
+    assert len(found.records) == 1
+    assert "line 2: not a zharness record" in found.skipped[0]
 
 
 def test_a_file_without_any_record_is_one_clear_sentence(tmp_path: Path) -> None:

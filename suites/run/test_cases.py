@@ -22,12 +22,13 @@ from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
 from zharness.report import failures, matrix, summary
 from zharness.report.matrix import exit_code
+from zharness.report.reading import read
 from zharness.report.sensitivity import sensitivity
 from zharness.run import Planned, Record, Request, Verdict, plan
 from zharness.run.cell import Judgement
 from zharness.run.excuses import Excuse
 from zharness.run.plan import shuffled
-from zharness.run.record import from_json, read_records, record_file
+from zharness.run.record import from_json, record_file
 from zharness.run.runner import conclusion, excused, remedied, who_raised
 
 CASE = Case("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
@@ -210,7 +211,7 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
     with record_file(tmp_path / "r.jsonl") as file:
         file.add(written)
         assert not (tmp_path / "r.jsonl").exists(), "it takes its name when it is whole"
-    (found,) = read_records(tmp_path / "r.jsonl")
+    (found,) = read([tmp_path / "r.jsonl"]).records
     assert found.as_json() == written.as_json()
     assert found.divergence is not None
     assert math.isnan(found.divergence.actual)
@@ -230,7 +231,7 @@ def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert len(read_records(tmp_path / "r.jsonl")) == 1
+    assert len(read([tmp_path / "r.jsonl"]).records) == 1
 
 
 @pytest.mark.parametrize("line", ["", "{}", "not json", '{"schema": 99}', '{"schema": 1, "case": "nonsense"}'])

@@ -25,7 +25,6 @@ class Check:
     or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
-    ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
     a variant is a number of steps, and any other number is one as well.
     """

@@ -131,7 +131,8 @@ def report(
 ) -> int:
     """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages.
 
-    Lines that are no records are skipped and counted. The exit code is that of the runs, as of `zharness check`.
+    Lines that are no records are skipped and counted. The exit code is that of the runs, as of `zharness check`; 2
+    where they are as expected and a line was skipped, which may have been a failure.
     """
     from zharness.report.command import report as run
     from zharness.report.outputs import Outputs

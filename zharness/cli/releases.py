@@ -203,7 +203,7 @@ def releases(
     itself failed.
     """
     from zharness.releases import cached, cached_words, watch
-    from zharness.run.record import read_records
+    from zharness.report.reading import read
 
     named = tuple(text for text in (engine, *versions) if text)
     if listed and clean:
@@ -220,9 +220,11 @@ def releases(
     axes_ = Axes(**options)
     request = axes_.request(checks)
     texts = watch.texts(engine, versions, newest)
-    known = read_records(compare_to) if compare_to else []
+    recorded = read([compare_to]) if compare_to else None
+    if recorded is not None and recorded.skipped:
+        click.echo(recorded.words(), err=True)
     with ExitStack() as stack:
-        return watch.matrix(texts, request, axes_.measure(stack), known)
+        return watch.matrix(texts, request, axes_.measure(stack), recorded.records if recorded is not None else ())
 
 
 @click.command()

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zharness.doctor.finding import Finding, State, fine, judged, size
-from zharness.world.limits import RANK_BYTES, available_memory, largest_world
+from zharness.world.limits import CGROUP, RANK_BYTES, free_memory, largest_world, memory_left
 
 GIB = 2**30
-CGROUP = Path("/sys/fs/cgroup")
 LITTLE_MEMORY = 2 * GIB  # the server, a judge and two ranks of the real DeepSpeed, each with its modules imported
 FEW_FILES = 256
 LITTLE_SHARED = 64 * 2**20  # what a container has where nobody asked for more
@@ -54,26 +53,12 @@ def cpu_quota(text: str) -> float | None:
 
 def memory() -> Finding:
     """What new processes can have: free memory, and what the control group leaves of its own limit."""
-    free, limit = available_memory(), memory_left()
+    free, limit = free_memory(), memory_left()
     words = f"{size(free)} free" + ("" if limit is None else f", {size(limit)} left by the cgroup")
     least = free if limit is None else min(free, limit)
     remedy = "end other programs or raise the limit; --jobs 1 runs one cell at a time"
     state = State.PROBLEM if least < 4 * RANK_BYTES else State.WARNING
     return judged("memory", words, state, least < LITTLE_MEMORY, remedy)
-
-
-def memory_left(group: Path = CGROUP) -> int | None:
-    """Bytes that the control group (version 2, or 1) still allows; None where it sets no limit."""
-    for limit, used in (
-        (group / "memory.max", group / "memory.current"),
-        (group / "memory" / "memory.limit_in_bytes", group / "memory" / "memory.usage_in_bytes"),
-    ):
-        if limit.exists() and used.exists():
-            text = limit.read_text().strip()
-            # Version 1 writes "no limit" as a number larger than any memory.
-            unlimited = text == "max" or int(text) > 2**60
-            return None if unlimited else max(0, int(text) - int(used.read_text()))
-    return None
 
 
 def largest() -> Finding:

@@ -17,7 +17,8 @@ from zharness.report.reading import read
 def report(files: Sequence[Path], against: Path | None, contracts: bool, outputs: Outputs) -> int:
     """Print one table and write what was asked for; the exit code is that of the run. Raises UsageError.
 
-    With ``against``, what differs from that earlier run comes first. Lines that are no records are skipped and told.
+    With ``against``, what differs from that earlier run comes first. Lines that are no records are skipped and told;
+    where the rest is as expected the exit code is 2, since such a line may have been the failure.
     """
     outputs.check_writable()
     found = read(files)
@@ -32,4 +33,8 @@ def report(files: Sequence[Path], against: Path | None, contracts: bool, outputs
         parts.insert(0, text(comparison))
     click.echo("\n\n".join(part for part in parts if part))
     outputs.write(found.records, sum(record.seconds for record in found.records), skipped, comparison)
-    return exit_code(found.records)
+    code = exit_code(found.records)
+    if found.skipped and code == 0:
+        click.echo(f"\nexit code 2: every record is as expected, but {len(found.skipped)} lines could not be read")
+        return 2
+    return code

@@ -17,6 +17,7 @@ from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
 from zharness.parity.exhibit import Exhibit
+from zharness.run.forms import require, require_drawable, require_fields
 
 SCHEMA = 2
 
@@ -144,12 +145,12 @@ def finite(value: Any) -> Any:
 
 
 def from_json(line: str) -> Record:
-    """The record of one JSON line. Raises UsageError for a line of another schema or another kind."""
+    """The record of one JSON line. Raises UsageError for a line of another schema, another kind, or other types."""
     try:
         plain = json.loads(line)
         if plain["schema"] != SCHEMA:
             raise UsageError(f"record schema {plain['schema']!r} is not known; this release reads schema {SCHEMA}")
-        return Record(
+        record = Record(
             case=Case.parse(plain["case"]),
             seed=plain["seed"],
             verdict=Verdict(plain["verdict"]),
@@ -162,7 +163,7 @@ def from_json(line: str) -> Record:
             wrong_elements=plain["wrong_elements"],
             elements=plain["elements"],
             undetermined=plain["undetermined"],
-            notes=tuple(plain["notes"]),
+            notes=tuple(listed(plain["notes"])),
             divergence=mismatch_from(plain["divergence"]),
             evidence=exhibit_from(plain.get("evidence")),  # so have they none of this
             modules=plain["modules"],
@@ -172,6 +173,8 @@ def from_json(line: str) -> Record:
             documented=plain["documented"],
             withheld=plain.get("withheld", ""),  # lines of before it was there have none
         )
+        require_fields(record)
+        return record
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not a zharness record ({type(error).__name__}: {error}): {line[:80]!r}") from error
 
@@ -179,6 +182,12 @@ def from_json(line: str) -> Record:
 def number(value: float | str | None) -> float | None:
     """A float that may have been written as a string."""
     return None if value is None else float(value)
+
+
+def listed(value: Any) -> list[str]:
+    """A list of texts; one text alone would be taken for a list of its letters."""
+    require(value, list[str], "notes")
+    return cast("list[str]", value)
 
 
 def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
@@ -189,15 +198,17 @@ def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
     fields.update(part=Part(plain["part"]), index=tuple(plain["index"]))
     for key in ("expected", "actual", "bound"):
         fields[key] = float(fields[key])
-    return Mismatch(**fields)
+    mismatch = Mismatch(**fields)
+    require_fields(mismatch)
+    return mismatch
 
 
 def exhibit_from(plain: Any) -> Exhibit | None:
-    """``plain`` itself, which is what it was written from. Raises TypeError for another form."""
-    keys = Exhibit.__annotations__.keys()
-    if plain is not None and (not isinstance(plain, dict) or plain.keys() != keys):
-        raise TypeError(f"its evidence has not the keys {', '.join(keys)}")
-    return cast("Exhibit | None", plain)
+    """``plain`` itself, which is what it was written from. Raises TypeError or ValueError for another form."""
+    if plain is None:
+        return None
+    require_drawable(plain)
+    return cast("Exhibit", plain)
 
 
 class Line(Protocol):
@@ -241,14 +252,3 @@ def record_file(path: Path) -> Iterator[RecordFile]:
     finally:
         if not in_place:
             os.replace(partial, path)
-
-
-def read_records(path: Path) -> list[Record]:
-    """Every record of a JSON-lines file. Raises UsageError naming the line that is not one."""
-    records = []
-    for number_, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(from_json(line))
-        except UsageError as error:
-            raise UsageError(f"{path}, line {number_}: {error}") from error
-    return records

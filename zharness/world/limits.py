@@ -12,16 +12,49 @@ from zharness.errors import UsageError
 # A rank of a small model had 18 MiB to itself (Private_Dirty in /proc/PID/smaps_rollup); the rest is reserve.
 RANK_BYTES = 64 * 2**20
 LARGEST = 256  # the largest world that was tried on one machine
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes of memory that new processes can have, caches that the kernel would give up for them included."""
+    """Bytes of memory that new processes can have: what the machine has free, or what the control group leaves."""
+    left = memory_left()
+    return free_memory() if left is None else min(free_memory(), left)
+
+
+def free_memory() -> int:
+    """Bytes that the machine has free, caches that the kernel would give up for new processes included."""
     table = Path("/proc/meminfo")
     if table.exists():
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", table.read_text(), re.MULTILINE)
         if found is not None:
             return int(found[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def memory_left(group: Path = CGROUP) -> int | None:
+    """Bytes that the control group (version 2, or 1) still allows, its caches included; None where it sets no limit."""
+    old = group / "memory"
+    for limit, used, kinds in (
+        (group / "memory.max", group / "memory.current", group / "memory.stat"),
+        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat"),
+    ):
+        if limit.exists() and used.exists():
+            text = limit.read_text().strip()
+            # Version 1 writes "no limit" as a number larger than any memory.
+            unlimited = text == "max" or int(text) > 2**60
+            return None if unlimited else max(0, int(text) - int(used.read_text()) + cached_files(kinds))
+    return None
+
+
+def cached_files(kinds: Path) -> int:
+    """Bytes of files that a control group's memory holds: they count as used, and are given up before anything fails.
+
+    Of version 1 those of the groups below it are counted too, as in its usage.
+    """
+    if not kinds.exists():
+        return 0
+    found: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", kinds.read_text(), re.MULTILINE))
+    return sum(int(found.get(f"total_{kind}", found.get(kind, "0"))) for kind in ("active_file", "inactive_file"))
 
 
 def largest_world() -> tuple[int, str]:

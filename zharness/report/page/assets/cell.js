@@ -210,9 +210,19 @@ function closeCell() {
   else point(view.at, true);
 }
 
+/** What the address names; one that somebody mangled ("#%") is taken as it stands. */
+function addressed() {
+  const text = location.hash.slice(1);
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** Open the cell that the address names. */
 function followAddress() {
-  const key = decodeURIComponent(location.hash.slice(1));
+  const key = addressed();
   const record = page.byKey.get(key);
   if (record) openCell(record);
   else if (key) show("No such cell", make("p", {}, "This page has no cell ", make("code", {}, key), "."));
