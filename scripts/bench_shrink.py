@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness.case import Case
-from zharness.export.shrink import Smallest, modules_of, shrink
+from zharness.export.shrink import shrink
 from zharness.mutants import MUTANTS
 from zharness.run.runner import surroundings
 
@@ -49,11 +49,6 @@ def case_of(name: str) -> Case:
     return Case(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
 
 
-def size_of(found: Smallest) -> int:
-    """Modules with parameters of the smallest model that was found."""
-    return modules_of(found.record.case.model) if found.modules is None else found.modules
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mutants", nargs="*", default=list(CHOSEN))
@@ -65,7 +60,7 @@ def main() -> int:
     for name in tqdm(given.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
         case, began = case_of(name), time.monotonic()
         found = shrink(case, 0, surroundings(case.engine), 30.0, given.seconds)
-        took, size = time.monotonic() - began, size_of(found)
+        took, size = time.monotonic() - began, found.modules
         late += took > SECONDS or size > MODULES
         shown = found.record.case.id if found.program is None else str(found.program)
         print(f"{took:6.1f} s  {size} modules  {found.tried:3} tried  {case.id}\n{'':9}{shown}", flush=True)

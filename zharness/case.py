@@ -11,7 +11,7 @@ from zharness.errors import UsageError
 _ID = re.compile(
     r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
     r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
-    r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:-(?P<variant>\w+))?\]"
+    r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w+))?\]"
 )
 
 
@@ -20,8 +20,9 @@ class Case:
     """One check on one engine at one stage, world size, dtype and model.
 
     ``engine`` is a registered name or ``package.module:factory``, with ``==RELEASE`` behind it where one was asked for.
-    ``model`` is one of the workload's, or ``package.module:factory``. ``variant`` is the check's own spelling;
-    ``engine_variant`` names options of the engine that must not change a number, or the file of a configuration.
+    ``model`` is one of the workload's, or ``package.module:factory``, with ``(key=value)`` behind it where it is made
+    smaller. ``variant`` is the check's own spelling; ``engine_variant`` names options of the engine that must not
+    change a number, or the file of a configuration.
     """
 
     check: str

@@ -40,14 +40,23 @@ def test_a_cell_that_holds_is_not_shrunk() -> None:
         shrink(holds, 0, surroundings("ddp"), 60.0, 60.0)
 
 
-def test_two_failures_are_one_where_the_part_or_the_exception_is() -> None:
+def test_two_failures_are_one_where_the_part_or_the_exception_and_their_words_are() -> None:
     first = likeness(Verdict.FAIL, "step 0, reduction: first.weight[7, 11] expected 1, got 2")
-    assert first == likeness(Verdict.FAIL, "step 2, reduction: 1.weight[0, 0] expected 3, got 4")
-    assert first != likeness(Verdict.FAIL, "step 0, optimizer: first.weight[7, 11] expected 1, got 2")
+    assert first.alike(likeness(Verdict.FAIL, "step 2, reduction: 1.weight[0, 0] expected 3, got 4"))
+    assert not first.alike(likeness(Verdict.FAIL, "step 0, optimizer: first.weight[7, 11] expected 1, got 2"))
     raised = likeness(Verdict.CRASH, "rank 0 raised: KeyError: 0")
-    assert raised == likeness(Verdict.CRASH, "rank 1 raised: KeyError: 'a'")
-    assert raised != likeness(Verdict.CRASH, "rank 1 raised: IndexError: 0")
-    assert raised != likeness(Verdict.HANG, "rank 0 raised: KeyError: 0")
+    assert raised.alike(likeness(Verdict.CRASH, "rank 1 raised: KeyError: 'a'"))
+    assert not raised.alike(likeness(Verdict.CRASH, "rank 1 raised: KeyError: 'a' is no parameter"))
+    assert not raised.alike(likeness(Verdict.CRASH, "rank 1 raised: IndexError: 0"))
+    assert not raised.alike(likeness(Verdict.HANG, "rank 0 raised: KeyError: 0"))
+
+
+def test_a_failure_does_not_slip_to_one_whose_numbers_look_otherwise() -> None:
+    scaled = likeness(Verdict.FAIL, "step 0, reduction: a.w[0] got 2 (bound 1); it is 1.0001 x the right gradient")
+    other = "step 0, reduction: x[0] got 3 (bound 1); it is "
+    assert scaled.alike(likeness(Verdict.FAIL, f"{other}1.0002 x the right gradient"))
+    assert not scaled.alike(likeness(Verdict.FAIL, f"{other}the gradient of rank 0 alone, not reduced"))
+    assert not scaled.alike(likeness(Verdict.FAIL, "step 0, reduction: x[0] got 3 (bound 1)"))
 
 
 def test_smaller_cells_are_smaller_in_one_axis() -> None:

@@ -144,7 +144,11 @@ def shrink(text: str, options: Options, seconds: float, place: Place, run: Calla
 def told(found: Smallest) -> str:
     """The smallest cell, the smallest program, and the commands that show them again."""
     lines = [f"{found.tried} cells and programs tried; the smallest cell that fails in the same way:"]
-    lines += [f"  {found.record.case.id}", f"    {found.record.cause}", f"    again: {found.record.command}"]
+    lines += [
+        f"  {found.record.case.id} ({found.modules_of_cell} modules with parameters)",
+        f"    {found.record.cause}",
+        f"    again: {found.record.command}",
+    ]
     if found.program is not None:
         where = f"{found.modules} modules, stage {found.program.stage}, {found.program.world_size} ranks"
         lines += [

@@ -110,7 +110,7 @@ class Writing:
     def script(self, head: str, setting: Setting, model: str, told: str, signature: str, ok: str) -> Script:
         """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe."""
         asked = "\n".join((*self.collection.texts.values(), told, setting.training))
-        if "bench.training" in asked:
+        if ".training" in asked:  # of the bench, or of a module: names are all that decides what is kept
             self.collection.add("zharness.checks.usual", "Training")
         stepping = any(f".{word}(" in asked for word in STEPPING)
         for name in ("gamma", "subnormal"):

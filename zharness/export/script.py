@@ -20,7 +20,7 @@ from zharness.run.cell import options_of
 from zharness.run.configuration import configured
 from zharness.run.record import Record, Verdict
 from zharness.workload import model_spec
-from zharness.workload.foreign import is_foreign
+from zharness.workload.foreign import is_foreign, taken_apart
 
 
 def script_of(record: Record, claims: Capabilities, name: str) -> Script:
@@ -89,9 +89,15 @@ def foreign_model(writing: Writing, name: str) -> str:
     """A user's own model, which the script imports."""
     for module, needed in (("models", "ModelSpec"), ("models", "SAMPLES"), ("drawing", "drawn_from")):
         writing.collection.add(f"zharness.workload.{module}", needed)
-    module, _, factory = name.partition(":")
+    path, changes = taken_apart(name)
+    module, _, factory = path.partition(":")
     text = writing.part("foreign")
     found = f'importlib.import_module("{module}").{factory}'
+    if changes:
+        writing.collection.add("zharness.workload.reduced", "reduced")
+        text = f"def smaller(factory):\n    return reduced(factory(), {changes!r})\n\n\n{text}".replace(
+            "FACTORY()", "smaller(FACTORY)"
+        )
     return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {found}\n\n\n{text}'
 
 

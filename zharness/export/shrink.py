@@ -12,6 +12,7 @@ from zharness.checks import check_named
 from zharness.checks.program import missing
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
+from zharness.export.smaller import owners_of_parameters, smaller_models
 from zharness.run.plan import named
 from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Record, Verdict
@@ -40,38 +41,61 @@ LADDER = (
 )
 # Engines have rules of their own for parameters that a loss does not use, and break by them in ways that look alike.
 WITHOUT = ("unused", "sometimes")
+OTHERS = 1  # of the workload's models, tried in place of a user's own
 BATCHES = 40  # of programs that Hypothesis draws, where none of these fails; the time is over before
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """By what two failures are one: the verdict, and the part of the step that went wrong or the exception raised."""
+    """By what two failures are one: the verdict, the part of the step that went wrong or the exception raised, and
+
+    what the wrong numbers look like or the exception says, numbers and names in it left out.
+    """
 
     verdict: Verdict
     word: str
+    said: str = ""
+
+    def alike(self, other: Likeness) -> bool:
+        """Whether ``other`` may be the same failure; where nothing was said of this one, anything may be said of it."""
+        return (self.verdict, self.word) == (other.verdict, other.word) and self.said in ("", other.said)
+
+
+# A number, a name with dots or digits in it, and what is quoted: they are another model's.
+_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
 
 
 def likeness(verdict: Verdict, cause: str) -> Likeness:
     """What a failure's cause says of it."""
     part = re.match(r"step \d+, ([a-z ]+):", cause)
-    raised = re.search(r"raised: (\w+)", cause)
-    return Likeness(verdict, part[1] if part else raised[1] if raised else "")
+    if part:
+        hint = cause.rpartition("); ")[2] if "); " in cause else ""
+        # Of one element that is wrong among several, nothing is left in a model of one element.
+        return Likeness(verdict, part[1], "" if hint.startswith("only ") else _OWN.sub("#", hint))
+    raised = re.search(r"raised: (\w+)(?:: ([^\n]*))?", cause)
+    return Likeness(verdict, raised[1], _OWN.sub("#", raised[2] or "")) if raised else Likeness(verdict, "")
 
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest cell that fails alike, and the smallest program where there is one; ``tried`` cells and programs."""
+    """The smallest cell that fails alike, and the smallest program where there is one; ``tried`` cells and programs.
+
+    ``modules_of_cell`` own parameters in the cell's model.
+    """
 
     record: Record
     claims: Capabilities
     tried: int
+    modules_of_cell: int
     program: Program | None = None
     outcome: Outcome = PASSED
 
     @property
-    def modules(self) -> int | None:
-        """How many modules the program has; None where there is none, and the cell's model is the smallest."""
-        return None if self.program is None else len([x for x in self.program.walk() if x.kind not in SOURCES])
+    def modules(self) -> int:
+        """How many modules the program has, or own parameters in the cell's model where there is no program."""
+        if self.program is None:
+            return self.modules_of_cell
+        return len([x for x in self.program.walk() if x.kind not in SOURCES])
 
 
 class Alike(ProgramRunner):
@@ -91,7 +115,7 @@ class Alike(ProgramRunner):
         outcome = super().run(engine, programs)
         if outcome.verdict is Verdict.ERROR:
             return outcome
-        return outcome if likeness(outcome.verdict, outcome.cause) == self.wanted else PASSED
+        return outcome if self.wanted.alike(likeness(outcome.verdict, outcome.cause)) else PASSED
 
 
 def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: float) -> Smallest:
@@ -109,14 +133,15 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
         record, tried = smallest_cell(cells, first, until)
         programs.wanted = likeness(first.verdict, first.cause)
         claims = cells.claims(record.case.engine, record.case.stage)
+        smallest = Smallest(record, claims, tried, cells.ask("", owners_of_parameters, record.case.model)[0])
         if record.case.check.partition(".")[0] not in TRAINING:
-            return Smallest(record, claims, tried)
+            return smallest
         batch = smallest_program(programs, record.case, claims)
         if len(batch) != 1:
-            return Smallest(record, claims, tried + programs.runs)
+            return replace(smallest, tried=tried + programs.runs)
         programs.until = time.monotonic() + timeout  # once more, for its words, also where the time is over
         outcome = programs.run(case.engine, batch)
-        return Smallest(record, claims, tried + programs.runs, batch[0], outcome)
+        return replace(smallest, tried=tried + programs.runs, program=batch[0], outcome=outcome)
 
 
 def run_cell(runner: Runner, case: Case) -> Record | None:
@@ -133,28 +158,29 @@ def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, 
     wanted, found, tried = likeness(first.verdict, first.cause), first, 1
     seen = {first.case}
     while True:
-        for case in smaller_cells(found.case):
+        own = runner.ask("", smaller_models, found.case.model)[0] if is_foreign(found.case.model) else ()
+        for case in smaller_cells(found.case, own):
             if case in seen or time.monotonic() > until:
                 continue
             seen.add(case)
             record = run_cell(runner, case)
             tried += 1
-            if record is not None and likeness(record.verdict, record.cause) == wanted:
+            if record is not None and wanted.alike(likeness(record.verdict, record.cause)):
                 found = record
                 break
         else:
             return found, tried
 
 
-def smaller_cells(case: Case) -> Iterator[Case]:
-    """Cells that are smaller in one axis, those that are much smaller first."""
+def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:
+    """Cells that are smaller in one axis, those that are much smaller first; ``own`` are of a model of the user's."""
     check = check_named(case.check)
     sizes = {name: modules_of(name) for name in check.models}
     largest = sizes.get(case.model, 10**9)
-    for name in sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name]):
-        variants = [name_ for name_, _ in check.variants]
-        if case.variant in variants or not is_foreign(case.model):
-            yield replace(case, model=name)
+    names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
+    if is_foreign(case.model):  # what is the engine's fault shows in any model, what is the model's in none of these
+        names = names[:OTHERS] if case.variant in [name for name, _ in check.variants] else []
+    yield from (replace(case, model=name) for name in (*names, *own))
     if case.engine_variant:
         yield replace(case, engine_variant="")
     yield from (replace(case, world_size=size) for size in range(1, case.world_size))
@@ -179,7 +205,8 @@ def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
         batch = tuple(program for program in written if not missing(program, claims))
         if batch and runner.run(case.engine, batch).verdict.broken:
             return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), outputs=MANY))
-    if time.monotonic() > runner.until:
+    # What none of these shows on an engine alone comes with the user's own model: any other is another failure.
+    if time.monotonic() > runner.until or is_foreign(case.model):
         return ()
     wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES, without=WITHOUT)
     try:

@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from zharness.errors import UsageError
 from zharness.workload.drawing import drawn_from
 from zharness.workload.models import SAMPLES, Batch, ModelSpec, tensors_in
+from zharness.workload.reduced import reduced
 
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?")
 RETURNS = (
     "a model; or (model, batch), or (model, batch, loss), where batch(generator) draws a tensor, a tuple or a dict of "
     "tensors, the arguments of the model, and loss(output, batch) is a scalar tensor"
@@ -41,7 +42,7 @@ class Parts:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether ``name`` is the path of a factory, ``package.module:factory``."""
+    """Whether ``name`` is the path of a factory, ``package.module:factory``, changes to its model behind it or not."""
     return _PATH.fullmatch(name) is not None
 
 
@@ -63,8 +64,25 @@ def made_anew(name: str, seed: int) -> nn.Module:
 
 
 def factory_of(name: str) -> Factory:
-    """The factory that was handed over under ``name``, or lies at that path. Raises UsageError."""
-    return _handed_over.get(name) or imported(name)
+    """The factory that was handed over under ``name``, or lies at that path. Raises UsageError.
+
+    Behind a path may stand what makes the model smaller: ``package.module:factory(num_hidden_layers=1)`` changes its
+    configuration, ``package.module:factory(2=out)`` leaves a module of a sequence out.
+    """
+    path, changes = taken_apart(name)
+    factory = _handed_over.get(path) or imported(path)
+    return (lambda: reduced(factory(), changes)) if changes else factory
+
+
+def taken_apart(name: str) -> tuple[str, dict[str, str]]:
+    """The path of a factory, and the changes to its model."""
+    path, _, changes = name.removesuffix(")").partition("(")
+    return path, dict(change.split("=", 1) for change in changes.split(",") if "=" in change)
+
+
+def put_together(path: str, changes: Mapping[str, str]) -> str:
+    """The name of a factory's model with ``changes``."""
+    return f"{path}({','.join(f'{key}={value}' for key, value in changes.items())})" if changes else path
 
 
 class Workshop:

@@ -1,0 +1,69 @@
+"""A user's model made smaller, by what stands behind its factory's path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from suites.model.tiny import draw, score
+from zharness.case import Case
+from zharness.export.smaller import owners_of_parameters, smaller_models
+from zharness.workload import model_spec
+from zharness.workload.foreign import foreign_spec, hand_over
+from zharness.workload.reduced import steps_down
+
+REAL = "suites.model.tiny_real"
+
+
+def test_a_smaller_model_has_a_case_id() -> None:
+    text = f"training.grads[deepspeed-zero2-w2-fp32-{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)-caller]"
+    case = Case.parse(text)
+    assert (case.model, case.variant) == (f"{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)", "caller")
+    assert case.id == text
+
+
+@pytest.mark.parametrize("factory", ["gpt2", "llama", "t5", "mixtral", "vit"])
+def test_an_architecture_gets_smaller_by_its_configuration_and_trains(factory: str) -> None:
+    pytest.importorskip("transformers")
+    whole = model_spec(f"{REAL}:{factory}")
+    step = next(steps_down(whole.model(0)))
+    name = f"{REAL}:{factory}({','.join(f'{key}={value}' for key, value in step.items())})"
+    spec = model_spec(name)
+    model, batch = spec.model(0), spec.micro_batch(0, 0, 0)
+    assert type(model) is type(whole.model(0))
+    assert elements(model) * 4 < elements(whole.model(0))
+    assert torch.isfinite(spec.loss(batch.through(model), batch.target))
+
+
+def test_adapters_are_put_around_the_smaller_model_which_recomputes_as_before() -> None:
+    pytest.importorskip("peft")
+    model = model_spec(f"{REAL}:lora(num_hidden_layers=1,hidden_size=8)").model(0)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora" in name for name in trained)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def chain() -> Any:
+    layers = [nn.Linear(5, 5), nn.GELU(), nn.Linear(5, 5), nn.Linear(5, 3)]
+    return nn.Sequential(*layers, nn.LayerNorm(3), nn.Linear(3, 3)), draw, score
+
+
+def test_a_sequence_loses_modules_and_the_others_keep_their_names() -> None:
+    hand_over("handed.over:chain", chain)
+    foreign_spec.cache_clear()
+    found = smaller_models("handed.over:chain")
+    assert owners_of_parameters("handed.over:chain") == 5
+    assert owners_of_parameters(found[0]) == 1
+    smaller = "handed.over:chain(2=out,4=out)"
+    assert [name for name, _ in model_spec(smaller).model(0).named_parameters() if "weight" in name] == [
+        "0.weight", "3.weight", "5.weight",
+    ]  # fmt: skip
+    assert "handed.over:chain(2=out,4=out,1=out)" in smaller_models(smaller)
