@@ -1,7 +1,12 @@
 """The suites' own settings; the fixtures come with the plugin that the package registers."""
 
+import os
+
 import pytest
 import torch
+
+# Commands that the tests run would append what they find to the summary of the workflow's own step.
+os.environ.pop("GITHUB_STEP_SUMMARY", None)
 
 # Ranks are forked from this process: a child of one that has used torch's thread pool hangs in its first parallel loop.
 torch.set_num_threads(1)

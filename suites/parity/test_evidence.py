@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from zharness.checks import CHECKS
 from zharness.engines import Piece
-from zharness.errors import UsageError
+from zharness.errors import EngineContractError, UsageError
 from zharness.kills import MutantRunner, target_case
 from zharness.mutants import MUTANTS
-from zharness.parity import Comparison, Part, identical, within
+from zharness.parity import Comparison, Part, identical, snapshot, within
 from zharness.parity.compare import beside
 from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number, over
 from zharness.parity.facts import Place
 from zharness.parity.ulps import EDGES, apart, counted
-from zharness.run import Planned, Record
+from zharness.run import Planned, Record, cell
 from zharness.run.record import from_json
 from zharness.workload import model_spec
 
@@ -91,6 +95,27 @@ def test_plain_torch_that_cannot_step_from_a_wrong_state_leaves_the_rest_to_be_s
     assert found["heat"]
     assert found["ulps"]
     assert found["ulps"]["baseline"] == []
+
+
+def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unrecorded(trial: object, course: object) -> None:
+        raise EngineContractError("nothing was recorded under 'loss' at step 0")
+
+    monkeypatch.setattr(cell, "curves", unrecorded)
+    check = next(check for check in CHECKS.values() if check.courses)
+    for variant in check.courses:
+        assert cell.curves_of(SimpleNamespace(variant=variant), check) == {}
+
+
+def test_a_large_copy_on_a_full_disk_raises_and_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    large = torch.arange(snapshot.LARGE, dtype=torch.float32)
+    assert torch.equal(snapshot.set_aside(large), large)
+    monkeypatch.setattr(snapshot.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        snapshot.set_aside(large)
 
 
 def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:
@@ -217,5 +242,5 @@ def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refus
     plain = record.as_json()
     del plain["evidence"]
     assert from_json(json.dumps(plain)).evidence is None
-    with pytest.raises(UsageError, match="its evidence has not the keys parameter, part, step"):
+    with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected Exhibit"):
         from_json(json.dumps({**plain, "evidence": {"heat": 1}}))

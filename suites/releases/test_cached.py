@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,3 +108,24 @@ def test_a_checkout_is_removed_by_any_spelling_of_its_path(
     assert cleaned(("made_up@../sources",)).startswith(f"made_up@{tmp_path / 'sources'} (")
     cleaned(())
     assert not [entry for entry in room.parent.iterdir() if entry.is_dir()]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOLCK, errno.EACCES])
+def test_a_cache_that_cannot_be_locked_is_run_on_all_the_same(
+    number: int, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(in_use.fcntl, "flock", refuse)
+    in_use.hold(cache / "made_up")
+    assert cache / "made_up" not in in_use._HELD
+
+
+def test_another_fault_of_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(in_use.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        in_use.hold(cache / "made_up")

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from zharness.case import Case
 from zharness.cli import cli
+from zharness.errors import UsageError
+from zharness.report import page
 from zharness.report.junit import KINDS
 from zharness.report.matrix import ORDER
 from zharness.report.outputs import Outputs
@@ -81,6 +83,23 @@ def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypa
         step_summary.append("title", "ü" * 70 + "\n", "line of text\n" * 50_000)
     assert path.stat().st_size <= step_summary.LIMIT
     assert path.read_text().endswith(step_summary.CUT), "and it is whole UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [("text\n" * 99, "text"), ("````\n" + "```\n" * 99, "```\n````"), ("```\na\n```\n" + "b\n" * 99, "b")],
+    ids=["no block", "an open block", "a closed block"],
+)
+def test_what_is_cut_ends_the_block_that_is_open_and_opens_none(text: str, end: str) -> None:
+    kept = step_summary.fitted(text, 200)
+    assert len(kept) <= 200
+    assert kept.decode().endswith(f"\n{end}{step_summary.CUT}")
+
+
+def test_a_page_without_jinja2_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="the page needs jinja2"):
+        Outputs(html=tmp_path / "page.html").check_writable()
 
 
 def test_a_step_summary_that_cannot_be_written_costs_no_result(

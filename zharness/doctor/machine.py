@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zharness.world.limits import CGROUP, RANK_BYTES, free_memory, largest_world
 GIB = 2**30
 LITTLE_MEMORY = 2 * GIB  # the server, a judge and two ranks of the real DeepSpeed, each with its modules imported
 FEW_FILES = 256
+LITTLE_ROOM = GIB
 LITTLE_SHARED = 64 * 2**20  # what a container has where nobody asked for more
 
 
@@ -28,6 +30,7 @@ def machine(cache: Path) -> Iterator[Finding]:
     yield largest()
     yield open_files()
     yield processes()
+    yield temporary(Path(tempfile.gettempdir()))
     yield shared_memory(Path("/dev/shm"))  # noqa: S108 - the name of a mount, nothing is written there
     yield loopback()
     yield from backends()
@@ -87,6 +90,14 @@ def processes() -> Finding:
 def limit(value: int) -> str:
     """A resource limit in words."""
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def temporary(path: Path) -> Finding:
+    """Room in the temporary folder, where ranks leave for the judge what they saw."""
+    free = shutil.disk_usage(path).free
+    remedy = "free some, or set TMPDIR to a folder with more: ranks leave copies of weights and gradients there"
+    state = State.PROBLEM if free < LITTLE_SHARED else State.WARNING
+    return judged("temporary folder", f"{size(free)} free at {path}", state, free < LITTLE_ROOM, remedy)
 
 
 def shared_memory(path: Path) -> Finding:

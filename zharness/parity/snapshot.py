@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,15 +125,24 @@ class Shelf:
 def set_aside(tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` on CPU; a large one in a file without a name, of which memory need not hold all at once.
 
-    So what a rank records grows on disk, and its memory with the model alone.
+    So what a rank records grows on disk, and its memory with the model alone. Raises OSError where the temporary folder
+    has no room for it.
     """
     size = tensor.numel() * tensor.element_size()
     if size < LARGE:
         return tensor.detach().to("cpu", copy=True)
     with tempfile.TemporaryFile(buffering=0) as file:
-        file.truncate(size)
+        reserve(file.fileno(), size)
         held = mmap.mmap(file.fileno(), size)
     return torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def reserve(file: int, size: int) -> None:
+    """Give an empty file its blocks now: a write into a map whose disk is full would end the process with SIGBUS."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 def taken(shelf: Tensor, places: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+# A cache of another user, on a disk mounted for reading, or on one that has no locks.
+UNLOCKABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK)
 
 _HELD: dict[Path, IO[str]] = {}
 
@@ -15,15 +19,19 @@ def hold(place: Path) -> None:
     """Say that ``place`` is in use, until this process and every rank forked from it is gone.
 
     Hold it before looking whether it is there: what is held is not taken away in between. Waits while it is being
-    removed. In a cache that this user cannot write to nothing is said.
+    removed. In a cache that this user cannot write to, or that has no locks, nothing is said.
     """
     if place in _HELD:
         return
-    with suppress(PermissionError):
+    try:
         place.parent.mkdir(parents=True, exist_ok=True)
         file = _lock_of(place).open("a")
         # Forks share the open file and with it the lock; what is started with exec does not, but its parent waits.
         fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in UNLOCKABLE:
+            raise
+    else:
         _HELD[place] = file
 
 

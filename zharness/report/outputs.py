@@ -10,7 +10,7 @@ from zharness.report.comparison import Comparison
 from zharness.report.comparison import text as differences
 from zharness.report.junit import write_junit
 from zharness.report.matrix import matrix
-from zharness.report.page import check_writable, write_page
+from zharness.report.page import check_page, check_writable, write_page
 from zharness.report.words import failures, summary
 from zharness.run import Record, step_summary
 
@@ -25,9 +25,10 @@ class Outputs:
 
     def check_writable(self) -> None:
         """Raises UsageError where the page or the XML cannot be written: before a long run, not after it."""
-        for path in (self.html, self.junitxml):
-            if path is not None:
-                check_writable(path)
+        if self.html is not None:
+            check_page(self.html)
+        if self.junitxml is not None:
+            check_writable(self.junitxml)
 
     def write(
         self,
@@ -36,9 +37,10 @@ class Outputs:
         skipped: Sequence[str] = (),
         comparison: Comparison | None = None,
     ) -> None:
-        """Write what was asked for, and the summary of a GitHub workflow's step where there is one."""
-        if self.html is not None:
-            write_page(records, seconds, self.html, skipped, comparison)
+        """Write what was asked for, and the summary of a GitHub workflow's step where there is one.
+
+        The page comes last: it is the largest, and what keeps it from being written costs none of the others.
+        """
         if self.junitxml is not None:
             write_junit(records, seconds, self.junitxml)
         step_summary.append(
@@ -49,3 +51,5 @@ class Outputs:
             matrix(records, "github"),
             step_summary.folded("What did not pass", failures(records)),
         )
+        if self.html is not None:
+            write_page(records, seconds, self.html, skipped, comparison)

@@ -24,7 +24,7 @@ from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
-from zharness.parity.exhibit import Exhibit, exhibit
+from zharness.parity.exhibit import Curve, Exhibit, exhibit
 from zharness.parity.snapshot import read, write
 from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
@@ -155,12 +155,20 @@ def held(trial: Trial, check: Check) -> Judgement:
     if found.mismatch is None:
         return found
     try:
-        course = check.courses.get(trial.variant)
-        return replace(
-            found, exhibit=exhibit(seen, comparisons, trial.baseline.names, curves(trial, course) if course else {})
-        )
+        return replace(found, exhibit=exhibit(seen, comparisons, trial.baseline.names, curves_of(trial, check)))
     except Exception as error:  # noqa: BLE001 - the verdict stands, whatever the wrong numbers do to what is shown of it
         return replace(found, notes=(*found.notes, f"no evidence is shown: {type(error).__name__}: {error}"))
+
+
+def curves_of(trial: Trial, check: Check) -> Mapping[str, Curve]:
+    """How the training went; nothing where the check has none, or where what is wrong keeps it from being told."""
+    course = check.courses.get(trial.variant)
+    if course is None:
+        return {}
+    # A loss that was not recorded, is no tensor, or has another shape; gradients of which there are none.
+    with suppress(EngineContractError, LookupError, TypeError, ValueError, RuntimeError):
+        return curves(trial, course)
+    return {}
 
 
 def until_wrong(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:

@@ -18,7 +18,8 @@ def hints(form: Any) -> dict[str, Any]:
 
 def require_fields(read: Any) -> None:
     """Raises TypeError unless every field of a dataclass has the form of its annotation."""
-    for name, form in hints(type(read)).items():
+    kind: Any = type(read)
+    for name, form in hints(kind).items():
         require(getattr(read, name), form, name)
 
 

@@ -11,7 +11,8 @@ VARIABLE = "GITHUB_STEP_SUMMARY"
 # "maximum size of 1MiB" for each step, and what is larger is not shown at all:
 # https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits
 LIMIT = 1 << 20
-CUT = "\n```\n\n... cut here: a step's summary has at most 1 MiB\n"
+LONGEST = 64  # bytes kept for the end of a fence
+CUT = "\n\n... cut here: a step's summary has at most 1 MiB\n"
 
 
 def append(title: str, *parts: str) -> None:
@@ -38,8 +39,21 @@ def fitted(text: str, room: int) -> bytes:
     whole = text.encode("utf-8", "replace")
     if len(whole) <= room:
         return whole
-    left = room - len(CUT.encode())
-    return whole[:left].rpartition(b"\n")[0] + CUT.encode() if left > 0 else b""
+    left = room - len(CUT.encode()) - LONGEST
+    if left <= 0:
+        return b""
+    kept = whole[:left].rpartition(b"\n")[0]
+    fence = open_fence(kept.decode("utf-8"))
+    return kept + (f"\n{fence}" if 0 < len(fence) < LONGEST else "").encode() + CUT.encode()
+
+
+def open_fence(text: str) -> str:
+    """The fence of a block that is open at the end of ``text``; empty where none is."""
+    fence = ""
+    for line in text.splitlines():
+        if line.startswith("```") and not line.strip("`"):
+            fence = line if not fence else "" if line == fence else fence
+    return fence
 
 
 def block(text: str) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from zharness.errors import UsageError
@@ -24,6 +25,7 @@ VENDOR = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 # One program in parts, which share a scope.
 SCRIPTS = ("data.js", "dom.js", "filters.js", "grid.js", "matrix.js", "lists.js", "charts.js", "evidence.js", "cell.js")
 MAIN = "main.js"
+NO_JINJA = 'the page needs jinja2; install it with: pip install "zharness[report]"'
 # The style sheet that Plot puts into each chart of class "chart": the policy names what may be one.
 STYLE_OF_PLOT = """:where(.chart) {
   --plot-background: white;
@@ -36,6 +38,13 @@ STYLE_OF_PLOT = """:where(.chart) {
 :where(.chart tspan) {
   white-space: pre;
 }"""
+
+
+def check_page(path: Path) -> None:
+    """Raises UsageError when a page cannot be written to ``path``, or jinja2 is missing: before a long run."""
+    if find_spec("jinja2") is None:
+        raise UsageError(NO_JINJA)
+    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
@@ -84,7 +93,7 @@ def page(
         from jinja2 import Environment
         from markupsafe import Markup
     except ImportError:
-        raise UsageError('the page needs jinja2; install it with: pip install "zharness[report]"') from None
+        raise UsageError(NO_JINJA) from None
     css = asset("page.css")
     program = "\n".join(['"use strict";', *map(asset, SCRIPTS), asset(MAIN)])
     scripts = [*map(asset, VENDOR), program]
