@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
-from zharness.run.configuration import read
+from zharness.run.configuration import configuration, read
 from zharness.run.facts import examined, too_large
 from zharness.workload.foreign import foreign_spec, hand_over
 
@@ -71,6 +73,7 @@ UNSEEDED: dict[str, tuple[Callable[[], Any], str]] = {
     "forward": (lambda: (OwnDropout(3, 8), draw, score), "differ in the loss, .* first suspects are dropout"),
     "weights": (of_unseeded_weights, "two models that differ in 'weight'"),
     "order of data": (lambda: (nn.Linear(3, 8), Loader(), score), "two micro-batches that differ.* order of data"),
+    "one batch": (lambda: (nn.Linear(3, 8), lambda _: torch.ones(4, 3), score), "the same .* never reduces .* passes"),
     "no number": (lambda: (nn.Linear(3, 8), draw, lambda out, _: out.mean() * torch.nan), "the loss .* is nan"),
 }
 
@@ -106,6 +109,18 @@ def test_a_configuration_is_taken_apart() -> None:
     assert found.options == {"zero_optimization": {"overlap_comm": True}}, "what the laws set themselves is not in it"
 
 
+def test_a_configuration_says_what_of_loss_scaling_it_leaves_out() -> None:
+    found = read("ds.json", {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
+    assert found.left_out == ("fp16.loss_scale", "fp16.hysteresis")
+
+
+def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for stage in (1, 2):
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        assert configuration(str(path)).stage == stage
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -113,6 +128,12 @@ def test_a_configuration_is_taken_apart() -> None:
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "torch's SGD refuses .*speed"),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "reduce_bucket_size is 'auto'"),
         ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "unknown torch_autocast.dtype 'int8'"),
+        ({"torch_autocast": True}, "torch_autocast is true; expected a JSON object"),
+        ({"bf16": True}, "bf16 is true; expected a JSON object"),
+        ({"optimizer": "AdamW"}, 'optimizer is "AdamW"; expected a JSON object'),
+        ({"zero_optimization": None}, "zero_optimization is null; expected a JSON object"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "are both true; enable one"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction is false, which"),
     ],
 )
 def test_a_configuration_that_no_law_can_follow_is_refused_by_its_key(config: dict[str, Any], words: str) -> None:

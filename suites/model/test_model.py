@@ -13,7 +13,7 @@ import zharness
 from suites.model.tiny import draw, score
 from zharness.case import Case
 from zharness.report.reading import read
-from zharness.run.record import Record
+from zharness.run.record import Record, Verdict
 from zharness.run.session import problem
 
 pytest.importorskip("transformers")
@@ -57,3 +57,23 @@ def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first
     case, _, words = found.first_divergence.partition(": ")
     assert Case.parse(case).check == "training.grads"
     assert "0.weight" in words
+
+
+def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
+    def factory() -> Any:
+        return nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 2)), draw, score
+
+    found = zharness.verify(factory, engine="deepspeed", stages=(3,), steps=1, jobs=1)
+    assert not found, "no gradient was compared"
+    assert "no gradient was compared at stage 3 (dropout: kernels of the engine's own" in found.first_divergence
+    assert found.first_divergence in found.table()
+
+
+def test_a_run_in_which_no_law_can_be_run_is_no_pass_and_says_why() -> None:
+    def factory() -> Any:
+        return nn.Linear(5, 2), draw, score
+
+    found = zharness.verify(factory, engine="ddp", dtype="fp16", stages=(0,), jobs=1)
+    assert not found
+    assert {record.verdict for record in found.records} == {Verdict.UNSUPPORTED}
+    assert "no law passed (ddp claims" in found.first_divergence

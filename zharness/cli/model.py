@@ -51,7 +51,12 @@ def model(
     from zharness.report.own_model import Asked, command
     from zharness.workload.foreign import is_foreign
     from zharness.world import Isolation
+    from zharness.world.launched import launched
 
+    if launched() is not None:
+        raise UsageError(
+            "zharness model starts ranks of its own; run it without torchrun, or `zharness check` under it"
+        )
     if not is_foreign(factory):
         raise UsageError(f"got {factory!r}; expected package.module:factory, importable from the current directory")
     asked = Asked(factory, config, engine, stages, world_size, dtype, steps)

@@ -17,6 +17,7 @@ from zharness.checks import check_named
 from zharness.errors import UsageError
 from zharness.report.live import Options, as_planned, conclude, opened, recorded, run_all
 from zharness.report.outputs import Outputs
+from zharness.report.uncompared import KERNELS, uncompared
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.configuration import configured, is_file
 from zharness.run.facts import Facts, examined, too_large, tried_out, words
@@ -25,7 +26,10 @@ from zharness.run.runner import surroundings
 from zharness.world.limits import available_memory
 from zharness.world.server import Surroundings
 
-KERNELS = "training.kernels"
+DROPOUT = (
+    "dropout: kernels of the engine's own draw other numbers than torch's, and they are compared by samples in another "
+    "order, each of which drops out something else; set the model's dropout to 0 to have its gradients compared"
+)
 Sink = Callable[[], Any]
 
 
@@ -57,7 +61,11 @@ def command(asked: Asked, options: Options, outputs: Outputs, place: Callable[[s
     began = time.monotonic()
     with ExitStack() as stack:
         records = run_model(asked, options, partial(opened, stack, outputs.jsonl), place, tell)
-    return conclude(records, time.monotonic() - began, outputs)
+    code, complaint = conclude(records, time.monotonic() - began, outputs), uncompared(records)
+    if code == 0 and complaint:
+        click.echo(complaint)
+        return 1
+    return code
 
 
 def tell(line: str) -> None:
@@ -80,7 +88,7 @@ def run_model(
     validate(request)
     told(f"{asked.model}: called, run twice by plain PyTorch, and built into {asked.engine}")
     for key in configured(asked.config).left_out:
-        told(f"{asked.config}: {key} is left out: micro-batches are the batch function's, and the rate has no schedule")
+        told(f"{asked.config}: {key} is left out: batches are the batch function's; rate and loss scale stay constant")
     with ExitStack() as stack:
         first = stack.enter_context(options.runner({asked.engine: place(asked.engine)}))
         facts: Facts = first.ask("", examined, asked.model, request.dtypes[0], asked.config)[0]
@@ -89,9 +97,10 @@ def run_model(
             raise UsageError(f"{asked.model}: {reason}")
         cells = cells_of(request, asked, facts, first.claims)
         try_out(first, cells)
-        lanes = [first, *more_lanes(stack, options, asked, facts, place)]
         running = [cell.case for cell in cells if not cell.unsupported]
-        told(words(facts, running, asked.world_size, len(lanes), os.cpu_count() or 1))
+        lanes = [first, *(more_lanes(stack, options, asked, facts, place) if running else ())]
+        if running:
+            told(words(facts, running, asked.world_size, len(lanes), os.cpu_count() or 1))
         return as_planned(list(recorded(run_all(cells, lanes), sink(), len(cells))), cells)
 
 
@@ -107,7 +116,14 @@ def more_lanes(
 def cells_of(request: Request, asked: Asked, facts: Facts, claims: Claims) -> list[Planned]:
     """The cells: the number of steps set, and those left out that say nothing of this model."""
     found = [counted(cell, asked.steps) for cell in plan(request, claims)]
-    return [cell for cell in found if tells(cell.case, facts, claims)]
+    return [undrawn(cell, facts) for cell in found if tells(cell.case, facts, claims)]
+
+
+def undrawn(cell: Planned, facts: Facts) -> Planned:
+    """The cell; not run where it would compare kernels of a forward that draws random numbers."""
+    if cell.unsupported or cell.case.check != KERNELS or not facts.draws:
+        return cell
+    return replace(cell, unsupported=DROPOUT)
 
 
 def counted(cell: Planned, steps: int) -> Planned:
@@ -122,9 +138,8 @@ def tells(case: Case, facts: Facts, claims: Claims) -> bool:
     if case.check == "model.checkpointing":
         return facts.checkpoints
     if case.check == KERNELS:
-        # Where local gradients are compared bitwise no calibrated comparison adds anything, and one of samples in
-        # another order is none where each of them drops out something else.
-        return not facts.draws and case.stage in claims(case.engine, case.stage).own_kernels
+        # Where local gradients are compared bitwise no calibrated comparison adds anything.
+        return case.stage in claims(case.engine, case.stage).own_kernels
     # The laws of autocast set its section themselves, with and without.
     return not (case.check.startswith("precision.") and configured(case.engine_variant).autocast is not None)
 

@@ -16,6 +16,7 @@ from zharness.errors import UsageError
 from zharness.report.live import Options
 from zharness.report.matrix import matrix
 from zharness.report.own_model import Asked, run_model
+from zharness.report.uncompared import uncompared
 from zharness.report.words import failures, summary
 from zharness.run import Record, Verdict, configuration
 from zharness.run.record import record_file
@@ -28,25 +29,31 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class Verification:
-    """What became of every law, in the order of the matrix. True where all of them hold."""
+    """What became of every law, in the order of the matrix.
+
+    True where all of them hold, and gradients were compared at every stage.
+    """
 
     records: tuple[Record, ...]
     seconds: float
 
     def __bool__(self) -> bool:
-        passed = any(record.verdict is Verdict.PASS for record in self.records)
-        return passed and all(record.expected and record.verdict is not Verdict.ERROR for record in self.records)
+        return not self.first_divergence
 
     @property
     def first_divergence(self) -> str:
-        """The first law that does not hold, and in words where its first wrong number is; empty where there is none."""
+        """The first law that does not hold, and in words where its first wrong number is, with the module.
+
+        Where all hold and the result is false all the same, why. Empty for a result that is true.
+        """
         wrong = (r for r in self.records if not r.expected or r.verdict is Verdict.ERROR)
         first = next(wrong, None)
-        return "" if first is None else f"{first.case.id}: {first.stale or first.cause}"
+        return uncompared(self.records) if first is None else f"{first.case.id}: {first.stale or first.cause}"
 
     def table(self) -> str:
         """Laws x stages, what did not pass, and how many cells there were."""
         parts = [matrix(self.records), failures(self.records), summary(self.records, self.seconds)]
+        parts.append(uncompared(self.records))
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:

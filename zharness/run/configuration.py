@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,13 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # The laws run at one loss scale; precision.grad_scaler has the dynamic one.
 SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
 FLAT = {"torch_adam", "adam_w_mode", "bias_correction"}  # of DeepSpeed's Adam alone
+SECTIONS = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": 0.001}}',
+    "zero_optimization": '{"stage": 2}',
+    "bf16": '{"enabled": true}',
+    "fp16": '{"enabled": true}',
+    "torch_autocast": '{"enabled": true, "dtype": "bf16"}',
+}
 
 _handed_over: dict[str, Mapping[str, Any]] = {}
 
@@ -58,9 +64,11 @@ def hand_over(name: str, config: Mapping[str, Any]) -> None:
     _handed_over[name] = config
 
 
-@lru_cache(maxsize=8)
 def configuration(name: str) -> Configuration:
-    """What the file ``name`` says. Raises ConfigError where it cannot be read, or a law cannot be held to it."""
+    """What the file ``name`` says. Raises ConfigError where it cannot be read, or a law cannot be held to it.
+
+    Read each time: the file may be edited between two calls of one process.
+    """
     return read(name, _handed_over[name] if name in _handed_over else loaded(name))
 
 
@@ -80,6 +88,7 @@ def loaded(name: str) -> Mapping[str, Any]:
 def read(name: str, config: Mapping[str, Any]) -> Configuration:
     """``config`` taken apart. Raises ConfigError by key for what cannot be."""
     require_plain(name, config)
+    require_sections(name, config)
     rest = {key: value for key, value in config.items() if key not in (*SIZES, "scheduler", "optimizer")}
     zero = dict(rest.pop("zero_optimization", {}))
     stage = zero.pop("stage", None)
@@ -96,8 +105,20 @@ def read(name: str, config: Mapping[str, Any]) -> Configuration:
         dtype=dtype,
         autocast=dtype_of(name, "torch_autocast.dtype", cast.get("dtype", "bf16")) if cast.get("enabled") else None,
         wire=None if wire is None else dtype_of(name, "communication_data_type", wire),
-        left_out=tuple(key for key in (*SIZES, "scheduler") if key in config),
+        left_out=(*(key for key in (*SIZES, "scheduler") if key in config), *scaling(config)),
     )
+
+
+def require_sections(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a section that is no JSON object, and for two dtypes at once."""
+    for key in SECTIONS:
+        if key in config and not isinstance(config[key], Mapping):
+            raise ConfigError(
+                f"config {name!r}: {key} is {json.dumps(config[key], default=str)}; expected a JSON object, "
+                f"as in {SECTIONS[key]}"
+            )
+    if all(config.get(dtype, {}).get("enabled", False) for dtype in ("bf16", "fp16")):
+        raise ConfigError(f"config {name!r}: bf16.enabled and fp16.enabled are both true; enable one of them")
 
 
 def require_plain(name: str, config: Mapping[str, Any], path: str = "") -> None:
@@ -121,6 +142,11 @@ def optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
         raise ConfigError(
             f"config {name!r}: " + str(ConfigError.unknown("optimizer.type", section.get("type"), sorted(OPTIMIZERS)))
         )
+    if not params.get("bias_correction", True):
+        raise ConfigError(
+            f"config {name!r}: optimizer.params.bias_correction is false, which torch's {OPTIMIZERS[kind].__name__}, "
+            "that each step is held against, does not have; leave it out"
+        )
     params = {key: value for key, value in params.items() if key not in FLAT}
     args: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     try:
@@ -128,6 +154,13 @@ def optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config {name!r}: torch's {OPTIMIZERS[kind].__name__} refuses {args}: {error}") from error
     return OptimizerSpec(kind, {"lr": 1e-3, **args})
+
+
+def scaling(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of loss scaling that are left out, with their section."""
+    return tuple(
+        f"{section}.{key}" for section in ("bf16", "fp16") for key in SCALING if key in config.get(section, {})
+    )
 
 
 def precision(rest: dict[str, Any]) -> str | None:

@@ -20,8 +20,10 @@ from zharness.run.cell import bench_of, blamed
 from zharness.run.configuration import configured
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.foreign import made_anew
+from zharness.workload.models import tensors_in
 
 SEED = 0
+OTHER_RANKS = (1, 2, 3)  # several: small data may give two ranks the same rows by chance
 GIB = 2**30
 # As measured by scripts/bench_model.py. Copies of the model that are alive at once: in each rank the factory's, one of
 # the initial state, and two engines' weights, gradients and two moments; in the judge weights, local gradients and
@@ -95,16 +97,20 @@ def require_one_model(name: str, first: Mapping[str, Tensor], second: Mapping[st
 
 
 def require_one_batch(spec: ModelSpec) -> None:
-    """Raises UsageError where one generator's seed gives two micro-batches."""
-    first, second = (spec.micro_batch(SEED, 0, 0) for _ in range(2))
-    pairs: list[tuple[Tensor, Tensor]] = []
-    rest: list[Tensor] = []
-    first.mapped(lambda tensor: rest.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    second.mapped(lambda tensor: pairs.append((rest[len(pairs)], tensor)) or tensor)  # type: ignore[func-returns-value]
-    if not all(torch.equal(*pair) for pair in pairs):
+    """Raises UsageError where one generator's seed gives two micro-batches, or all seeds give the same one."""
+    drawn = [tensors_in(spec.micro_batch(SEED, rank, 0).inputs) for rank in (0, 0, *OTHER_RANKS)]
+    if not all(map(torch.equal, drawn[0], drawn[1])):
         raise UsageError(
             f"the batch function of {spec.name} returned two micro-batches that differ, from generators at one seed: "
             f"ranks and the baseline would train different data; {SUSPECTS}"
+        )
+    # torch.equal is false where shapes differ, as those of batches of other lengths do.
+    if all(torch.equal(*pair) for other in drawn[2:] for pair in zip(drawn[0], other, strict=True)):
+        raise UsageError(
+            f"the batch function of {spec.name} returned the same micro-batch from generators at other seeds: where "
+            "all ranks train the same data their gradients are equal, and an engine that never reduces them passes; "
+            "draw the batch from the generator, as in torch.randn(4, 16, generator=generator), or choose rows of your "
+            "data by torch.randint(len(data), (4,), generator=generator)"
         )
 
 
