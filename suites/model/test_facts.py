@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zharness import engines
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
+from zharness.report.own_model import Asked, cells_of
+from zharness.report.uncompared import uncompared
+from zharness.run import Record, Verdict
 from zharness.run.configuration import configuration, read
 from zharness.run.facts import examined, too_large
 from zharness.workload.foreign import foreign_spec, hand_over
@@ -43,6 +48,26 @@ def test_dropout_is_seeded_and_told() -> None:
     assert found.draws
     assert (found.parameters, found.trained, found.size) == (32, 32, 128)
     assert not facts_of(lambda: (nn.Linear(3, 8), draw, score)).draws
+
+
+def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
+    right = engines.capabilities("reference", 3)
+    assert right is not None
+    claims = replace(right, own_kernels={3: "a linear of its own"})
+    asked = Asked("suites.model.tiny:perceptron", stages=(3,))
+    cells = cells_of(asked.request(), asked, facts_of(dropping), lambda _engine, _stage: claims)
+    why = {cell.case.check: cell.unsupported for cell in cells}
+    assert "draw other numbers" in why["training.kernels"]
+    records = [
+        Record(
+            cell.case, 0, Verdict.UNSUPPORTED if cell.unsupported else Verdict.PASS, "1", "2", cause=cell.unsupported
+        )
+        for cell in cells
+    ]
+    assert any(record.verdict is Verdict.PASS for record in records)
+    assert "no gradient was compared at stage 3 (dropout: " in uncompared(records)
+    compared = replace(records[0], case=replace(records[0].case, check="training.kernels"), verdict=Verdict.PASS)
+    assert not uncompared([*records, compared])
 
 
 class OwnDropout(nn.Linear):

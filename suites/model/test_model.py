@@ -13,8 +13,10 @@ import zharness
 from suites.model.tiny import draw, score
 from zharness.case import Case
 from zharness.report.reading import read
+from zharness.report.verify import file_of, named
 from zharness.run.record import Record, Verdict
 from zharness.run.session import problem
+from zharness.workload import foreign
 
 pytest.importorskip("transformers")
 REAL = "suites.model.tiny_real"
@@ -57,16 +59,29 @@ def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first
     case, _, words = found.first_divergence.partition(": ")
     assert Case.parse(case).check == "training.grads"
     assert "0.weight" in words
+    configured = next(record for record in found.records if record.case.check == "model.configured")
+    assert configured.verdict is Verdict.FAIL, configured.cause
+    assert "zharness.verify" in configured.command, "no command can find what was handed over"
 
 
-def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
-    def factory() -> Any:
-        return nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 2)), draw, score
+def test_a_name_follows_from_the_model_and_nothing_is_kept_after_a_call() -> None:
+    model, config = nn.Linear(5, 2), {"zero_optimization": {"stage": 1}}
+    names = []
+    for _ in range(2):
+        names.append((named(model, draw, score), file_of(config)))
+        foreign.take_back(names[-1][0])
+    assert names[0] == names[1]
+    assert not foreign.is_handed_over(names[0][0])
 
-    found = zharness.verify(factory, engine="deepspeed", stages=(3,), steps=1, jobs=1)
-    assert not found, "no gradient was compared"
-    assert "no gradient was compared at stage 3 (dropout: kernels of the engine's own" in found.first_divergence
-    assert found.first_divergence in found.table()
+
+@pytest.mark.cells(
+    "zharness.mutants:draws_while_recomputing",
+    stages=(0,),
+    checks=("model.checkpointing",),
+    models=(f"{REAL}:gpt2",),
+)
+def test_recomputation_that_draws_other_numbers_is_seen(record: Record) -> None:
+    assert record.verdict is Verdict.FAIL, record.cause
 
 
 def test_a_run_in_which_no_law_can_be_run_is_no_pass_and_says_why() -> None:

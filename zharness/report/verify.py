@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,6 @@ from zharness.run.record import record_file
 from zharness.workload import foreign
 from zharness.workload.models import SAMPLES, mapped, tensors_in
 from zharness.world import Isolation, is_rank
-
-_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,25 @@ def verify(
     """
     if is_rank():
         raise UsageError("verify() starts ranks of its own; call it outside of a test that is one of several ranks")
-    asked = Asked(named(model, batch, loss), file_of(config), engine, stages, world_size, dtype, steps)
     began = time.monotonic()
     options = Options(timeout=timeout, lanes=jobs, isolation=Isolation.POOLED)
-    records = run_model(asked, options, lambda: None)
+    name = named(model, batch, loss)
+    file = ""
+    try:
+        file = file_of(config)
+        asked = Asked(name, file, engine, stages, world_size, dtype, steps)
+        records = run_model(asked, options, lambda: None)
+    finally:
+        foreign.take_back(name)
+        configuration.take_back(file)
     return Verification(tuple(records), time.monotonic() - began)
 
 
 def named(model: Any, batch: Any, loss: Any) -> str:
-    """The name under which ranks find the model."""
+    """The name under which ranks find the model.
+
+    It follows from the class alone, so that a call draws the same data whatever the process called before.
+    """
     if isinstance(model, str) and batch is None and loss is None:
         return model
     factory = foreign.factory_of(model) if isinstance(model, str) else model
@@ -109,7 +119,11 @@ def named(model: Any, batch: Any, loss: Any) -> str:
             f"verify() got {foreign.words_of(model)}; expected a module, a function that builds one or its path"
         )
     title = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    name = f"{foreign.GIVEN}:{title if title.isidentifier() else 'model'}_{next(_numbers)}"
+    first = f"{foreign.GIVEN}:{title if title.isidentifier() else 'model'}"
+    # Another thread's call may be using the name.
+    name = next(
+        each for each in chain((first,), (f"{first}_{n}" for n in count(2))) if not foreign.is_handed_over(each)
+    )
     draw = batch if batch is None or callable(batch) else rows_of(batch)
 
     def complete() -> Any:
@@ -136,12 +150,17 @@ def rows_of(batch: Any) -> Callable[[torch.Generator], Any]:
     return draw
 
 
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """Eight digits that follow from what ``config`` says: calls at a time in one process do not share a name."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
 def file_of(config: Mapping[str, Any] | str | Path | None) -> str:
     """The name of a configuration in a case."""
     if config is None:
         return ""
     if not isinstance(config, Mapping):
         return str(config)
-    name = f"given_{next(_numbers)}{configuration.SUFFIX}"
+    name = f"{foreign.GIVEN}:{fingerprint(config)}{configuration.SUFFIX}"
     configuration.hand_over(name, config)
     return name

@@ -64,6 +64,11 @@ def hand_over(name: str, config: Mapping[str, Any]) -> None:
     _handed_over[name] = config
 
 
+def take_back(name: str) -> None:
+    """Forget what was handed over under ``name``."""
+    _handed_over.pop(name, None)
+
+
 def configuration(name: str) -> Configuration:
     """What the file ``name`` says. Raises ConfigError where it cannot be read, or a law cannot be held to it.
 

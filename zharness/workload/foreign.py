@@ -49,6 +49,18 @@ def is_foreign(name: str) -> bool:
 def hand_over(name: str, factory: Factory) -> None:
     """Have ``factory``, which may be a closure, found under ``name`` here and in every process forked from here on."""
     _handed_over[name] = factory
+    foreign_spec.cache_clear()  # what it keeps under that name may be another one's
+
+
+def is_handed_over(name: str) -> bool:
+    """Whether something is found under ``name`` in this process alone."""
+    return name in _handed_over
+
+
+def take_back(name: str) -> None:
+    """Forget what was handed over under ``name``, and the model that was made of it."""
+    _handed_over.pop(name, None)
+    foreign_spec.cache_clear()
 
 
 @lru_cache(maxsize=8)
