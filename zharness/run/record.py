@@ -90,7 +90,7 @@ class Record:
     @property
     def command(self) -> str:
         """The one command that shows this cell again; in words where what was handed to a library call is needed."""
-        if f"{GIVEN}:" in self.case.id:
+        if any(part.startswith(f"{GIVEN}:") for part in (self.case.model, self.case.engine_variant)):
             return "call zharness.verify again, as this process did"
         salt = f" --seed {self.seed}" if self.seed else ""
         return f"zharness check {shlex.quote(self.case.id)}{salt}"
