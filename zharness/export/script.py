@@ -31,7 +31,7 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     case = record.case
     check = check_named(case.check)
     steps = steps_of(check)
-    reason = reason_against(check, case.dtype)
+    reason = reason_against(check, case.dtype) or unwritten(case, claims)
     if reason or steps is None:
         raise UsageError(f"cannot export {case.id}: {reason}; `zharness export --list` says which laws can be")
     signature, ok = signature_of(record), f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
@@ -40,6 +40,20 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     told = "\n\n\n".join(told_steps(writing, case, steps, claims))
     setting = setting_of(case, record.seed, steps, claims)
     return writing.script(header(record, check, signature, ok, name), setting, model, told, signature, ok)
+
+
+def unwritten(case: Case, claims: Capabilities) -> str:
+    """Why the options of ``case`` cannot be written into a script; nothing where they can.
+
+    The plain side of a script runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a
+    right engine would be told to be wrong.
+    """
+    options, facts = options_of(case, claims), configured(case.engine_variant)
+    if options.get("grouping", "leaf") not in ("leaf", "root"):
+        return f"there is no export of FSDP2's grouping {options['grouping']!r} yet, which models of one's own have"
+    if facts.autocast is not None or facts.wire is not None or options.get("torch_autocast"):
+        return "there is no export under torch_autocast, or with a wire of another dtype, yet"
+    return ""
 
 
 def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Setting:
@@ -62,7 +76,7 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
 
 
 def signature_of(record: Record) -> str:
-    """A part of what the script says where it shows the cell: the exception's own words, or that a number is wrong."""
+    """A part of what the script says where it shows the cell: the exception's own words, or which number is wrong."""
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     if record.verdict is Verdict.CRASH and raised is not None:
         words = " ".join(raised[1].split())

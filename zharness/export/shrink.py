@@ -141,7 +141,10 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
             return replace(smallest, tried=tried + programs.runs)
         programs.until = time.monotonic() + timeout  # once more, for its words, also where the time is over
         outcome = programs.run(case.engine, batch)
-        return replace(smallest, tried=tried + programs.runs, program=batch[0], outcome=outcome)
+        tried += programs.runs
+        if not outcome.verdict.broken:  # it failed once: a script of it would show nothing
+            return replace(smallest, tried=tried)
+        return replace(smallest, tried=tried, program=batch[0], outcome=outcome)
 
 
 def run_cell(runner: Runner, case: Case) -> Record | None:

@@ -70,22 +70,25 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
 
 def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> Bench:
     """This rank of the cell."""
-    usual = capabilities.own_model if is_foreign(case.model) else {}
     config = EngineConfig(
         stage=case.stage,
         dtype=case.dtype,
         loss_scale=LOSS_SCALES[case.dtype],
-        options=laid_over(laid_over(usual, options_of(case, capabilities)), options),
+        options=laid_over(options_of(case, capabilities), options),
     )
     spec, training = model_spec(case.model), configured(case.engine_variant).training
     return bench_here(case.engine, spec, case.seed(salt), config, capabilities, case.variant, training)
 
 
 def options_of(case: Case, capabilities: Capabilities) -> Mapping[str, Any]:
-    """What the case's engine variant stands for: a file's options, or a named set of the engine's."""
+    """What the case's engine variant stands for: a file's options, or a named set of the engine's.
+
+    They are laid over those that the engine wants for anyone's model, where it is one.
+    """
+    usual = capabilities.own_model if is_foreign(case.model) else {}
     if not case.engine_variant or is_file(case.engine_variant):
-        return configured(case.engine_variant).options
-    return capabilities.variants[case.engine_variant]
+        return laid_over(usual, configured(case.engine_variant).options)
+    return laid_over(usual, capabilities.variants[case.engine_variant])
 
 
 def bench_here(
