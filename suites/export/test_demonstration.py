@@ -1,35 +1,54 @@
-"""A fault planted into DeepSpeed under a LoRA on a GPT-2 that recomputes: found, and in the smallest too."""
+"""A fault planted into DeepSpeed under a LoRA on a GPT-2 that recomputes: found, and in the smallest too.
+
+All of it in processes of its own: a model's factory that changes an engine changes it for all who share the process.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from zharness import engines
-from zharness.export.script import script_of
-from zharness.export.shrink import likeness
-from zharness.run.record import Record, Verdict
+from zharness.report.reading import read
+from zharness.run.record import Record
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
+ROOT = Path(__file__).parents[2]
 MODEL = "suites.export.planted:lora"
 SMALL = "num_hidden_layers=1,num_attention_heads=1,hidden_size=8,vocab_size=16,max_position_embeddings=8"
 FACTOR = "it is 1.0001 x the right gradient"
 
 
-@pytest.mark.cells("deepspeed", stages=(1,), checks=("training.grads",), models=(MODEL,))
-def test_the_planted_fault_is_found(record: Record) -> None:
-    assert record.verdict.broken
-    assert FACTOR in record.cause
-    assert "lora_B" in record.cause
+def zharness(*arguments: str) -> int:
+    command = [sys.executable, "-m", "zharness", *arguments]
+    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
 
 
-@pytest.mark.cells("deepspeed", stages=(1,), checks=("training.grads",), models=(f"{MODEL}({SMALL})",))
-def test_it_is_found_in_the_smallest_of_that_model_and_told_in_a_script(record: Record) -> None:
-    wanted = likeness(Verdict.FAIL, f"step 0, reduction: w[0] (bound 1); {FACTOR}")
-    assert wanted.alike(likeness(record.verdict, record.cause))
-    claims = engines.capabilities("deepspeed", 1)
-    assert claims is not None
-    script = script_of(record, claims, "small.py").text
+def of(model: str) -> str:
+    return f"training.grads[deepspeed-zero1-w2-fp32-{model}]"
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, ...]:
+    path = tmp_path_factory.mktemp("records") / "records.jsonl"
+    assert zharness("check", of(f"{MODEL}({SMALL})"), "--jsonl", str(path)) == 1
+    return tuple(read([path]).records)
+
+
+def test_the_planted_fault_is_found_in_the_smallest_model(records: tuple[Record, ...]) -> None:
+    assert len(records) == 1
+    for record in records:
+        assert record.verdict.broken
+        assert FACTOR in record.cause
+        assert "lora_B" in record.cause
+
+
+def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
+    assert zharness("export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py")) == 0
+    script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
     assert "reduced(factory(), {'num_hidden_layers': '1'" in script
     assert "class Training" in script, "which the bench of the script names"
