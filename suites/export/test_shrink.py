@@ -13,7 +13,8 @@ from zharness import engines
 from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.export.programs import reason_against, script_of_program
-from zharness.export.shrink import LADDER, likeness, modules_of, shrink, smaller_cells
+from zharness.export.shrink import LADDER, likeness, shrink, smaller_cells
+from zharness.export.smaller import owners_of_parameters
 from zharness.run.programs import Outcome
 from zharness.run.record import Verdict
 from zharness.run.runner import surroundings
@@ -62,7 +63,9 @@ def test_a_failure_does_not_slip_to_one_whose_numbers_look_otherwise() -> None:
 def test_smaller_cells_are_smaller_in_one_axis() -> None:
     case = Case.parse("training.grads[deepspeed{overlap_comm}-zero2-w4-bf16-transformer]")
     found = list(smaller_cells(case))
-    assert modules_of(found[0].model) <= modules_of(found[1].model) < modules_of(case.model)
+    assert (
+        owners_of_parameters(found[0].model) <= owners_of_parameters(found[1].model) < owners_of_parameters(case.model)
+    )
     assert replace(case, engine_variant="") in found
     assert {each.world_size for each in found} == {1, 2, 3, 4}
     assert {each.stage for each in found} == {0, 1, 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,8 @@ from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, 
 from zharness.checks.trial import Trial, divided_by
 from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
 from zharness.parity import Comparison
-from zharness.parity.certificate import is_power_of_two
+from zharness.parity.baseline import Local
+from zharness.parity.certificate import Exactness, is_power_of_two
 from zharness.workload.foreign import is_foreign
 
 ACCUMULATIONS = (1, 2, 3)
@@ -71,6 +72,27 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
                     yield from published(trial, after, f"params-{label}")
 
 
+def divided_by_engine(
+    trial: Trial,
+    label: str,
+    at: int,
+    window: range,
+    params: Mapping[str, Tensor],
+    divided: Sequence[Sequence[Local]],
+    exact: bool | Exactness = False,
+) -> Iterator[Comparison]:
+    """Gradients of the micro-steps ``window`` where the engine divides: the loss, as ``divided`` is, or the gradient.
+
+    The undivided ones are computed only where the others do not fit.
+    """
+    by_loss = list(trial.reduced(label, divided, at, exact, scale=len(window)))
+    if any(found.mismatch for found in by_loss):
+        whole = [trial.locals(micro, params) for micro in window]
+        yield from trial.reduced(label, whole, at, exact)
+    else:
+        yield from by_loss
+
+
 def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
     """One boundary's gradients. An engine that owns the division may divide the loss or the gradient: both are right,
     and by anything but a power of two they round apart, so it has to match one of the two throughout.
@@ -81,9 +103,7 @@ def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Itera
     for micro, local in zip(window, divided, strict=True):
         yield from trial.same_loss(micro, local, f"loss-{label}")
     exact = trial.exact(window) and (boundary == 0 or label.startswith("frozen"))
-    by_loss = list(trial.reduced(f"grads-{label}", divided, boundary, exact, scale=steps))
-    if trial.variant == AccumulationOwner.ENGINE.value and any(found.mismatch for found in by_loss):
-        whole = [trial.locals(micro, params) for micro in window]
-        yield from trial.reduced(f"grads-{label}", whole, boundary, exact)
+    if trial.variant == AccumulationOwner.ENGINE.value:
+        yield from divided_by_engine(trial, f"grads-{label}", boundary, window, params, divided, exact)
     else:
-        yield from by_loss
+        yield from trial.reduced(f"grads-{label}", divided, boundary, exact, scale=steps)

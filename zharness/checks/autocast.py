@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.baseline import Local
+from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.workload import ModelSpec
 
@@ -80,9 +79,9 @@ def everyone(trial: Trial, forward: bool = True, backward: bool = False) -> list
     return [local(trial, rank, forward, backward) for rank in range(trial.world_size)]
 
 
-def lowered(spec: ModelSpec, safe: tuple[type[nn.Module], ...]) -> set[str]:
+def lowered(baseline: Baseline, safe: tuple[type[nn.Module], ...]) -> set[str]:
     """The trained parameters that lie in modules of the classes ``safe``, if under another name as well."""
-    model = spec.build()
+    model = baseline.spec.model(baseline.seed)
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         names[id(p)]
@@ -124,7 +123,7 @@ def judge_policy(trial: Trial) -> Iterator[Comparison]:
     yield from trial.same_value("dtypes", [dtypes] * trial.world_size)
     expected = everyone(trial)
     yield from trial.same_loss(0, expected)
-    yield from reduced(trial, "grads", expected, lowered(trial.baseline.spec, SAFE))
+    yield from reduced(trial, "grads", expected, lowered(trial.baseline, SAFE))
     for rank, copy in enumerate(trial.copies("kept")):
         for name, found in copy.items():
             yield identical(trial.place(name, Part.OPTIMIZER, seen_on=rank), kind(torch.zeros((), dtype=WIDE)), found)
@@ -144,7 +143,7 @@ def observe_states(bench: Bench) -> None:
 
 
 def judge_states(trial: Trial) -> Iterator[Comparison]:
-    safe = lowered(trial.baseline.spec, SAFE)
+    safe = lowered(trial.baseline, SAFE)
     for forward, backward in STATES:
         expected = everyone(trial, forward, backward)
         yield from trial.same_loss(0, expected, f"loss-{forward}-{backward}")
@@ -217,7 +216,7 @@ def observe_safe_modules(bench: Bench) -> None:
 def judge_safe_modules(trial: Trial) -> Iterator[Comparison]:
     _, safe = SAFE_LISTS[trial.variant]
     spec = trial.baseline.spec
-    low = lowered(spec, safe)
+    low = lowered(trial.baseline, safe)
     sizes = {name: p.numel() for name, p in spec.model(0).named_parameters()}
     trained = {name for name, p in spec.model(0).named_parameters() if p.requires_grad}
     yield from each_once(trial, "reduced", sizes, {"bfloat16": low, "float32": trained - low, "float16": set()})
@@ -258,7 +257,7 @@ def observe_norm(bench: Bench) -> None:
 
 def judge_norm(trial: Trial) -> Iterator[Comparison]:
     """The triangle inequality: norms differ by no more than the norm of the difference, which is bounded by element."""
-    expected, low = everyone(trial), lowered(trial.baseline.spec, SAFE)
+    expected, low = everyone(trial), lowered(trial.baseline, SAFE)
     yield from reduced(trial, "grads", expected, low)
     means, bounds = [], []
     for name in expected[0].grads:
@@ -279,6 +278,7 @@ def check(
     judge: Callable[[Trial], Iterator[Comparison]],
     *variants: str,
     needs: Feature = Feature.AUTOCAST,
+    any_model: tuple[str, ...] = (),
 ) -> Check:
     """A law of precision, on the model made for them."""
     return Check(
@@ -292,6 +292,7 @@ def check(
         integral=False,
         dtypes=("fp32",),  # the checks choose the sections of precision themselves
         variants=tuple((variant, ()) for variant in variants) or (("", ()),),
+        any_model=any_model,
     )
 
 
@@ -302,13 +303,11 @@ CHECKS = (
         observe_policy,
         judge_policy,
     ),
-    replace(
-        check(
-            "autocast_states",
-            "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
-            observe_states,
-            judge_states,
-        ),
+    check(
+        "autocast_states",
+        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+        observe_states,
+        judge_states,
         any_model=("",),
     ),
     check(
@@ -325,13 +324,11 @@ CHECKS = (
         *SAFE_LISTS,
         needs=Feature.WIRES,
     ),
-    replace(
-        check(
-            "autocast_norm",
-            "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
-            observe_norm,
-            judge_norm,
-        ),
+    check(
+        "autocast_norm",
+        "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
+        observe_norm,
+        judge_norm,
         any_model=("",),
     ),
 )

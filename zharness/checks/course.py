@@ -58,7 +58,7 @@ def taken(trial: Trial, steps: int) -> list[Step]:
     found = []
     for step in range(steps):
         losses = [copy["loss"] for copy in trial.copies("loss", step)]
-        found.append(Step(mean(losses), norm(trial.copies("grads", step)[0])))
+        found.append(Step(mean(losses), float(norm_of(trial.copies("grads", step)[0]))))
     return found
 
 
@@ -77,7 +77,7 @@ def trained(trial: Trial, course: Course) -> list[Step]:
             weights[name].grad = torch.stack(grads).mean(0)
         trainable = [weight for weight in weights.values() if weight.grad is not None]
         whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-        found.append(Step(mean([one.loss for one in local]), norm(whole)))
+        found.append(Step(mean([one.loss for one in local]), float(norm_of(whole))))
         if course.clip is not None:
             torch.nn.utils.clip_grad_norm_(trainable, course.clip)
         optimizer.step()
@@ -90,5 +90,6 @@ def mean(losses: Sequence[Tensor]) -> float:
     return float(torch.stack([loss.double() for loss in losses]).mean())
 
 
-def norm(grads: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt())
+def norm_of(grads: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of all elements together, in float64."""
+    return torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zharness.checks.accumulation import accumulate
+from zharness.checks.accumulation import accumulate, divided_by_engine
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights, norm_and_bound
 from zharness.checks.trial import Trial, divided_by
-from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, Tier, within
 from zharness.workload import ModelSpec
@@ -25,17 +25,28 @@ STEPS = "3"
 KINDS = ("reentrant", "non_reentrant")
 
 
-def observe_configured(bench: Bench) -> None:
-    training, owners = bench.training, bench.owners()
-    owner = AccumulationOwner.ENGINE if AccumulationOwner.ENGINE in owners else AccumulationOwner.CALLER
-    own = bench.config.stage in bench.capabilities.own_kernels
-    bench.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
-    engine = bench.engine(
+def owner_of(bench: Bench) -> AccumulationOwner:
+    """Who owns the accumulation of a training as configured: the engine, where it can."""
+    engine = AccumulationOwner.ENGINE in bench.owners()
+    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER
+
+
+def engine_of(bench: Bench) -> Engine:
+    """The engine in the user's configuration, around the model."""
+    training = bench.training
+    return bench.engine(
         optimizer=training.optimizer,
         clip=training.clip,
         accumulation_steps=training.accumulation,
-        accumulation_owner=owner,
+        accumulation_owner=owner_of(bench),
     )
+
+
+def observe_configured(bench: Bench) -> None:
+    training, owner = bench.training, owner_of(bench)
+    own = bench.config.stage in bench.capabilities.own_kernels
+    bench.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
+    engine = engine_of(bench)
     for step in range(int(bench.variant)):
         bench.record_trained(engine, step)
         accumulate(bench, engine, owner, window(step, training.accumulation), "loss")
@@ -77,12 +88,10 @@ def gradients(trial: Trial, step: int) -> Iterator[Comparison]:
     divided = [trial.locals(micro, params, weigh=divided_by(parts)) for micro in micros]
     for micro, local in zip(micros, divided, strict=True):
         yield from forward(trial, step, local, micro)
-    by_loss = list(trial.reduced("grads", divided, step, scale=parts))
-    if trial.copies("setting")[0]["engine"] and parts > 1 and any(found.mismatch for found in by_loss):
-        whole = [trial.locals(micro, params) for micro in micros]
-        yield from trial.reduced("grads", whole, step)
+    if trial.copies("setting")[0]["engine"] and parts > 1:
+        yield from divided_by_engine(trial, "grads", step, micros, params, divided)
     else:
-        yield from by_loss
+        yield from trial.reduced("grads", divided, step, scale=parts)
 
 
 def checkpointed(spec: ModelSpec, kind: str) -> nn.Module:

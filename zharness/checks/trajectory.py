@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
-from zharness.checks.course import Course
+from zharness.checks.course import Course, norm_of
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
@@ -139,8 +139,8 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
 
 def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
-    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
-    return norm, norm * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)
+    whole = norm_of(grads)
+    return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)
 
 
 def initial_weights(trial: Trial) -> Iterator[Comparison]:

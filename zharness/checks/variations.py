@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
+from zharness.checks.course import norm_of
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step, norm_told
 from zharness.checks.pairwise import rows
@@ -231,12 +232,12 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
     """The norm of the union of all gradients, and w - factor x g, with torch.nn.utils.clip_grad_norm_'s factor."""
     for at, clip in enumerate(CLIPS):
         grads, before = trial.copies("grads", at)[0], trial.copies("masters-before", at)[0]
-        norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+        whole = norm_of(grads)
         reduced = torch.cat([grad.flatten() for grad in grads.values()])
         # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
-        error = norm * of_many(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
+        error = whole * of_many(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
         for rank, copy in enumerate(trial.copies("norm", at)):
-            yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), norm, copy["norm"], error))
+            yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), whole, copy["norm"], error))
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
         for rank, copy in enumerate(trial.copies("masters-after", at)):
             for name, weight in before.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from zharness.export.script import script_of
 from zharness.export.shrink import Smallest
 from zharness.export.shrink import shrink as smallest
 from zharness.export.verify import Run, faithful, words
+from zharness.run.files import check_writable, write_whole
 from zharness.run.plan import named
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
@@ -52,7 +52,7 @@ def export(text: str, options: Options, place: Place, run: Run | None) -> int:
     case = Case.parse(text)
     require(case)
     if options.output is not None:
-        require_writable(options.output)
+        check_writable(options.output)
     with progress("runs the cell"):
         record, claims = tried(case, options, place)
     if record.verdict not in SHOWN:
@@ -91,20 +91,12 @@ def tried(case: Case, options: Options, place: Place) -> tuple[Record, Capabilit
         return runner.run(planned), runner.claims(case.engine, case.stage)
 
 
-def require_writable(path: Path) -> None:
-    """Raises UsageError where no file can be written at ``path``."""
-    if not os.access(path.resolve().parent, os.W_OK) or path.is_dir():
-        raise UsageError(f"cannot write {str(path)!r}; name a file in a folder that is there and can be written")
-
-
 def place_text(text: str, output: Path | None) -> None:
-    """The script where it was asked for: under a name of its own until it is whole."""
+    """The script where it was asked for."""
     if output is None:
         click.echo(text, nl=False)
-        return
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, output)
+    else:
+        write_whole(text, output)
 
 
 def progress(what: str) -> AbstractContextManager[object]:
@@ -127,7 +119,7 @@ def shrink(text: str, options: Options, seconds: float, place: Place, run: Calla
     case = Case.parse(text)
     check_named(case.check)
     if options.output is not None:
-        require_writable(options.output)
+        check_writable(options.output)
     with progress("shrinks"):
         found = smallest(case, options.seed, place(case.engine), options.timeout, seconds)
     click.echo(told(found), err=True)

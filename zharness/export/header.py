@@ -11,6 +11,7 @@ from zharness.engines import registry
 from zharness.run.record import Record, Verdict
 
 WIDTH = 120
+WRONG = "plain PyTorch gives"  # of every wrong number, a script says what it should be (parts/compare.py.txt)
 
 
 def header(record: Record, check: Check, signature: str, ok: str, name: str) -> str:

@@ -9,7 +9,7 @@ from zharness.checks.trajectory import OPTIMIZERS
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.export.frame import Script, Setting, Writing, quoted
-from zharness.export.header import facts_first
+from zharness.export.header import WRONG, facts_first
 from zharness.run.programs import SEED, Outcome, command
 from zharness.run.record import Verdict
 from zharness.workload.layers import BLOCKS, spec_of
@@ -39,7 +39,7 @@ def script_of_program(engine: str, version: str, program: Program, outcome: Outc
         raise UsageError(f"cannot export {str(program)!r}: {reason}; the command that shows it is printed")
     writing = Writing(engine)
     model, told = model_of(writing, program), steps_of(writing, program)
-    signature = "plain PyTorch gives" if outcome.verdict is not Verdict.CRASH else exception_of(outcome.cause)
+    signature = WRONG if outcome.verdict is not Verdict.CRASH else exception_of(outcome.cause)
     ok = f"repro: {quoted(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     setting = Setting(
         engine=engine,

@@ -13,7 +13,7 @@ from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
 from zharness.errors import UsageError
 from zharness.export.collect import source
 from zharness.export.frame import Script, Setting, Writing, owner_claimed
-from zharness.export.header import header
+from zharness.export.header import WRONG, header
 from zharness.export.laws import Kind, Steps, reason_against, steps_of
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.cell import options_of
@@ -76,13 +76,13 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
 
 
 def signature_of(record: Record) -> str:
-    """A part of what the script says where it shows the cell: the exception's own words, or which number is wrong."""
+    """A part of what the script says where it shows the cell: the exception's own words, or that a number is wrong."""
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     if record.verdict is Verdict.CRASH and raised is not None:
         words = " ".join(raised[1].split())
         stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
         return stem[:70].strip().replace("\\", "").replace('"', "'") if "'" not in stem else stem[:70].strip()
-    return "plain PyTorch gives"
+    return WRONG
 
 
 def own_model(writing: Writing, name: str) -> str:

@@ -18,7 +18,6 @@ from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.search import PASSED, Found, Search, search, shrunk
-from zharness.workload import MODELS
 from zharness.workload.foreign import is_foreign
 from zharness.workload.legal import MANY, Batch
 from zharness.workload.programs import SOURCES, Program, parse
@@ -178,7 +177,7 @@ def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, 
 def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:
     """Cells that are smaller in one axis, those that are much smaller first; ``own`` are of a model of the user's."""
     check = check_named(case.check)
-    sizes = {name: modules_of(name) for name in check.models}
+    sizes = {name: owners_of_parameters(name) for name in check.models}
     largest = sizes.get(case.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
     if is_foreign(case.model):  # what is the engine's fault shows in any model, what is the model's in none of these
@@ -190,12 +189,6 @@ def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:
     if case.dtype != "fp32":
         yield replace(case, dtype="fp32")
     yield from (replace(case, stage=stage) for stage in range(case.stage))
-
-
-def modules_of(model: str) -> int:
-    """How many modules of a model of the workload own parameters."""
-    modules = MODELS[model].model(0).modules()
-    return sum(any(True for _ in module.parameters(recurse=False)) for module in modules)
 
 
 def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:

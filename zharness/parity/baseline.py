@@ -49,7 +49,7 @@ class Baseline:
     @property
     def names(self) -> tuple[str, ...]:
         """The model's parameters in the order of its modules; tied ones once."""
-        return names_of(self.spec)
+        return names_of(self.spec, self.seed)
 
     def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
@@ -105,9 +105,9 @@ class Baseline:
 
 
 @lru_cache(maxsize=64)
-def names_of(spec: ModelSpec) -> tuple[str, ...]:
-    """``Baseline.names``, for which a model has to be built."""
-    return tuple(name for name, _ in spec.model(0).named_parameters())
+def names_of(spec: ModelSpec, seed: int) -> tuple[str, ...]:
+    """``Baseline.names`` of a model built for it: that of ``seed``, which anyone's factory has made already."""
+    return tuple(name for name, _ in spec.model(seed).named_parameters())
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from zharness.report.matrix import outcome
-from zharness.report.page import write_whole
+from zharness.run.files import write_whole
 from zharness.run.record import Record
 
 # What becomes of an outcome; pytest spells an expected failure the same way. What is not here passes.

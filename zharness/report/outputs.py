@@ -10,9 +10,10 @@ from zharness.report.comparison import Comparison
 from zharness.report.comparison import text as differences
 from zharness.report.junit import write_junit
 from zharness.report.matrix import matrix
-from zharness.report.page import check_page, check_writable, write_page
+from zharness.report.page import check_page, write_page
 from zharness.report.words import failures, summary
 from zharness.run import Record, step_summary
+from zharness.run.files import check_writable
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES
-from zharness.checks.own_model import can_checkpoint
+from zharness.checks.own_model import can_checkpoint, engine_of
 from zharness.engines import Capabilities
-from zharness.engines.protocol import AccumulationOwner
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline, Local, differentiated
 from zharness.run.cell import bench_of, blamed
@@ -25,9 +24,10 @@ from zharness.workload.models import tensors_in
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several: small data may give two ranks the same rows by chance
 GIB = 2**30
-# As measured by scripts/bench_model.py. Copies of the model that are alive at once: in each rank the factory's, one of
-# the initial state, and two engines' weights, gradients and two moments; in the judge weights, local gradients and
-# float64 beside what it reads. And forwards with backward of one rank's micro-batch that all laws together take.
+# Counted from the code; the bytes lay above what two cells of a GPT-2 of 10 M parameters took, the seconds are not
+# measured. Copies of the model that are alive at once: in each rank the factory's, one of the initial state, and two
+# engines' weights, gradients and two moments; in the judge weights, local gradients and float64 beside what it reads.
+# And forwards with backward of one rank's micro-batch that a law takes.
 IN_A_RANK, IN_THE_JUDGE, IN_ANY_PROCESS = 11, 9, 0.35 * GIB
 RUNS, FOR_A_CELL = 9, 1.0  # for each cell; seconds
 SUSPECTS = (
@@ -141,20 +141,13 @@ def draws(baseline: Baseline, first: Local) -> bool:
 
 
 def tried_out(case: Case, salt: int, capabilities: Capabilities) -> None:
-    """In every rank: the engine in the user's configuration, built and given one micro-batch.
+    """In every rank: the engine in the user's configuration, built around the user's model.
 
     Whatever it raises is the user's to hear before anything long starts.
     """
     bench = bench_of(case, salt, capabilities, {})
-    owner = AccumulationOwner.ENGINE if AccumulationOwner.ENGINE in bench.owners() else AccumulationOwner.CALLER
     with blamed(f"{case.subject} at stage {case.stage}, built around {case.model}"):
-        engine = bench.engine(
-            optimizer=bench.training.optimizer,
-            clip=bench.training.clip,
-            accumulation_steps=bench.training.accumulation,
-            accumulation_owner=owner,
-        )
-        engine.close()
+        engine_of(bench).close()
 
 
 def too_large(facts: Facts, world_size: int, free: float) -> str:
@@ -171,8 +164,8 @@ def too_large(facts: Facts, world_size: int, free: float) -> str:
 def words(facts: Facts, cases: Sequence[Case], world_size: int, lanes: int, cores: int) -> str:
     """What is going to be run, and about what it takes."""
     millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained / 1e6:.3g} M trained)"
-    minutes = facts.time(len(cases), world_size, cores)
-    span = f"{minutes:.0f} s" if minutes < 120 else f"{minutes / 60:.0f} min"
+    seconds = facts.time(len(cases), world_size, cores)
+    span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
         f"{cases[0].model}: {millions}, {facts.seconds:.2g} s for one forward and backward; {len(cases)} cells, "
         f"about {span} and at most {facts.memory(world_size, lanes) / GIB:.1f} GiB"

@@ -86,12 +86,9 @@ class Runner:
         server = self._servers[engine] if engine else self._judges
         group = Group.DEFAULT if engine else Group.NONE
         outcome = server.submit(Work(function, args, world_size, self.timeout, group))
-        failed = outcome.cause
-        if failed is None:
-            return outcome.values()
-        if failed.exception.startswith("zharness.errors."):
-            raise UsageError(failed.cause.partition(": ")[2])
-        raise UsageError(f"{failed.words()}\n{outcome.describe()}")
+        if outcome.cause is not None:
+            raise of_user(outcome.cause, f"{outcome.cause.words()}\n{outcome.describe()}")
+        return outcome.values()
 
     def run(self, planned: Planned) -> Record:
         """The record of one cell; its ranks, its judge and its files are gone when it returns."""
@@ -192,9 +189,13 @@ def probed(server: RankServer, engine: str, stage: int) -> Capabilities:
     if failed is None:
         claims: Capabilities = outcome.ranks[0].value
         return claims
-    if failed.exception.startswith("zharness.errors."):
-        raise UsageError(failed.cause.partition(": ")[2])
-    raise UsageError(f"engine {engine!r} could not be built at stage {stage}: {failed.words()}")
+    raise of_user(failed, f"engine {engine!r} could not be built at stage {stage}: {failed.words()}")
+
+
+def of_user(failed: RankOutcome, otherwise: str) -> UsageError:
+    """What the user hears of a failure before any cell: this package's error in its own words, else ``otherwise``."""
+    ours = failed.exception.startswith("zharness.errors.")
+    return UsageError(failed.cause.partition(": ")[2] if ours else otherwise)
 
 
 def surroundings(name: str) -> Surroundings:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -58,13 +58,8 @@ def open_fence(text: str) -> str:
 
 def block(text: str) -> str:
     """Text as the terminal has it. The fence is longer than any row of backticks in it."""
-    fence = "`" * max(3, 1 + max((len(row) for row in rows_of_backticks(text)), default=0))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}" if text else ""
-
-
-def rows_of_backticks(text: str) -> Iterable[str]:
-    """Every run of backticks."""
-    return ("".join(run) for run in "".join(c if c == "`" else " " for c in text).split())
 
 
 def folded(heading: str, text: str) -> str:

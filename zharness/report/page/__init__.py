@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from zharness.errors import UsageError
 from zharness.report.comparison import Comparison
 from zharness.report.page.columns import packed, payload
 from zharness.report.words import summary
+from zharness.run.files import check_writable, write_whole
 from zharness.run.record import Record
 
 VENDOR = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
@@ -45,33 +45,6 @@ def check_page(path: Path) -> None:
     if find_spec("jinja2") is None:
         raise UsageError(NO_JINJA)
     check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """Raises UsageError when a page cannot be written to ``path``: before a long run, not after it."""
-    try:
-        partial_of(path).touch()
-        partial_of(path).unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
-
-
-def partial_of(path: Path) -> Path:
-    """The temporary name beside ``path``, links followed."""
-    return path.resolve().with_name(path.name + ".partial")
-
-
-def write_whole(text: str, path: Path) -> None:
-    """Write ``text`` to a temporary name and rename it. Raises UsageError when it cannot be written."""
-    check_writable(path)
-    partial = partial_of(path)
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path.resolve())
-    except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_page(
