@@ -64,9 +64,16 @@ def outputs_of(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def local(trial: Trial, rank: int, forward: bool = True, backward: bool = False) -> Local:
-    """The plain model's first micro-batch: forward and backward inside torch.autocast or not, the loss never."""
-    model, batch = trial.baseline.module(), trial.baseline.batch(rank, 0)
+def local(
+    trial: Trial,
+    rank: int,
+    forward: bool = True,
+    backward: bool = False,
+    micro: int = 0,
+    params: Mapping[str, Tensor] | None = None,
+) -> Local:
+    """The plain model's micro-batch ``micro``: forward and backward inside torch.autocast or not, the loss never."""
+    model, batch = trial.baseline.module(params), trial.baseline.batch(rank, micro)
     with torch.autocast("cpu", LOW, enabled=forward):
         output = batch.through(model)
     loss = trial.baseline.objective(output, batch)
@@ -104,6 +111,7 @@ def reduced(trial: Trial, label: str, locals_: Sequence[Local], low: set[str]) -
 
 def observe_policy(bench: Bench) -> None:
     engine = bench.engine(optimizer=SGD, options=AUTOCAST)
+    evaluate(bench, engine, BEFORE)
     with outputs_of(engine.module) as dtypes:
         loss = bench.loss(engine, 0)
     bench.record("dtypes", dtypes)
@@ -113,20 +121,43 @@ def observe_policy(bench: Bench) -> None:
     state = {f"{name}/{key}": t for name, kept in engine.full_optimizer_state().items() for key, t in kept.items()}
     kept = {**engine.full_params(), **state}
     bench.record("kept", {name: kind(tensor) for name, tensor in kept.items() if tensor.is_floating_point()})
+    engine.zero_grad()
+    bench.record("params", engine.full_params())
+    evaluate(bench, engine, AFTER)
+    bench.loss(engine, AFTER + 1)
     engine.close()
+
+
+BEFORE, AFTER = 1, 2  # the micro-batches of evaluations before a step and after it
+
+
+def evaluate(bench: Bench, engine: Engine, micro: int) -> None:
+    """A forward that trains nothing, and the dtypes of what its modules gave."""
+    engine.module.eval()
+    with torch.no_grad(), outputs_of(engine.module) as dtypes:
+        bench.loss(engine, micro)
+    engine.module.train()
+    bench.record("dtypes", dtypes, micro)
 
 
 def judge_policy(trial: Trial) -> Iterator[Comparison]:
     model, batch = trial.baseline.module(), trial.baseline.batch(0, 0)
     with outputs_of(model) as dtypes, torch.autocast("cpu", LOW):
         model(batch.inputs)
-    yield from trial.same_value("dtypes", [dtypes] * trial.world_size)
+    ranks = range(trial.world_size)
+    for micro in (BEFORE, 0):
+        yield from trial.same_value("dtypes", [dtypes for _ in ranks], micro)
+    yield from trial.same_loss(BEFORE, [local(trial, rank, micro=BEFORE) for rank in ranks])
     expected = everyone(trial)
     yield from trial.same_loss(0, expected)
     yield from reduced(trial, "grads", expected, lowered(trial.baseline, SAFE))
     for rank, copy in enumerate(trial.copies("kept")):
         for name, found in copy.items():
             yield identical(trial.place(name, Part.OPTIMIZER, seen_on=rank), kind(torch.zeros((), dtype=WIDE)), found)
+    yield from trial.same_value("dtypes", [dtypes for _ in ranks], AFTER)
+    for micro in (AFTER, AFTER + 1):
+        stepped = [local(trial, rank, micro=micro, params=trial.copies("params")[rank]) for rank in ranks]
+        yield from trial.same_loss(micro, stepped)
 
 
 STATES = [(forward, backward) for forward in (True, False) for backward in (True, False)]
@@ -299,7 +330,7 @@ def check(
 CHECKS = (
     check(
         "autocast_policy",
-        "with torch_autocast operations run in torch.autocast's dtypes; weights, gradients and state stay fp32",
+        "with torch_autocast all forwards run in torch.autocast's dtypes; weights, gradients and state stay fp32",
         observe_policy,
         judge_policy,
     ),

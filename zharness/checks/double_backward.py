@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.backward import NEEDS, BrokenOnPurpose, breaks
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
-from zharness.checks.play import Play, Scene, Side, Values, check
+from zharness.checks.play import (
+    Play,
+    Scene,
+    Side,
+    Values,
+    check,
+    gradients,
+    judging,
+    left_behind,
+    of_plain,
+    played_by_all,
+)
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Engine, Feature
-from zharness.parity import Comparison, Tier
+from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.errors import HarnessFault
+from zharness.parity import Comparison, Part, Tier, identical
+from zharness.parity.baseline import Baseline
+from zharness.parity.compare import check_names
 from zharness.workload import Batch
 
 
@@ -135,6 +150,56 @@ def gradient_penalty(side: Side) -> Values:
     return {"input": first, "penalty": leaf.grad}
 
 
+OWN, REDUCED = "own", "reduced"
+
+
+def penalised(loss: Tensor, module: nn.Module, share: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """``loss`` plus the squares of its gradients by the weights, times ``share`` before; and those gradients."""
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    grads = {name: share * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
+    return loss + torch.stack([grad.square().sum() for grad in grads.values()]).sum(), grads
+
+
+def weight_penalty(side: Side) -> Values:
+    """A penalty on the gradients of weights. Where those are a rank's own, they are vanilla's."""
+    total, grads = penalised(side.trained(), side.module)
+    torch.autograd.backward(total)
+    return {f"of {name}": grad for name, grad in grads.items() if side.variant == OWN}
+
+
+# The mean, since what forgets to divide on the way back is right by the sum.
+SCENE = Scene(weight_penalty, reduction=Reduction.MEAN)
+
+
+def judge_weight_penalty(trial: Trial) -> Iterator[Comparison]:
+    """Gradients of gradients that come reduced are those of all ranks' losses and of the penalty on their reduced sum.
+
+    By the mean over N ranks, that sum is divided by N within the penalty, and what the penalty gives is once more.
+    """
+    if trial.variant == OWN:
+        yield from judging(SCENE)(trial)
+        return
+    share = 1.0 if trial.recorded(Reduction.SUM.value) else 1 / trial.world_size
+    expected, wide = (penalty_of_all(trial.baseline, share, dtype) for dtype in (trial.dtype, torch.float64))
+    if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
+        raise HarnessFault("the penalty is not exact, so it can judge no engine")
+    for rank, copy in enumerate(trial.copies("grads")):
+        check_names("full_grads", expected, copy)
+        for name, grad in expected.items():
+            yield identical(trial.place(name, Part.REDUCTION, seen_on=rank), grad, copy[name])
+    yield from left_behind(trial, played_by_all(trial, SCENE), 0)
+
+
+def penalty_of_all(baseline: Baseline, share: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The plain model's gradients of all ranks' losses, with a penalty on ``share`` times their gradients."""
+    module = baseline.module().to(dtype)
+    sides = [of_plain(baseline, REDUCED, rank, dtype, None) for rank in range(baseline.world_size)]
+    losses = [side.loss(module(side.x())) for side in sides]
+    torch.autograd.backward(share * penalised(torch.stack(losses).sum(), module, share)[0])
+    return dict(gradients(module))
+
+
 def retained_law(play: Play, words: str) -> Check:
     name = play.__name__
     return check(f"double_backward.{name}", words, Scene(play), (*NEEDS, Feature.RETAIN_GRAPH))
@@ -148,6 +213,16 @@ CHECKS = (
         "a backward over weights that a step has written since its forward raises, as vanilla's does",
     ),
     retained_law(gradient_penalty, "autograd.grad with create_graph, then backward of a penalty on it, is vanilla's"),
+    replace(
+        check(
+            "double_backward.weight_penalty",
+            "a penalty on gradients of weights is vanilla's: on a rank's own, or on all ranks', as the engine claims",
+            SCENE,
+            (*NEEDS, Feature.RETAIN_GRAPH),
+            variants=((OWN, (Feature.OWN_WEIGHT_GRADIENTS,)), (REDUCED, (Feature.REDUCED_WEIGHT_GRADIENTS,))),
+        ),
+        judge=judge_weight_penalty,
+    ),
     Check(
         name="double_backward.retained_then_zero_grad",
         law="backward of one loss on a retained graph, zero_grad, backward of another: the other's gradient alone",

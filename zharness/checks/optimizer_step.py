@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -28,12 +28,16 @@ CLIPPING = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the nor
 
 @dataclass(frozen=True)
 class Moment:
-    """Labels and step under which weights and optimizer state were recorded, and how many steps before were skipped."""
+    """Labels and step under which weights and optimizer state were recorded, and how many steps before were skipped.
+
+    ``idle`` are those, by parameter, in which it had no gradient, so that it did not take part in them.
+    """
 
     step: int
     params: str = "params"
     state: str = "state"
     skipped: int = 0
+    idle: Mapping[str, int] = field(default_factory=dict)
 
 
 def judge_step(
@@ -48,18 +52,19 @@ def judge_step(
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
     kept, state = unflatten(trial.copies(moment.state, step)[0]), unflatten(trial.copies(moment.state, step + 1)[0])
     check_names("full_params", before, after)
-    yield from same_count(trial, kept, made, step)
+    yield from same_count(trial, kept, made, step, moment.idle)
     for name, weight in before.items():
         if name not in grads:
             stayed = identical(trial.place(name, Part.OPTIMIZER, step), weight, after[name])
             yield told(stayed, "the step moved a parameter that has no gradient")
             continue
-        own = {"step": torch.tensor(float(made))} | dict(kept.get(name, {}))
+        own = {"step": torch.tensor(float(made - moment.idle.get(name, 0)))} | dict(kept.get(name, {}))
         factor = clipped_by if clipped_by < 1 else None
         one = Stepped(weight, after[name], grads[name], own, state.get(name, {}), hyper(spec, name, made), factor)
         home = trial.place(name, Part.OPTIMIZER, step)
         yield from one.in_pieces(spec.name, home) or one.held(spec.name, home)
-    yield from same_count(trial, {name: entry for name, entry in state.items() if name in grads}, made + 1, step)
+    moved = {name: entry for name, entry in state.items() if name in grads}
+    yield from same_count(trial, moved, made + 1, step, moment.idle)
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,22 @@ def published(trial: Trial, moment: Moment, params: str) -> Iterator[Comparison]
             yield identical(place, master.to(held[name].dtype), held[name])
 
 
-def same_count(trial: Trial, state: State, steps: int, at: int) -> Iterator[Comparison]:
-    """Where the engine counts the steps of a parameter, there are ``steps``; before the first, moments are zero."""
+def same_count(
+    trial: Trial, state: State, steps: int, at: int, idle: Mapping[str, int] | None = None
+) -> Iterator[Comparison]:
+    """Where the engine counts the steps of a parameter, there are ``steps``, less those in which it was ``idle``.
+
+    Before the first, moments are zero.
+    """
     for name, entries in state.items():
+        made = steps - (idle or {}).get(name, 0)
         for key, tensor in entries.items():
             place = trial.place(f"{name}/{key}", Part.OPTIMIZER, at)
-            if steps == 0:
+            if made == 0:
                 clean = torch.zeros_like(tensor)
                 yield told(identical(place, clean, tensor), "the optimizer has stepped before the first step")
             elif key == "step":
-                yield identical(place, torch.tensor(float(steps)), tensor.double().reshape(()))
+                yield identical(place, torch.tensor(float(made)), tensor.double().reshape(()))
 
 
 def hinted(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:

@@ -70,14 +70,25 @@ def late_submodule(side: Side) -> None:
     del side.module.late
 
 
+OTHERS = "others"
+
+
 def used_on_some_ranks(side: Side) -> None:
-    """Rank 0's first forward takes the branch, and no other; then training goes on, in which every rank takes it."""
+    """One forward takes the branch on rank 0 alone, or on all others; the next on no rank; then training goes on."""
     with side.uneven():
-        backward(side.loss(side.call(side.x(), branch=side.rank == 0)))
+        backward(side.loss(side.call(side.x(), branch=(side.rank == 0) != (side.variant == OTHERS))))
         backward(side.loss(side.call(side.x(2), branch=False), 2))
 
 
-BRANCHES = (True, False)
+def sparse(side: Side) -> None:
+    """Rows of a table that a rank looks up several times, and in more than one micro-batch; some rows never."""
+    backward(side.trained())
+    backward(side.trained(2))
+
+
+# Whether each step uses the branch; None: a step without any backward before it.
+IDLE = "idle"
+BRANCHES: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE: (True, None, True)}
 
 
 def observe_stay_put(bench: Bench) -> None:
@@ -94,14 +105,15 @@ def observe_unfrozen(bench: Bench) -> None:
 
 def steps_with_branches(bench: Bench, engine: Engine) -> None:
     """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
-    for step, branch in enumerate(BRANCHES):
+    for step, branch in enumerate(BRANCHES[bench.variant]):
         bench.record_trained(engine, step)
         batch = bench.batch(step)
-        engine.backward(bench.spec.loss(engine(batch.inputs, branch=branch), batch.target))
+        if branch is not None:
+            engine.backward(bench.spec.loss(engine(batch.inputs, branch=branch), batch.target))
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-    bench.record_trained(engine, len(BRANCHES))
+    bench.record_trained(engine, len(BRANCHES[bench.variant]))
     engine.close()
 
 
@@ -123,13 +135,18 @@ def judge_unfrozen(trial: Trial) -> Iterator[Comparison]:
 
 
 def steps_judged(trial: Trial, module: nn.Module) -> Iterator[Comparison]:
-    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise."""
+    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise.
+
+    Each parameter has made as many steps as used it, and no more.
+    """
     yield from initial_weights(trial)
-    for step, branch in enumerate(BRANCHES):
-        used = used_by_any(trial, module, step, branch)
+    idle = dict.fromkeys(trial.baseline.names, 0)
+    for step, branch in enumerate(BRANCHES[trial.variant]):
+        used = set() if branch is None else used_by_any(trial, module, step, branch)
         grads = {name: grad for name, grad in trial.copies("grads", step)[0].items() if name in used}
-        yield from judge_step(trial, ADAMW, grads, Moment(step, "masters"))
+        yield from judge_step(trial, ADAMW, grads, Moment(step, "masters", idle=idle))
         yield from everyone_agrees(trial, Moment(step + 1))
+        idle = {name: steps + (name not in used) for name, steps in idle.items()}
 
 
 def used_by_any(trial: Trial, module: nn.Module, step: int, branch: bool) -> set[str]:
@@ -159,11 +176,17 @@ def judge_deferred(trial: Trial) -> Iterator[Comparison]:
 
 
 def parameter_law(
-    play: Play, words: str, *needs: Feature, unused: Unused = Unused.CLAIMED, model: str = "changing"
+    play: Play,
+    words: str,
+    *needs: Feature,
+    unused: Unused = Unused.CLAIMED,
+    model: str = "changing",
+    variants: tuple[str, ...] = ("",),
 ) -> Check:
     """The check of one play, by the mean where that is exact; other plays ask for the sum."""
     name, scene = play.__name__, Scene(play, unused=unused, reduction=Reduction.MEAN)
-    return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model)
+    spelled = tuple((variant, ()) for variant in variants)
+    return check(f"parameters.{name}", words, scene, (*NEEDS, *needs), model, spelled)
 
 
 CHECKS = (
@@ -183,7 +206,17 @@ CHECKS = (
         "a weight that is read outside its module's forward gets that gradient too",
         Feature.OUTSIDE_FORWARD,
     ),
-    parameter_law(used_on_some_ranks, "a parameter that only some ranks use counts as zero on the others"),
+    parameter_law(
+        used_on_some_ranks,
+        "a parameter that only some ranks use, whichever they are, counts as zero on the others",
+        variants=("", OTHERS),
+    ),
+    parameter_law(
+        sparse,
+        "the sparse gradient of a table, rows of which were looked up several times, is the sum over them",
+        Feature.SPARSE_GRADIENTS,
+        model="lookup",
+    ),
     parameter_law(
         late_submodule, "a submodule that is attached late may use the model's parameters", Feature.OUTSIDE_FORWARD
     ),
@@ -192,14 +225,15 @@ CHECKS = (
     ),
     Check(
         name="parameters.stay_put",
-        law="a parameter that a step does not use stays put in it, though AdamW would decay it; several groups",
+        law="a parameter that a step does not use stays put in it, though AdamW would decay it, and so do its counts",
         tier=Tier.STAGED,
         models=("changing",),
         observe=observe_stay_put,
         judge=judge_stay_put,
         needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         integral=False,
-        own_numbers=("",),
+        variants=(("", ()), (IDLE, ())),
+        own_numbers=("", IDLE),
         dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
     ),
     Check(

@@ -254,7 +254,7 @@ def gradients_given(module: nn.Module) -> Mapping[str, Sequence[Tensor]]:
     given: dict[str, list[Tensor]] = {}
 
     def keep(name: str, grad: Tensor) -> None:
-        given.setdefault(name, []).append(grad.detach().clone())
+        given.setdefault(name, []).append(dense(grad).clone())
 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -263,7 +263,12 @@ def gradients_given(module: nn.Module) -> Mapping[str, Sequence[Tensor]]:
 
 
 def gradients(module: nn.Module) -> Values:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: dense(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient without its graph, as the tensor of its parameter's shape that a sparse one stands for."""
+    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
 
 
 @lru_cache(maxsize=1024)
@@ -284,28 +289,40 @@ def judging(scene: Scene) -> Callable[[Trial], Iterator[Comparison]]:
     """Values bitwise on each rank; gradients the exact sum over ranks; the training after it likewise."""
 
     def judge(trial: Trial) -> Iterator[Comparison]:
-        alone = partial(played_exactly, trial.baseline, trial.variant, scene, dtype=trial.dtype)
-        everyone = [alone(rank) for rank in range(trial.world_size)]
+        everyone = played_by_all(trial, scene)
         yield from trial.same_value("values", [played.values for played in everyone])
-        summed = trial.recorded(Reduction.SUM.value)
-        setting = trial.copies("setting")[0]
-        divisor = int(setting["divisor"])
-        scale = (trial.world_size if summed else 1) / divisor
-        exact = summed or division_by(trial.world_size)
         for number in range(scene.engines):
-            for label in ("grads", "after"):
-                found = [getattr(played, label)[number] for played in everyone]
-                if setting["zeros"]:
-                    found = [{**unused(trial, label, number), **grads} for grads in found]
-                suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
-                rows = [found] if exact or label == "after" else terms(found, [each.given[number] for each in everyone])
-                micros = [[Local(torch.zeros(()), grads) for grads in row] for row in rows]
-                yield from trial.reduced(label, micros, number, exact, scale * len(rows), suspects)
-            for rank, held in enumerate(trial.copies("held", number)):
-                for name, count in held.items():
-                    yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
+            yield from same_gradients(trial, everyone, "grads", number)
+            yield from left_behind(trial, everyone, number)
 
     return judge
+
+
+def played_by_all(trial: Trial, scene: Scene) -> list[Played]:
+    """What the play leaves on every rank's plain model, in rank order."""
+    return [played_exactly(trial.baseline, trial.variant, scene, rank, trial.dtype) for rank in range(trial.world_size)]
+
+
+def same_gradients(trial: Trial, everyone: Sequence[Played], label: str, number: int) -> Iterator[Comparison]:
+    """The gradients that an engine recorded under ``label`` are the exact sum, or the mean, over ranks."""
+    summed, setting = trial.recorded(Reduction.SUM.value), trial.copies("setting")[0]
+    scale = (trial.world_size if summed else 1) / int(setting["divisor"])
+    exact = summed or division_by(trial.world_size)
+    found = [getattr(played, label)[number] for played in everyone]
+    if setting["zeros"]:
+        found = [{**unused(trial, label, number), **grads} for grads in found]
+    suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
+    rows = [found] if exact or label == "after" else terms(found, [each.given[number] for each in everyone])
+    micros = [[Local(torch.zeros(()), grads) for grads in row] for row in rows]
+    yield from trial.reduced(label, micros, number, exact, scale * len(rows), suspects)
+
+
+def left_behind(trial: Trial, everyone: Sequence[Played], number: int) -> Iterator[Comparison]:
+    """The training after a play is as ever, and nothing stays gathered."""
+    yield from same_gradients(trial, everyone, "after", number)
+    for rank, held in enumerate(trial.copies("held", number)):
+        for name, count in held.items():
+            yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
 
 
 def terms(found: Sequence[Values], given: Sequence[Mapping[str, Sequence[Tensor]]]) -> list[list[Values]]:

@@ -40,6 +40,7 @@ _CALLERS_SCALER = (
 )
 # What torch's own engines leave to their caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
+    Feature.REDUCED_WEIGHT_GRADIENTS: "what reduces is no part of autograd's graph, so autograd.grad reduces nothing",
     Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, of which torch's engines know nothing",
     Feature.LOSS_SCALER: _CALLERS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLERS_SCALER,
@@ -140,8 +141,9 @@ def autocast(config: EngineConfig, device: torch.device) -> Callable[[], Abstrac
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A CPU copy that shares nothing with the engine."""
-    return tensor.detach().to("cpu", copy=True)
+    """A dense CPU copy that shares nothing with the engine."""
+    whole = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return whole.detach().to("cpu", copy=True)
 
 
 class TorchEngine:

@@ -32,6 +32,10 @@ REFUSES = {
         "DDP leaves it to the caller: gradients accumulate in no_sync() and are 'synchronized in the first "
         f"forward-backward pass exiting the context' ({DOCUMENTATION})"
     ),
+    Feature.OWN_WEIGHT_GRADIENTS: (
+        "'This module doesn't work with torch.autograd.grad() (i.e. it will only work if gradients are to be "
+        f"accumulated in .grad attributes of parameters)' ({DOCUMENTATION})"
+    ),
     Feature.UNFREEZING: (
         "its constructor registers what reduces gradients: 'if you change the model's parameters afterwards, gradient "
         f"reduction functions no longer match the correct set of parameters' ({DOCUMENTATION})"

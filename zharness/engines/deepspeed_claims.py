@@ -23,6 +23,9 @@ _COMMON: dict[Feature, str] = {
     "(https://www.deepspeed.ai/tutorials/comms-logging/)",
     Feature.NO_GRADIENT: "missing gradients are filled with zeros for the flat partition; parameters.branch asks for "
     "none all the same, and is excused",
+    Feature.SPARSE_GRADIENTS: "'deepspeed/runtime/zero/ contains no sparse handling at all' "
+    "(https://github.com/deepspeedai/DeepSpeed/pull/8504)",
+    Feature.REDUCED_WEIGHT_GRADIENTS: "its hooks reduce gradients beside autograd's graph, not in it",
     Feature.RESOURCES: "it does not count the bytes that it holds by what they are",
     Feature.TRAFFIC: "it does not count what it gathers, and its comms_logger no bytes that a rank has to send",
 }

@@ -47,10 +47,11 @@ REFUSES = {
         f"accumulation without communication' ({DOCUMENTATION})"
     ),
     **dict.fromkeys(
-        (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES),
+        (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES, Feature.OWN_WEIGHT_GRADIENTS),
         "outside the forward of its group a parameter is a shard: 'a module forward pre-hook on module all-gathers the "
         f"parameters, and a module forward hook on module frees them' ({DOCUMENTATION})",
     ),
+    Feature.SPARSE_GRADIENTS: "it copies gradients into one buffer by fsdp::chunk_cat, which takes dense ones",
     Feature.EDITS: (
         "all ranks edit a parameter as the DTensor that it is: 'represents the sharded parameters as DTensor s' "
         f"({DOCUMENTATION})"

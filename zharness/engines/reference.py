@@ -30,17 +30,21 @@ from zharness.errors import UsageError
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
 )
-SHARDED_GRADIENTS = replace(
-    CAPABILITIES,
-    refuses={
-        Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead",
-    },
-)
+NO_ROOM = {
+    Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead"
+}
+WHOLE_WEIGHTS = {
+    Feature.REDUCED_WEIGHT_GRADIENTS: "weights are whole, so autograd.grad gives a rank its own; a backward is reduced"
+}
+SHARDED_WEIGHTS = {
+    Feature.OWN_WEIGHT_GRADIENTS: "weights are shards, so autograd.grad gives a rank its shard of the reduced gradient",
+}
 
 
 def capabilities_at(stage: int) -> Capabilities:
     """What the engine claims at one stage."""
-    return CAPABILITIES if stage < 2 else SHARDED_GRADIENTS
+    refuses = {**(NO_ROOM if stage > 1 else {}), **(SHARDED_WEIGHTS if stage == 3 else WHOLE_WEIGHTS)}
+    return replace(CAPABILITIES, refuses=refuses)
 
 
 class ReferenceEngine:

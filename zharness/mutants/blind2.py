@@ -5,20 +5,12 @@ They were tried on the checks as they were then; what survived sharpened them ag
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zharness.mutants import blind2_replicated, blind2_sharded
 from zharness.mutants.blind import ALL, GATHER, LOCAL, OPTIMIZER, blind
 from zharness.mutants.mutant import Kind, Target
 from zharness.parity import Part
 
 sharded, replicated = blind2_sharded, blind2_replicated
-
-UNSTATED = (
-    "no law differentiates the gradients of parameters: where those are shards torch.autograd.grad "
-    "gives reduced gradients, elsewhere a rank's own, so that a penalty on them is another number; what the "
-    "reference promises of its own is in suites/reference/test_stage3_weight_gradients.py, which this fails"
-)
 
 MUTANTS = (
     blind(
@@ -49,9 +41,12 @@ MUTANTS = (
         Kind.CONTRIBUTION,
         Target("training.several_backwards", OPTIMIZER, variant="given_up"),
     ),
-    replace(
-        blind(sharded.second_order_undivided, "reference", (3,), Kind.GRAPH),
-        equivalent=UNSTATED,
+    blind(
+        sharded.second_order_undivided,
+        "reference",
+        (3,),
+        Kind.GRAPH,
+        Target("double_backward.weight_penalty", Part.REDUCTION, "blocks", "reduced"),
     ),
     blind(
         sharded.no_grad_read_is_cached,

@@ -5,11 +5,8 @@ Two of its 24 are as the first set has them, by name even (mean_over_users, stri
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zharness.mutants import blind3_replicated, blind3_sharded
 from zharness.mutants.blind import ALL, GATHER, LOCAL, OPTIMIZER, SHARDED, blind
-from zharness.mutants.blind2 import UNSTATED
 from zharness.mutants.mutant import Kind, Target
 from zharness.parity import Part
 
@@ -44,9 +41,12 @@ MUTANTS = (
         Kind.SHARDS,
         Target("parameters.unfrozen", OPTIMIZER, "odd"),
     ),
-    replace(
-        blind(sharded.double_backward_undivided, "reference", (3,), Kind.GRAPH),
-        equivalent=UNSTATED,
+    blind(
+        sharded.double_backward_undivided,
+        "reference",
+        (3,),
+        Kind.GRAPH,
+        Target("double_backward.weight_penalty", Part.REDUCTION, "blocks", "reduced"),
     ),
     blind(
         sharded.stale_graph_accepted,

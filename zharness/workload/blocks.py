@@ -117,6 +117,23 @@ class Odd(Changing):
         return output * self.one + self.scalar + self.empty.sum() + mixed
 
 
+class Lookup(nn.Module):
+    """A table whose gradient is sparse, and a head: (batch, 16) to (batch, 16). Each row of inputs has rows repeatedly.
+
+    Inputs of -1, 0 and 1 look up a row each, the table has one that none looks up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, HIDDEN, sparse=True)
+        self.last = nn.Linear(HIDDEN, WIDTH)
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.table((x + 1).long()).sum(dim=1))
+        return output
+
+
 @torch.no_grad()
 def make_ternary(module: nn.Module) -> None:
     """Draw every parameter of ``module`` from {-1, 0, 1}, the smallest ones from {-1, 1}.

@@ -201,6 +201,14 @@ MODELS: dict[str, ModelSpec] = {
             exact=True,
         ),
         ModelSpec(
+            name="lookup",
+            summary="an exact model of a table with a sparse gradient, rows of which are looked up several times",
+            build=blocks.Lookup,
+            batch=_ternary,
+            loss=exact.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
             name="mixed",
             summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
             build=mixed.Mixed,
