@@ -4,7 +4,7 @@ id: 102197
 engine: ddp
 symptom: the functorch error from torch.func.vmap over DDP with find_unused_parameters=True or static_graph=True
 reported: https://github.com/pytorch/pytorch/issues/102197
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: torch_func.through_transforms

@@ -4,7 +4,7 @@ id: 106690
 engine: ddp
 symptom: with static_graph=True and outputs in a dataclass, each rank keeps its own gradients, without a word
 reported: https://github.com/pytorch/pytorch/issues/106690
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: backward.outputs

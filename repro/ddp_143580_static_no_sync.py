@@ -4,10 +4,10 @@ id: 143580
 engine: ddp
 symptom: with static_graph=True, a first iteration under no_sync is an internal assert
 reported: https://github.com/pytorch/pytorch/issues/143580
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
-law: accumulation.sum
+law: training.no_sync
 signature: expect_autograd_hooks_ INTERNAL ASSERT FAILED
 ok: repro: a static graph that begins under no_sync OK.
 

@@ -4,7 +4,7 @@ id: 47260
 engine: ddp
 symptom: after zero_grad, a second backward on a retained graph leaves each rank with its own gradient, without a word
 reported: https://github.com/pytorch/pytorch/issues/47260
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: double_backward.retained_then_zero_grad

@@ -4,7 +4,7 @@ id: 97030
 engine: ddp
 symptom: with static_graph=True and a second output that is not in the loss, the third forward raises
 reported: https://github.com/pytorch/pytorch/issues/97030
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: backward.outputs

@@ -4,7 +4,7 @@ id: checkpointed-twice-unreduced
 engine: ddp
 symptom: a layer in two reentrant checkpoints of one loss gets its gradient reduced in a part only, without a word
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: checkpointing.two_regions

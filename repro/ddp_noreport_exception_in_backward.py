@@ -4,7 +4,7 @@ id: exception-in-backward
 engine: ddp
 symptom: after an exception within a backward, caught by the caller, the next forward raises
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: backward.abort_and_retry

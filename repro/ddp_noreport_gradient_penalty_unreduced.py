@@ -4,7 +4,7 @@ id: gradient-penalty-unreduced
 engine: ddp
 symptom: each rank keeps its own gradient of a penalty on the input's gradient, without a word
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: double_backward.gradient_penalty

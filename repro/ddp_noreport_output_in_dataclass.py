@@ -4,7 +4,7 @@ id: output-in-dataclass
 engine: ddp
 symptom: with find_unused_parameters=True and outputs in a dataclass, one left out of the loss, the next forward raises
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: backward.outputs

@@ -4,7 +4,7 @@ id: static-side-loss
 engine: ddp
 symptom: with static_graph=True, a backward of its own for a layer outside of forward leaves each rank's own gradient
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: backward.bypass

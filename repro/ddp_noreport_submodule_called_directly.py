@@ -4,7 +4,7 @@ id: submodule-called-directly
 engine: ddp
 symptom: a layer of the wrapped model, called on its own, keeps each rank's own gradient, without a word
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: checkpointing.plain_inputs

@@ -4,7 +4,7 @@ id: two-output-backwards
 engine: ddp
 symptom: with find_unused_parameters=True, two outputs of disjoint graphs and a backward for each raise in the second
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: backward.two_outputs_two_backwards

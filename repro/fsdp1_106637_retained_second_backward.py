@@ -4,7 +4,7 @@ id: 106637
 engine: fsdp1
 symptom: a second backward on a retained graph finds a storage of size 0
 reported: https://github.com/pytorch/pytorch/issues/106637
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: double_backward.retained_then_zero_grad

@@ -4,7 +4,7 @@ id: torch-func-storage
 engine: fsdp1
 symptom: torch.func.grad over FSDP1 is "Cannot access storage of TensorWrapper"
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: torch_func.grad

@@ -4,7 +4,7 @@ id: 113203
 engine: fsdp2
 symptom: training after a forward under torch.inference_mode() raises, or leaves every parameter without a gradient
 reported: https://github.com/pytorch/pytorch/issues/113203
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 2
 law: training.forward_alone

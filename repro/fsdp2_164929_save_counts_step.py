@@ -4,7 +4,7 @@ id: 164929
 engine: fsdp2
 symptom: get_state_dict before the first step leaves Adam's step count at 1, so the first update is corrected for two
 reported: https://github.com/pytorch/pytorch/issues/164929
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: state.resume

@@ -4,7 +4,7 @@ id: 172543
 engine: fsdp2
 symptom: backward of a gradient penalty finds a storage of size 0
 reported: https://github.com/pytorch/pytorch/issues/172543
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: double_backward.gradient_penalty

@@ -4,7 +4,7 @@ id: 189308
 engine: fsdp2
 symptom: torch.distributed.checkpoint.load unpickles .metadata without restriction, so a command planted there runs
 reported: https://github.com/pytorch/pytorch/issues/189308
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: state.refuse_pickle

@@ -4,7 +4,7 @@ id: functional-call-weights
 engine: fsdp2
 symptom: functional_call of a sharded model with plain tensors as weights is an AttributeError
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: torch_func.functional_call

@@ -17,7 +17,7 @@ Run it with nothing but torch installed:
 
 "The failed iteration's gradients are lost", its documentation says. They stay on the gathered parameters, where
 zero_grad does not see them, and _reset_iter_state drops nothing there. Without reset_iter_state the next iteration
-leaves every parameter without a gradient.
+leaves every parameter without a gradient. 2.8.0 has no reset_iter_state (forward-after-exception).
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

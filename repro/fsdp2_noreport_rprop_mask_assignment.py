@@ -4,8 +4,8 @@ id: rprop-mask-assignment
 engine: fsdp2
 symptom: the first step of torch.optim.Rprop over sharded parameters is a RuntimeError of DTensor
 reported: no report known
-affects: >=2.13.0
-fixed: not yet
+affects: ==2.13.0
+fixed: 2.15.0
 ranks: 1
 law: training.optimizers
 signature: aten.index_put_.default: in-place operations that require placement changes are not supported
@@ -16,7 +16,7 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_rprop_mask_assignment.py
 
 Rprop assigns by a mask (sign[sign.gt(0)] = etaplus), for which DTensor has no rule that keeps the shard. Torch's ten
-other elementwise optimizers work.
+other elementwise optimizers work. 2.8.0 raises "got mixed torch.Tensor and DTensor" instead.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

@@ -4,7 +4,7 @@ id: scalar-parameter-refused
 engine: fsdp2
 symptom: fully_shard of a model with a scalar parameter is a ValueError, of which its documentation says nothing
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: parameters.every_kind

@@ -4,7 +4,7 @@ id: step-after-evaluation
 engine: fsdp2
 symptom: backward, evaluation, step: the next forward uses the weights from before the step, without a word
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: training.forward_alone

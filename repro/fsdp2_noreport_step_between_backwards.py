@@ -4,7 +4,7 @@ id: step-between-backwards
 engine: fsdp2
 symptom: backward on a retained graph after optimizer.step() gives a gradient of mixed weights instead of an error
 reported: no report known
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: double_backward.step_between_retained_backwards

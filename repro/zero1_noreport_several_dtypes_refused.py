@@ -4,7 +4,7 @@ id: several-dtypes-refused
 engine: zero1
 symptom: the constructor raises where parameters have different dtypes
 reported: documented limit, https://docs.pytorch.org/docs/stable/distributed.optim.html
-affects: >=2.13.0
+affects: >=2.8.0
 fixed: not yet
 ranks: 1
 law: parameters.every_kind

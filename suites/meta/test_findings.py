@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from zharness.checks import CHECKS
 from zharness.parity import Part
+from zharness.releases import repros
 from zharness.run.excuses import Excuse, excuses_for
 from zharness.workload import MODELS
 
 ROOT = Path(__file__).parents[2]
 ENGINE = re.compile(r"^## (?P<engine>\w+)$", re.MULTILINE)
 ENTRY = re.compile(r"^### (?P<head>`[^\n]+)$", re.MULTILINE)
+REPRO = re.compile(r"`zharness repro ((?:[\w-]+ ?)+?)(?: --on [^`]+)?`")
 STAGES = re.compile(r"stages? (\d)(?: (to|and) (\d))?")
 ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "excuses").glob("*.toml"))
 ALL = -1  # the stage of an entry, or of an excuse, that names none
@@ -35,6 +38,11 @@ def entries() -> dict[str, set[tuple[str, int]]]:
         engine: {pair for head in ENTRY.findall(text) for pair in told(head)}
         for engine, text in zip(parts[::2], parts[1::2], strict=True)
     }
+
+
+def texts() -> list[str]:
+    """Every entry of FINDINGS.md, those that no check asks for too; its heading is the first line."""
+    return re.split(r"^### ", (ROOT / "FINDINGS.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 
 
 def told(head: str) -> Iterator[tuple[str, int]]:
@@ -72,6 +80,17 @@ def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine
     own = [excuse for excuse in excuses_for(engine) if f"/{engine}.toml" in excuse.place]
     written, known = entries().get(engine, set()), excused(own)
     assert written == known, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml: {written ^ known}"
+
+
+@pytest.mark.parametrize("text", texts(), ids=lambda text: text.partition("\n")[0])
+def test_every_finding_names_the_scripts_that_show_it(text: str) -> None:
+    named = " ".join(REPRO.findall(text)).split()
+    assert named, "write a script into repro/, and `zharness repro ID` into the entry's line Again"
+    assert all(repros.find(identifier) for identifier in named)
+
+
+def test_every_script_names_a_law_that_there_is() -> None:
+    assert {repro.law for repro in repros.catalogue()} <= set(CHECKS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -175,6 +176,29 @@ def test_a_killed_install_is_cleared_by_the_next_one(cache: Path, monkeypatch: p
     monkeypatch.setattr(overlay, "_install", made_up)
     place = overlay.ensure("made_up", "1.0")
     assert left_in(cache) == [place.name]
+
+
+def test_torch_is_installed_with_what_it_needs_and_an_engine_over_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def recorded(command: list[str], env: Mapping[str, str], *_: object) -> NoReturn:
+        commands.append(command)
+        assert not env["PIP_CONSTRAINT"], "it names the release of the environment"
+        raise UsageError("no network")
+
+    monkeypatch.setattr(overlay, "run_apart", recorded)
+    monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
+    for distribution in ("torch", "made_up"):
+        with pytest.raises(UsageError, match="no network"):
+            overlay.ensure(distribution, "1.0")
+    assert ["--no-deps" in command for command in commands] == [False, True]
+
+
+def test_the_cache_holds_what_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not overlay.holds("made_up", "1.0")
+    monkeypatch.setattr(overlay, "_install", made_up)
+    overlay.ensure("made_up", "1.0")
+    assert overlay.holds("made_up", "1.0")
 
 
 def test_two_who_want_the_same_release_build_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

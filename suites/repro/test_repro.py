@@ -266,10 +266,23 @@ def test_a_wrong_header_is_named(tmp_path: Path, line: str, instead: str, compla
         script(tmp_path, header=HEADER.replace(line, instead))
 
 
-def test_an_engine_of_torch_runs_on_the_installed_torch_alone(tmp_path: Path) -> None:
-    of_torch = script(tmp_path, header=HEADER.replace("engine: deepspeed", "engine: fsdp1"))
-    with pytest.raises(UsageError, match=r"fsdp1==2\.4\.0 is not the installed release, .* environment of its own"):
-        repro_runs.results([Run(of_torch, "fsdp1==2.4.0")])
+def test_another_torch_is_a_side_where_it_is_asked_for_or_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"engine: deepspeed": "engine: fsdp2", ">=0.18.3,<=0.19.5": "<=1.0.0", "0.19.6": "1.0.1", "0.18.8": "0.9.0"}
+    header = HEADER
+    for line, instead in lines.items():
+        header = header.replace(line, instead)
+    of_torch = script(tmp_path, header=header)
+    monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
+    assert of_torch.sides() == ("fsdp2",)
+    monkeypatch.setattr(repro, "installed", lambda _: "0.9.1")
+    assert of_torch.sides() == ("fsdp2",), "neither side is here, and what is here is no side"
+    monkeypatch.setattr(repro, "installed", lambda _: "0.9.0")
+    assert of_torch.sides() == ("fsdp2==0.9.0",), "the installed one is a side by its number"
+    monkeypatch.undo()
+    monkeypatch.setattr(overlay, "holds", lambda *_: True)
+    assert of_torch.sides() == ("fsdp2", "fsdp2==0.9.0")
 
 
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:

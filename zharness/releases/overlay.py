@@ -26,6 +26,7 @@ from tqdm import tqdm
 from zharness.errors import UsageError
 from zharness.releases import in_use, launch
 
+TORCH = "torch"
 STAMP = ".zharness-overlay.json"
 BUILDING = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -34,7 +35,7 @@ _NEEDS_PYTHON = r"[:;] {} Requires-Python ([^;\n]+)"
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
 _OFFLINE = ("Failed to establish a new connection", "Temporary failure in name resolution", "Connection refused")
 _SPACE = "free some space, or set ZHARNESS_CACHE (for temporary files TMPDIR) to another folder"
-_INSTALL_SECONDS = 600.0
+_INSTALL_SECONDS = 1800.0  # torch with CUDA's libraries is several GB
 _IMPORT_SECONDS = 300.0
 
 
@@ -66,7 +67,7 @@ def ensure(distribution: str, release: str) -> Path:
     Raises UsageError when the release does not exist, cannot be fetched, does not install or does not import.
     """
     wanted = _stamp(distribution, release)
-    place = cache() / "releases" / f"{distribution}-{release}-py{wanted.python}-torch{wanted.torch}"
+    place = _place(wanted)
     with writable(str(wanted)):
         in_use.hold(place)
     if _is_whole(place, wanted):
@@ -76,6 +77,12 @@ def ensure(distribution: str, release: str) -> Path:
         if not _is_whole(place, wanted):
             _build(place, wanted)
     return place
+
+
+def holds(distribution: str, release: str) -> bool:
+    """Whether the cache has this release whole, so that it costs nothing to run on it."""
+    wanted = _stamp(distribution, release)
+    return _is_whole(_place(wanted), wanted)
 
 
 @contextmanager
@@ -132,7 +139,13 @@ def _stamp(distribution: str, release: str) -> Stamp:
     if not _RELEASE.fullmatch(release):
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Stamp(distribution, release, python, str(torch.__version__))
+    # A release of torch stands on none but itself.
+    beneath = release if distribution == TORCH else str(torch.__version__)
+    return Stamp(distribution, release, python, beneath)
+
+
+def _place(wanted: Stamp) -> Path:
+    return cache() / "releases" / f"{wanted.distribution}-{wanted.release}-py{wanted.python}-torch{wanted.torch}"
 
 
 def _is_whole(place: Path, wanted: Stamp) -> bool:
@@ -187,11 +200,15 @@ def _build(place: Path, wanted: Stamp) -> None:
 
 def _install(folder: Path, wanted: Stamp) -> None:
     # No build isolation: DeepSpeed's setup.py then sees the torch in use, and nothing else is fetched for the build.
-    # No dependencies: they come from the environment that the overlay is laid over.
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-input"]
+    command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
+    # No dependencies: they come from the environment that the overlay is laid over. Those of torch are of one release
+    # exactly, of CUDA's libraries and of sympy, and come with it.
+    command += [] if wanted.distribution == TORCH else ["--no-deps"]
     command += [f"{wanted.distribution}=={wanted.release}"]
-    done = run_apart(command, environment(folder), _INSTALL_SECONDS, str(wanted), f"; try: {_retry(wanted)}")
+    # Constraints are of the environment, which has another release on purpose.
+    env = {**environment(folder), "PIP_CONSTRAINT": ""}
+    done = run_apart(command, env, _INSTALL_SECONDS, str(wanted), f"; try: {_retry(wanted)}")
     if done.returncode != 0:
         raise UsageError(_why(done.stdout, wanted))
 
@@ -213,9 +230,9 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) ->
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        beneath = "" if module == TORCH else f"with torch {torch.__version__} "
         raise UsageError(
-            f"{subject} does not import with torch {torch.__version__} on Python {python}: {lines[-1]}; "
-            "try another release, or another torch"
+            f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; try another release, or another torch"
         )
     told = re.search(r"version: (\S*) file: (.*)", done.stdout)
     if told is None or not Path(told[2]).is_relative_to(folder):

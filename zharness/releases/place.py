@@ -32,7 +32,8 @@ def place(text: str, distribution: str) -> Place:
     """The place of the release that ``text`` names, fetched now unless it is there.
 
     ``text`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package that NAME is part of. Raises
-    MissingEngine, or UsageError for a release that cannot be had.
+    MissingEngine, or UsageError for a release that cannot be had. A process that began without the place's search path
+    and has imported another release, as this one has of torch, cannot run there, nor can its forks.
     """
     found = registry.checkout(text)
     if found is not None:
@@ -45,11 +46,6 @@ def place(text: str, distribution: str) -> Place:
     if here is not None and (release is None or _is(release, here)):
         return Place(here)
     assert release is not None, "one of the two is there"
-    if distribution in registry.IN_USE:
-        raise UsageError(
-            f"{text} is not the installed release, {here}, and an overlay holds no {distribution}; "
-            f"install it in an environment of its own and run there: pip install {distribution}=={release}"
-        )
     path = overlay.ensure(distribution, release)
     return Place(release, (str(path),), overlay.environment(path))
 
@@ -74,11 +70,17 @@ def _is(release: str, here: str) -> bool:
 def surroundings(name: str) -> Surroundings:
     """What the rank server of an engine needs; a release that is not the installed one is fetched first.
 
-    Raises UsageError for a release that cannot be had.
+    Raises UsageError for a release that cannot be had, and for another one of what this process has imported.
     """
     info = engines.info(name)
-    if registry.split(name)[1] is None and registry.checkout(name) is None:
+    release, here = registry.split(name)[1], installed(info.distribution)
+    if release is None and registry.checkout(name) is None:
         return runner.surroundings(name)
+    if info.distribution in registry.IN_USE and not (release and here and _is(release, here)):
+        raise UsageError(
+            f"{name} is not the installed release, {here}, and ranks are forks of a process that has imported it; "
+            f"run checks in an environment of its own: pip install {info.distribution}=={release}"
+        )
     found = place(name, info.distribution)
     own = runner.search_path(name)
     module = info.module if found.search_path else ""

@@ -42,7 +42,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED = {"fsdp1": "torch"}  # engines that no check runs on
+_UNREGISTERED = {"fsdp1": overlay.TORCH}  # engines that no check runs on
 SECONDS = 300.0  # only a hang should meet it, also on a busy machine
 
 
@@ -82,13 +82,18 @@ class Repro:
     def sides(self) -> tuple[str, ...]:
         """What a run without a chosen release shows, as ``--on`` spells it: the installed release where it has the fix,
         else the first that has it, and a release that has the bug.
+
+        Another torch than the installed one, which is several GB, is among them only where the cache has it.
         """
-        here = installed(distribution(self.engine))
+        package = distribution(self.engine)
+        here = installed(package)
         shows = self.engine if self.broken is None else f"{self.engine}=={self.broken}"
-        if self.fixed is None:
-            return (shows,)
-        has_fix = here is not None and self.expected(here) is Verdict.NOT_REPRODUCED
-        return tuple(dict.fromkeys((self.engine if has_fix else f"{self.engine}=={self.fixed}", shows)))
+        sides: tuple[str, ...] = (shows,)
+        if self.fixed is not None:
+            has_fix = here is not None and self.expected(here) is Verdict.NOT_REPRODUCED
+            sides = (self.engine if has_fix else f"{self.engine}=={self.fixed}", shows)
+        cheap = [side for side in dict.fromkeys(sides) if package != overlay.TORCH or _is_here(side, here)]
+        return tuple(cheap) or (self.engine,)
 
     def expected(self, release: str) -> Verdict | None:
         """What ``release`` should show according to the header; None where the header does not say."""
@@ -282,6 +287,12 @@ def _cause(output: str) -> str:
     own = [line for line in raised if "ChildFailedError" not in line]
     lines = own or [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "nothing was printed"
+
+
+def _is_here(side: str, here: str | None) -> bool:
+    """Whether the release of torch that ``side`` names is the installed one, ``here``, or in the cache."""
+    release = registry.split(side)[1]
+    return release in (None, here) or overlay.holds(overlay.TORCH, release)
 
 
 def _version(text: str) -> Version:

@@ -1,0 +1,95 @@
+"""FSDP2 finds shards in the place of weights where a layer is computed again in two regions.
+
+id: 153354
+engine: fsdp2
+symptom: a layer in two checkpoints of one loss: "got mixed torch.Tensor and DTensor" in the recomputation
+reported: https://github.com/pytorch/pytorch/issues/153354
+affects: ==2.8.0
+fixed: 2.13.0
+broken: 2.8.0
+ranks: 1
+law: checkpointing.two_regions
+signature: got mixed torch.Tensor and DTensor
+ok: repro: a layer in two checkpoints OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/fsdp2_153354_two_checkpointed_calls.py
+
+The backward of the second call has given the layer's weights up when the first call is computed again, and within a
+backward FSDP2 gathers none for a forward. Checkpoints that are reentrant end alike on 2.8, and on 2.13 in a wrong
+gradient (reentrant-two-regions).
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+SIGNATURE = "got mixed torch.Tensor and DTensor"
+OK = "repro: a layer in two checkpoints OK."
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.layer = nn.Linear(2, 2, bias=False)
+        for layer in (self.first, self.layer):
+            nn.init.constant_(layer.weight, 2.0)
+
+    def region(self, hidden):
+        return torch.relu(self.layer(hidden))
+
+    def forward(self, x):
+        once = checkpoint(self.region, self.first(x), use_reentrant=False)
+        return checkpoint(self.region, once, use_reentrant=False)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = Twice()
+    inputs = [torch.full((1, 2), each + 1.0) for each in range(dist.get_world_size())]
+    for x in inputs:
+        model(x).sum().backward()
+    wanted = model.layer.weight.grad / len(inputs)
+    model.zero_grad()
+
+    for layer in (model.first, model.layer):
+        fully_shard(layer)
+    fully_shard(model)
+    try:
+        model(inputs[rank]).sum().backward()
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(model.layer.weight.grad.full_tensor(), wanted)
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,94 @@
+"""A segmentation fault in backward of an FSDP2 model that returns a dataclass.
+
+id: unseen-output-freed
+engine: fsdp2
+symptom: SIGSEGV in the backward of a model that returns a dataclass, with reshard_after_forward=True
+reported: no report known
+affects: ==2.8.0
+fixed: 2.13.0
+broken: 2.8.0
+ranks: 1
+law: backward.outputs
+signature: SIGSEGV in backward
+ok: repro: backward of a model that returns a dataclass OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_unseen_output_freed.py
+
+The root's forward frees its weights, and hooks on the outputs gather them for the backward. In a dataclass FSDP2 2.8
+finds no outputs, so the backward reads a weight of the root's own, factor, from memory that has been given back. The
+fault ends the process, so the backward runs in one of its own.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SIGNATURE = "SIGSEGV in backward"
+OK = "repro: backward of a model that returns a dataclass OK."
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.factor = nn.Parameter(torch.ones(1))
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x):
+        return Output(self.layer(x) * self.factor)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def train():
+    rank = start()
+    model = Scaled()
+    fully_shard(model.layer)
+    fully_shard(model, reshard_after_forward=True)
+    model(torch.ones(1, 2)).value.sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad.full_tensor(), torch.ones(2, 2))
+    if rank == 0:
+        print(OK, flush=True)
+    dist.destroy_process_group()
+
+
+def main():
+    # With faulthandler a process says where it was when the signal came.
+    command = [sys.executable, "-X", "faulthandler", __file__, "train"]
+    child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if child.returncode == -signal.SIGSEGV and "in _engine_run_backward" in child.stdout:
+        print(f"repro: REPRODUCED: {SIGNATURE}\n", end="", flush=True)
+        return 1
+    if child.returncode == 0 and OK in child.stdout.splitlines():
+        print(OK, flush=True)
+        return 0
+    raise AssertionError(f"ended with {child.returncode}: {child.stdout}")
+
+
+if __name__ == "__main__":
+    sys.exit(train() if sys.argv[1:] == ["train"] else main())
