@@ -78,6 +78,7 @@ MARKERS = (
     "world_size(2, 4): run the test with all its fixtures inside each of that many ranks, once for each size",
     'isolation("fresh" or "pooled", group="kept", "new" or "none"): the ranks of this test, whatever --isolation says',
     "rank_timeout(S): seconds for this test in ranks, whatever --rank-timeout says",
+    'collectives("checked" or "trusted"): whether they are compared in this test, whatever --collectives says',
     'warm("deepspeed"): fork the ranks of this test from a server that has imported this engine',
 )
 

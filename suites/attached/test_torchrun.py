@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from suites import inner
 from suites.attached.launches import ADDRESSES, Launched, one_agent, two_agents, two_machines
 
 PYTEST = ("pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-v")
@@ -28,7 +29,7 @@ def total(rank):
 
 def written(folder: Path, text: str, name: str = "test_it.py") -> Path:
     (folder / name).write_text(HEAD + textwrap.dedent(text))
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text(inner.settings(text))
     return folder
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from suites import inner
+
 HEAD = """
 import os
 import threading
@@ -20,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 from zharness.compat.deepspeed import DistributedFixture, DistributedTest
-
-
 """
 # A package that sys.modules has as None is not found by anybody.
 WITHOUT_DEEPSPEED = 'import sys\n\nsys.modules["deepspeed"] = None\n'
@@ -57,7 +57,7 @@ def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSP
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conftest.py").write_text(conftest)
     (folder / "test_sheet.py").write_text(HEAD + textwrap.dedent(source))
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider --strict-markers\n")
+    (folder / "pytest.ini").write_text(inner.settings(source, addopts="-p no:cacheprovider --strict-markers"))
     xml = folder / "sheet.xml"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DS_UNITTEST"))}
     done = subprocess.run(

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+
+from suites import inner
+from suites.world.faults.sessions import number, order
 
 HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
 PATIENCE = 240.0  # seconds for a session of pytest
 
 
-def command(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
-    """The command that runs ``source`` as a test file of ``directory``, away from the settings of this repository."""
-    (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+def written(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
+    """``source`` as a test file of ``directory``, away from the settings of this repository: pytest's arguments."""
+    (directory / "pytest.ini").write_text(inner.settings(source), encoding="utf-8")
     (directory / "test_it.py").write_text(HEAD + dedent(source), encoding="utf-8")
-    return [sys.executable, "-m", "pytest", *OPTIONS, f"--rootdir={directory}", "test_it.py", *args]
+    return [*OPTIONS, f"--rootdir={directory}", "test_it.py", *args]
 
 
 @dataclass(frozen=True)
@@ -44,23 +49,41 @@ Session = Callable[..., Told]
 
 
 def session_in(directory: Path) -> Session:
-    """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input."""
+    """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input; or with another
+    one, by subprocess's arguments."""
 
-    def run(source: str, *args: str, typed: str = "", **kwargs: Any) -> Told:
-        given = kwargs or {"input": typed}
-        done = subprocess.run(
-            command(directory, source, args),
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-            **given,
-        )
-        return Told(done.stdout, done.returncode)
+    def run(source: str, *args: str, typed: str = "", **given: Any) -> Told:
+        arguments = written(directory, source, args)
+        return started(directory, arguments, given) if given else forked(directory, arguments, typed)
 
     return run
+
+
+def forked(directory: Path, arguments: list[str], typed: str) -> Told:
+    """A session that has no imports to wait for."""
+    for name in ("pid", "status", "output.txt", "typed"):  # of a session before this one
+        (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / "typed")
+    order(directory, arguments, {}, "typed")
+    with suppress(BrokenPipeError), (directory / "typed").open("w") as pipe:  # it may end without having read it all
+        pipe.write(typed)
+    status = number(directory / "status")
+    return Told((directory / "output.txt").read_text(), status)
+
+
+def started(directory: Path, arguments: list[str], how: dict[str, Any]) -> Told:
+    """A session in a process of its own, started with subprocess's arguments ``how``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        **how,
+    )
+    return Told(done.stdout, done.returncode)
 
 
 BREAKPOINT = """

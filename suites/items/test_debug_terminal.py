@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.items.sessions import BREAKPOINT, PATIENCE, Told, command
+from suites.items.sessions import BREAKPOINT, PATIENCE, Told, written
 
 
 @dataclass
@@ -77,7 +78,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
     def run(source: str, *args: str) -> Typist:
         screen, inside = pty.openpty()
         process = subprocess.Popen(
-            command(tmp_path, source, args),
+            [sys.executable, "-m", "pytest", *written(tmp_path, source, args)],
             cwd=tmp_path,
             env={**os.environ, "TERM": "dumb"},
             stdin=inside,

@@ -12,6 +12,8 @@ from textwrap import dedent
 
 import pytest
 
+from suites import inner
+
 pytest.importorskip("pytest_cov")
 
 LIBRARY = """
@@ -93,7 +95,7 @@ def session(tmp_path: Path) -> Session:
     """A function that runs pytest under coverage."""
 
     def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = ("pytest",)) -> Measured:
-        (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        (tmp_path / "pytest.ini").write_text(inner.settings(tests), encoding="utf-8")
         (tmp_path / "measured").mkdir()
         (tmp_path / "measured" / "__init__.py").touch()
         (tmp_path / "measured" / "library.py").write_text(dedent(LIBRARY), encoding="utf-8")

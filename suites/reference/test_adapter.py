@@ -24,6 +24,9 @@ from zharness.engines.protocol import (
 from zharness.engines.reference import capabilities_at, factory
 from zharness.errors import UsageError
 
+# What engines compute is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SPEC = OptimizerSpec(
     "adamw", {"lr": 1e-2}, groups=(GroupSpec("*.bias", {"weight_decay": 0.0, "lr": 0.1}),), schedule=(0.5, 1.0, 0.25)

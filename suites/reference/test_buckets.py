@@ -18,6 +18,9 @@ from zharness.reference import Engine, initialize
 from zharness.reference.buckets import buckets
 from zharness.reference.layout import Formats, originals
 
+# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 FP32 = Formats(torch.float32, torch.float32, torch.float32)
 
 

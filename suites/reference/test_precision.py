@@ -18,6 +18,9 @@ from zharness.reference import Engine, initialize
 from zharness.reference.loss_scale import LossScale, Scaling
 from zharness.world import assert_together
 
+# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 FP16 = {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 64}}
 AUTOCAST16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}

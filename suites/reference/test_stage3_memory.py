@@ -10,6 +10,9 @@ from torch.func import vmap
 from suites.reference.stage3 import BUCKET, ONE_BY_ONE, Mlp, Recurrent, assert_mean, pair
 from zharness.reference import torch_private
 
+# What engines compute is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 
 def peak_of_training(autocast: bool, bucket: int) -> None:
     engine, _ = pair(lambda: Mlp(width=32, depth=6), stage3_prefetch_bucket_size=bucket)

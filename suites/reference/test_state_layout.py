@@ -19,6 +19,9 @@ from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize
 from zharness.reference.universal import TensorParallel
 
+# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 two_ranks = pytest.mark.world_size(2)
 GROUP = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
 

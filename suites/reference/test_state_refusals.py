@@ -23,6 +23,9 @@ from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize, saving
 from zharness.world import RanksFailed, run
 
+# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 two_ranks = pytest.mark.world_size(2)
 
 

@@ -21,6 +21,9 @@ from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
 from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize, unpickling
 
+# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+pytestmark = pytest.mark.collectives("trusted")
+
 GROUPS = (GroupSpec("*bias", {"lr": 0.05, "weight_decay": 0.0}),)
 
 

@@ -241,6 +241,7 @@ def test_a_wrong_marker_gives_one_clear_error(tmp_path: Path) -> None:
         "world_size(2, 2)": r"world_size\(2, 2\): expected one or more different whole numbers",
         'isolation("x")': r"test_wrong\[w2\].*isolation.*'x'.*expected one of \['fresh', 'pooled'\]",
         "rank_timeout(-1)": r"test_wrong\[w2\].*rank_timeout\(.*-1.*expected one number of seconds above 0",
+        'collectives("x")': r"test_wrong\[w2\].*collectives.*'x'.*expected one of \['checked', 'trusted'\]",
         "world_size(100_000)": r"test_wrong\[w100000\].*world size 100000 cannot be started here; allowed: 1 to",
     }
     done = side_by_side(tmp_path, {marker: (marked(marker), ("-p", "no:xdist")) for marker in expected})

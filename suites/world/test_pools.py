@@ -6,6 +6,7 @@ import threading
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import get_debug_level
 
 from zharness.world import Collectives, End, Group, Isolation, RankServer, Work
 
@@ -118,3 +119,17 @@ def test_checked_collectives_name_a_mismatch_of_raw_torch_calls_within_two_secon
     assert "mismatch between collectives" in told
     assert told.count("in mismatch") == 2, "both call sites"
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
+
+
+def level_of_the_group() -> tuple[int, str]:
+    return os.getpid(), get_debug_level().name
+
+
+def test_ranks_that_live_on_compare_the_collectives_of_the_work_that_asks_for_it() -> None:
+    ways = [Collectives.TRUSTED, Collectives.CHECKED, Collectives.TRUSTED]
+    with RankServer() as server:
+        found = [server.submit(pooled(level_of_the_group, collectives=way)).values() for way in ways]
+        told = server.submit(pooled(mismatch, collectives=Collectives.CHECKED)).describe()
+    assert [{level for _, level in values} for values in found] == [{"OFF"}, {"DETAIL"}, {"OFF"}]
+    assert len({tuple(pid for pid, _ in values) for values in found}) == 1, "the same ranks"
+    assert "mismatch between collectives" in told

@@ -60,6 +60,9 @@ def differ(culprit: int, what: str) -> None:
         comm.broadcast(torch.ones(4))
 
 
+TIMEOUT = 60.0  # seconds; one of 20 ranks on 2 busy cores may take 10 to be there
+
+
 # 20 ranks are more than TORCH_DISTRIBUTED_DEBUG=DETAIL is asked to compare.
 @pytest.mark.parametrize("world_size", [2, 20])
 @pytest.mark.parametrize(
@@ -67,11 +70,11 @@ def differ(culprit: int, what: str) -> None:
 )
 def test_collectives_that_differ_are_named_with_both_call_sites(world_size: int, what: str, words: str) -> None:
     with RankServer() as server:
-        outcome = server.run(differ, 1, what, world_size=world_size)
+        outcome = server.run(differ, 1, what, world_size=world_size, timeout=TIMEOUT)
     assert outcome.cause is not None
     assert outcome.cause.end is End.RAISED
     assert outcome.cause.cause.startswith("collective 2 differs: rank ")
     told = outcome.describe()
     assert f"rank 1 calls {words if what == 'operation' else f'all_reduce {words}'} (test_together.py, line " in told
     assert "calls all_reduce float32[4] (test_together.py, line " in told
-    assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
+    assert outcome.seconds < TIMEOUT / 2, "long before the time-out; test_faults.py judges the bar of 2 s"

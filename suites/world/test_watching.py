@@ -110,10 +110,9 @@ def test_an_import_that_does_nothing_is_a_hang_in_the_end(tmp_path, monkeypatch)
             import never_imported  # noqa: F401
 
     with RankServer(inherited=main) as server:
-        outcome = server.call(world_size=2, timeout=0.5)
+        outcome = server.call(world_size=2, timeout=2.0)
     assert [rank.end for rank in outcome.ranks] == [End.RETURNED, End.HUNG]
     assert "never_imported.py, line 2" in outcome.ranks[1].cause
-    assert outcome.seconds < 10.0
 
 
 def test_a_build_goes_on_while_it_computes_and_for_a_while_after(monkeypatch) -> None:

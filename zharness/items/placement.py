@@ -87,7 +87,7 @@ def placement_of(item: pytest.Item) -> Placement | None:
         isolation=isolation,
         group=group,
         timeout=timeout_of(item),
-        collectives=Collectives(item.config.getoption("--collectives")),
+        collectives=collectives_of(item),
         warm=warm_of(item),
     )
 
@@ -132,6 +132,17 @@ def timeout_of(item: pytest.Item) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise UsageError(f"{item.nodeid}: rank_timeout({marker.args}): expected one number of seconds above 0")
     return float(seconds)
+
+
+def collectives_of(item: pytest.Item) -> Collectives:
+    """``collectives("trusted")``, or what the command line says."""
+    marker = closest(item, "collectives")
+    if marker is None:
+        return Collectives(item.config.getoption("--collectives"))
+    allowed = [way.value for way in Collectives]
+    if len(marker.args) != 1 or marker.args[0] not in allowed or marker.kwargs:
+        raise UsageError(f"{item.nodeid}: collectives marker with {list(marker.args)}; expected one of {allowed}")
+    return Collectives(marker.args[0])
 
 
 def warm_of(item: pytest.Item) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 # torch.distributed's names for these are public, but have no stubs.
-from torch._C._distributed_c10d import DebugLevel, PrefixStore, set_debug_level, set_debug_level_from_env
+from torch._C._distributed_c10d import PrefixStore, get_debug_level, set_debug_level
 
 from zharness.world import witness
 from zharness.world.deadline import GRACE
@@ -36,10 +36,10 @@ from zharness.world.here import Here, become, resign
 from zharness.world.launched import Launch
 from zharness.world.messages import Leave
 from zharness.world.outcome import End, Printed, RankOutcome
-from zharness.world.rank import LAST_RESORT, by_inheritance, raised, rank_device
+from zharness.world.rank import LAST_RESORT, by_inheritance, debug_level, raised, rank_device
 from zharness.world.store import Board, StoreChannel
 from zharness.world.witness import Begin
-from zharness.world.work import CHECKED_UP_TO, Collectives, Group, Work
+from zharness.world.work import Group, Work
 
 # Keys of the board, in the order in which they are put up.
 QUESTION, ANSWER, START, CLOCK = "question", "answer", "start", "clock"
@@ -118,15 +118,15 @@ class Attachment:
     def _form_group(self, task: Assignment) -> None:
         """Have the default group that the work asks for, over whatever interface the user's environment names."""
         work, rank = task.work, self.launch.rank
-        if work.group is Group.KEPT and dist.is_initialized():
-            return
+        level = debug_level(work)
+        if dist.is_initialized():
+            if work.group is Group.KEPT and get_debug_level() == level:
+                return
+            self.part()
         self._sockets = open_sockets()
         if work.group is Group.NONE:
             return
-        set_debug_level_from_env()
-        checked = work.collectives is Collectives.CHECKED and work.world_size <= CHECKED_UP_TO
-        if checked and "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
-            set_debug_level(DebugLevel.DETAIL)
+        set_debug_level(level)
         device = rank_device(rank, work.world_size)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 # torch.distributed's names for these are public, but have no stubs.
-from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
+from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, set_debug_level, set_debug_level_from_env
 
 from zharness.errors import WorldError
 from zharness.world.here import Here, NotTogether, become
@@ -247,15 +247,15 @@ def form_group(work: Work, seat: Seat) -> None:
     """
     if work.isolation is Isolation.LIVING:
         return  # tearing down: what is there is there, also where it differs between the ranks
+    level = debug_level(work)
     if dist.is_initialized():
-        if work.group is Group.KEPT and dist.get_world_size() == seat.world_size:
+        same = dist.get_world_size() == seat.world_size and get_debug_level() == level
+        if work.group is Group.KEPT and same:
             return
         dist.destroy_process_group()
     if work.group is Group.NONE:
         return
-    checked = work.collectives is Collectives.CHECKED and seat.world_size <= CHECKED_UP_TO
-    if checked and "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
-        set_debug_level(DebugLevel.DETAIL)
+    set_debug_level(level)
     device = rank_device(seat.rank, seat.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -265,6 +265,15 @@ def form_group(work: Work, seat: Seat) -> None:
         timeout=LAST_RESORT,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def debug_level(work: Work) -> DebugLevel:
+    """At which the group that ``work`` asks for is formed: the user's variable's, else with all checks or none."""
+    if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
+        set_debug_level_from_env()
+        return get_debug_level()
+    checked = work.collectives is Collectives.CHECKED and work.world_size <= CHECKED_UP_TO
+    return DebugLevel.DETAIL if checked else DebugLevel.OFF
 
 
 def rank_device(rank: int, world_size: int) -> torch.device:

@@ -12,10 +12,12 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from suites import inner
 
 TAG = "ZHARNESS_SUITE_TAG"  # a variable whose value every process of one session has
 LIMIT = 300.0  # seconds for one session
@@ -118,6 +120,21 @@ class Done:
         }
 
 
+def order(folder: Path, arguments: Sequence[str], variables: Mapping[str, str], typed: str = os.devnull) -> None:
+    """Begin a session of pytest in ``folder``, as warm.py describes it; ``typed`` is the path of its standard input."""
+    warm().write(json.dumps([str(folder), list(arguments), dict(variables), typed]) + "\n")
+    warm().flush()
+
+
+def number(file: Path) -> int:
+    """The content of a file that a session is yet to write: its pid, its status."""
+    until = time.monotonic() + LIMIT
+    while not file.exists():
+        assert time.monotonic() < until, f"no {file.name} of the session in {file.parent} in {LIMIT} s"
+        threading.Event().wait(0.02)
+    return int(file.read_text())
+
+
 @functools.cache
 def warm() -> IO[str]:
     """Where to write an order for a session; the process behind it ends with this one."""
@@ -137,7 +154,7 @@ class Session:
         (folder / "notes").mkdir(exist_ok=True)
         for name in ("pid", "status", "output.txt", "record.jsonl"):  # of a session before this one
             (folder / name).unlink(missing_ok=True)
-        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "pytest.ini").write_text(inner.settings(*files.values()))
         (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(GONE)))
         for name, text in files.items():
             (folder / name).write_text(textwrap.dedent(text))
@@ -145,26 +162,17 @@ class Session:
         command = [f"--basetemp={folder / 'base'}", *arguments]
         variables = {TAG: self._tag, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
         self._began = time.monotonic()
-        warm().write(json.dumps([str(folder), command, variables]) + "\n")
-        warm().flush()
-        self.pid = self._number("pid")
+        order(folder, command, variables)
+        self.pid = number(folder / "pid")
 
-    def _number(self, name: str) -> int:
-        """The content of a file that is yet to be written."""
-        until = time.monotonic() + LIMIT
-        while not (self.folder / name).exists():
-            assert time.monotonic() < until, f"no {name} of the session in {self.folder} in {LIMIT} s"
-            threading.Event().wait(0.02)
-        return int((self.folder / name).read_text())
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send ``number`` to pytest, and to nothing else."""
-        os.kill(self.pid, number)
+    def signal(self, what: signal.Signals) -> None:
+        """Send it to pytest, and to nothing else."""
+        os.kill(self.pid, what)
 
     def done(self) -> Done:
         """Wait for the end, and for everything that it started to be gone."""
         try:
-            status = self._number("status")
+            status = number(self.folder / "status")
         finally:
             seconds = time.monotonic() - self._began
             left = tuple(self._left())

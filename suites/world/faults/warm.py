@@ -1,7 +1,8 @@
 """A Python that has imported what every session of pytest needs, and forks one of itself for each: run as a program.
 
-It reads one order a line: the folder of a session, pytest's arguments, and environment variables. Into the folder go
-``pid``, what pytest prints (``output.txt``) and, once it has ended, ``status``: as a return code of subprocess.
+It reads one order a line: the folder of a session, pytest's arguments, environment variables, and what is to be its
+standard input. Into the folder go ``pid``, what pytest prints (``output.txt``) and, once it has ended, ``status``: as a
+return code of subprocess.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import pytest
 import torch.distributed  # noqa: F401 - half of the time that a session takes to begin
 
 
-def keep(folder: Path, arguments: list[str], variables: dict[str, str]) -> NoReturn:
+def keep(folder: Path, arguments: list[str], variables: dict[str, str], typed: str) -> NoReturn:
     """Run one session in a process of its own, wait for it, and tell how it ended."""
     pid = os.fork()
     if pid == 0:
-        session(folder, arguments, variables)
+        session(folder, arguments, variables, typed)
     tell(folder / "pid", pid)
     _, status = os.waitpid(pid, 0)
     tell(folder / "status", os.waitstatus_to_exitcode(status))
@@ -33,12 +34,12 @@ def tell(path: Path, number: int) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def session(folder: Path, arguments: list[str], variables: dict[str, str]) -> NoReturn:
+def session(folder: Path, arguments: list[str], variables: dict[str, str], typed: str) -> NoReturn:
     """pytest, leading a session of processes, by which all that it starts can be found."""
     os.setsid()
     os.chdir(folder)
     output = os.open("output.txt", os.O_CREAT | os.O_WRONLY)
-    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+    for descriptor, target in ((os.open(typed, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(descriptor, target)
     for name in [name for name in os.environ if name.startswith(("PYTEST", "ZHARNESS"))]:
         del os.environ[name]
@@ -51,9 +52,9 @@ def session(folder: Path, arguments: list[str], variables: dict[str, str]) -> No
 def main() -> None:
     """Until nobody is left to order anything."""
     for line in sys.stdin:
-        folder, arguments, variables = json.loads(line)
+        folder, arguments, variables, typed = json.loads(line)
         if os.fork() == 0:
-            keep(Path(folder), arguments, variables)
+            keep(Path(folder), arguments, variables, typed)
         while any_ended():
             continue
 
