@@ -94,4 +94,6 @@ def test_options_are_laid_over_the_configuration_and_what_is_not_claimed_is_refu
         factory(net(), EngineConfig(dtype="fp8"))
     with pytest.raises(UsageError, match=r"zero_optimization\.nonsense"):
         factory(net(), EngineConfig(options={"zero_optimization": {"nonsense": 1}}))
-    assert [set(capabilities_at(stage).refuses) for stage in range(4)] == [set(), set(), *2 * [{Feature.NO_SYNC}]]
+    whole, shards = {Feature.REDUCED_WEIGHT_GRADIENTS}, {Feature.OWN_WEIGHT_GRADIENTS}
+    wanted = [whole, whole, {Feature.NO_SYNC} | whole, {Feature.NO_SYNC} | shards]
+    assert [set(capabilities_at(stage).refuses) for stage in range(4)] == wanted

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
+from zharness.checks.course import norm_and_bound
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial, divided_by
-from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
-from zharness.parity import Comparison
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, OptimizerSpec
+from zharness.parity import Comparison, Part, within
 from zharness.parity.baseline import Local
 from zharness.parity.certificate import Exactness, is_power_of_two
 from zharness.workload.foreign import is_foreign
@@ -21,6 +23,7 @@ BOUNDARIES = 2
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
 MOVING = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))
 OPTIMIZERS = {"frozen": FROZEN, "moving": MOVING}
+CLIP = 0.1  # below the norm of the mean of a window's gradients
 
 
 def observe_accumulation(bench: Bench) -> None:
@@ -37,12 +40,19 @@ def observe_accumulation(bench: Bench) -> None:
 def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, steps: int) -> None:
     """Train BOUNDARIES boundaries of ``steps`` micro-batches on an engine of their own."""
     label = f"{chosen}-{steps}"
-    engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=OPTIMIZERS[chosen])
+    clips = (
+        chosen == "moving" and owner is AccumulationOwner.ENGINE and bench.capabilities.refusal(Feature.CLIP) is None
+    )
+    clip, optimizer = CLIP if clips else None, OPTIMIZERS[chosen]
+    engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
     for boundary in range(BOUNDARIES):
         bench.record_trained(engine, boundary, f"-{label}")
         accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps), f"loss-{label}")
         bench.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
+        if clip is not None:
+            norm = engine.grad_norm()
+            bench.record(f"norm-{label}", {} if norm is None else {"norm": number(norm)}, boundary)
         engine.zero_grad()
     bench.record_trained(engine, BOUNDARIES, f"-{label}")
     engine.close()
@@ -66,10 +76,25 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
                     yield from judge_boundary(trial, label, boundary, steps)
                     moment = Moment(boundary, f"masters-{label}", f"state-{label}")
                     grads = trial.copies(f"grads-{label}", boundary)[0]
-                    yield from judge_step(trial, optimizer, grads, moment)
+                    factor = yield from clipped(trial, f"norm-{label}", boundary, grads)
+                    yield from judge_step(trial, optimizer, grads, moment, factor)
                     after = Moment(boundary + 1, moment.params, moment.state)
                     yield from everyone_agrees(trial, after)
                     yield from published(trial, after, f"params-{label}")
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def clipped(trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor]) -> Generator[Comparison, None, float]:
+    """The norm recorded under ``label`` is that of the whole window's gradients; the factor that it clips them by."""
+    if not trial.recorded(label):
+        return 1.0
+    norm, error = norm_and_bound(grads)
+    reported = trial.copies(label, boundary)[0].get("norm", norm)
+    yield within(trial.place("norm", Part.REDUCTION, boundary), norm, reported, error)
+    return CLIP / (float(reported) + 1e-6)
 
 
 def divided_by_engine(

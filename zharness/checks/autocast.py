@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import norm_told
+from zharness.checks.switches import left_alone, switches
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
@@ -182,7 +183,10 @@ def judge_states(trial: Trial) -> Iterator[Comparison]:
 
 
 def observe_nested(bench: Bench) -> None:
-    """A user's block around the engine's call: another dtype, none at all, and one where the engine has no section."""
+    """A user's block around the engine's call: another dtype, none at all, and one where the engine has no section.
+
+    At last a forward that raises.
+    """
     device, inputs = bench.device.type, bench.batch(0).inputs
     engine = bench.engine(options=AUTOCAST)
     with torch.autocast(device, torch.float16):
@@ -194,6 +198,17 @@ def observe_nested(bench: Bench) -> None:
     with torch.autocast(device, LOW):
         bench.record("alone", {"output": engine(inputs)})
     engine.close()
+    engine = bench.engine(options=AUTOCAST)
+    bench.record("switches", switches(), 0)
+    with suppress(InterruptedError):
+        engine(inputs, through=interrupted)
+    bench.record("switches", switches(), 1)
+    engine.close()
+
+
+def interrupted(hidden: Tensor) -> Tensor:
+    """In the middle of a forward: raises."""
+    raise InterruptedError
 
 
 def judge_nested(trial: Trial) -> Iterator[Comparison]:
@@ -203,6 +218,7 @@ def judge_nested(trial: Trial) -> Iterator[Comparison]:
         for label in ("other", "off", "alone"):
             found = trial.copies(label)[rank]["output"]
             yield from same(trial, "loss", Part.FORWARD, expected, found, rank)
+    yield from left_alone(trial, "switches", range(2))
 
 
 def sent(engine: Engine) -> Mapping[str, int]:
@@ -343,7 +359,7 @@ CHECKS = (
     ),
     check(
         "autocast_nested",
-        "around the engine a user's torch.autocast yields to the section, and works as ever where there is none",
+        "a user's torch.autocast around the engine yields to the section, works where there is none; none is left on",
         observe_nested,
         judge_nested,
     ),

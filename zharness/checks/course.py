@@ -11,6 +11,7 @@ from torch import Tensor
 from zharness.checks.trial import Trial, grad_of
 from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
+from zharness.parity.bounds import of_many
 from zharness.parity.exhibit import Curve, number
 
 SHOWN = 6  # digits of a loss or a norm
@@ -93,3 +94,9 @@ def mean(losses: Sequence[Tensor]) -> float:
 def norm_of(grads: Mapping[str, Tensor]) -> Tensor:
     """The 2-norm of all elements together, in float64."""
     return torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+
+
+def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
+    whole = norm_of(grads)
+    return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)

@@ -12,9 +12,10 @@ from torch import nn
 
 from zharness.checks.accumulation import accumulate, divided_by_engine
 from zharness.checks.bench import Bench
+from zharness.checks.course import norm_and_bound
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
-from zharness.checks.trajectory import forward, initial_weights, norm_and_bound
+from zharness.checks.trajectory import forward, initial_weights
 from zharness.checks.trial import Trial, divided_by
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.errors import UsageError

@@ -31,8 +31,10 @@ from zharness.checks.autocast import (
 from zharness.checks.bench import Bench
 from zharness.checks.dtypes import DTYPES
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.state import same_records, shared_folder
+from zharness.checks.trajectory import told_by
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Absent, Feature, OptimizerSpec
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, identical
 
@@ -40,12 +42,11 @@ ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps
 STEPS = 6
 # A factor of its own for every step: a schedule that a skipped step moves on shows in the rate of the next.
 SCALED = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STEPS)))
+FP16 = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+RESUMED, RESUMED_AT = "resumed", 3  # after a step that was skipped, and half a window on
 SCALERS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
-    "fp16": (
-        {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}},
-        2.0**6,
-        2,
-    ),
+    "fp16": (FP16, 2.0**6, 2),
+    RESUMED: (FP16, 2.0**6, 2),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
 }
 
@@ -95,6 +96,8 @@ def observe_scaler(bench: Bench) -> None:
     options, _, _ = SCALERS[bench.variant]
     engine = bench.engine(optimizer=SCALED, options=options)
     for step in range(STEPS):
+        if bench.variant == RESUMED and step == RESUMED_AT:
+            engine = moved(bench, engine, bench.engine(optimizer=SCALED, options=options))
         bench.record_trained(engine, step)
         bad, batch = overflow(step, bench.rank, bench.world_size), bench.batch(step)
         loss = bench.spec.loss(output_of(engine, batch.inputs, bad), batch.target)
@@ -109,6 +112,17 @@ def observe_scaler(bench: Bench) -> None:
         bench.record("rates", {str(group): number(rate) for group, rate in enumerate(rates)}, step)
     bench.record_trained(engine, STEPS)
     engine.close()
+
+
+def moved(bench: Bench, engine: Engine, other: Engine) -> Engine:
+    """``other``, gone on from what ``engine`` saved at its end; and what both tell of themselves. Collective."""
+    bench.record("told", told_by(engine), 0)
+    with shared_folder() as folder:
+        engine.save(folder)
+        engine.close()
+        other.load(folder)
+    bench.record("told", told_by(other), 1)
+    return other
 
 
 def holds(trial: Trial, step: int, rank: int, scale: float) -> bool:
@@ -144,6 +158,8 @@ def judge_scaler(trial: Trial) -> Iterator[Comparison]:
             place = trial.place("loss", Part.OPTIMIZER, step, rank)
             yield identical(place, number(scaler.get_scale()), copy["scale"])
             yield identical(place, number(skipped), copy["skipped"])
+        if step == RESUMED_AT and trial.variant == RESUMED:
+            yield from same_records(trial, "told", "told", 0, 1, Part.OPTIMIZER)
         moment = Moment(step, "masters", skipped=skipped)
         if finite:
             yield from judge_step(trial, SCALED, grads, moment)
@@ -321,12 +337,16 @@ CHECKS = (
     replace(
         check(
             "grad_scaler",
-            "fp16's loss scale and steps are torch.amp.GradScaler's; one rank's overflow skips on all, schedule too",
+            "fp16's loss scale, saved and loaded too, is torch.amp.GradScaler's; one rank's overflow skips on all",
             observe_scaler,
             judge_scaler,
         ),
         needs=(),
-        variants=(("fp16", (Feature.LOSS_SCALER,)), ("autocast", (Feature.AUTOCAST_SCALER,))),
+        variants=(
+            ("fp16", (Feature.LOSS_SCALER,)),
+            (RESUMED, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
+            ("autocast", (Feature.AUTOCAST_SCALER,)),
+        ),
     ),
     check(
         "comm_dtype",

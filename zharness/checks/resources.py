@@ -23,8 +23,9 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
+from zharness.checks.single_step import SGD, trained_step
 from zharness.checks.trial import Trial
-from zharness.checks.variations import ADAMW, SGD, trained_step
+from zharness.checks.variations import ADAMW
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources, Traffic
 from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, between, identical

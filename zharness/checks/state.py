@@ -17,7 +17,8 @@ from torch import Tensor
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
-from zharness.checks.trajectory import OPTIMIZERS
+from zharness.checks.switches import left_alone, switches
+from zharness.checks.trajectory import OPTIMIZERS, told_by
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, Feature, Keeping, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical
@@ -50,8 +51,9 @@ def train(bench: Bench, engine: Engine, steps: range, label: str) -> None:
 
 
 def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
-    """Weights, as the model and as the optimizer has them, and optimizer state under labels of their own."""
+    """Weights, as the model and as the optimizer has them, optimizer state and facts, under labels of their own."""
     bench.record_trained(engine, step, f"-{label}")
+    bench.record(f"told-{label}", told_by(engine), step)
 
 
 FALLING = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a factor of its own for every step, and for one more
@@ -72,11 +74,14 @@ def observe_resume(bench: Bench) -> None:
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
     # Another tensor under the same name, as a forward leaves that computes a statistic anew.
     never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + bench.rank * own)
-    with shared_folder() as folder:
-        bench.record("generator-never", {"state": torch.get_rng_state().double()})
+    snapshot(bench, never, SAVED_AT, "unsaved")
+    with shared_folder() as folder, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(bench.rank)
+        bench.record("switches", switches(), 0)
         never.save(folder)
-        bench.record("generator-resumed", {"state": torch.get_rng_state().double()})
+        bench.record("switches", switches(), 1)
         resumed.load(folder)
+        bench.record("switches", switches(), 2)
     for engine, label in ((never, "never"), (resumed, "resumed")):
         bench.record(f"buffers-{label}", dict(engine.module.named_buffers()))
         for step in CONTINUED:
@@ -89,11 +94,15 @@ def observe_resume(bench: Bench) -> None:
 def judge_resume(trial: Trial) -> Iterator[Comparison]:
     """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank.
 
-    So are the buffers; and saving takes no number from the generator that the training goes on to use.
+    So are the buffers; and neither saving nor loading takes a number from the generator that the training goes on to
+    use. Saving leaves the engine that saves as it was.
     """
-    for what in ("generator", "buffers"):
-        yield from same_records(trial, f"{what}-never", f"{what}-resumed", 0, 0, Part.GATHER)
+    yield from left_alone(trial, "switches", range(3))
+    yield from same_records(trial, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
+    for what in ("params", "masters", "state", "told"):
+        yield from same_records(trial, f"{what}-unsaved", f"{what}-never", SAVED_AT, SAVED_AT, Part.OPTIMIZER)
     parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
+    parts["told"] = Part.OPTIMIZER
     for step in (*CONTINUED, CONTINUED.stop):
         for what, part in parts.items():
             if what == "loss" and step == CONTINUED.stop:
@@ -229,7 +238,7 @@ CHECKS = (
         name="state.consolidate",
         law="the full state dict has vanilla's names and shapes and tied weights once, and a plain model loads it",
         tier=Tier.EXACT,
-        models=("transformer",),
+        models=("transformer", "mixed"),
         observe=observe_consolidate,
         judge=judge_consolidate,
         needs=(Feature.CHECKPOINT,),

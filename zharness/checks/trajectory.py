@@ -6,20 +6,20 @@ forced: the baseline starts from the weights, and the replay from the weights, g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
-from zharness.checks.course import Course, norm_of
+from zharness.checks.course import Course, norm_and_bound
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import GroupSpec, OptimizerSpec
+from zharness.engines.optimizers import param_groups
+from zharness.engines.protocol import Absent, Engine, GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical, within
 from zharness.parity.baseline import Local
-from zharness.parity.bounds import of_many
 from zharness.parity.compare import check_names
 
 STEPS = 3
@@ -40,15 +40,17 @@ SGD = OptimizerSpec(
 OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
 TRAJECTORIES = {name: Course(spec, STEPS) for name, spec in OPTIMIZERS.items()}
 FIRST = GroupSpec("first.*", {"lr": 3e-2, "maximize": True})
+# Of its own in all that Adam is told.
+APART = GroupSpec("first.*", {**FIRST.overrides, "betas": (0.7, 0.9), "eps": 1e-4, "weight_decay": 0.2})
 ADAM = OptimizerSpec(
     name="adam",
     args={"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True},
-    groups=(FIRST, NO_DECAY),
+    groups=(APART, NO_DECAY),
 )
 NESTEROV = OptimizerSpec(
     name="sgd",
     args={"lr": 5e-2, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
-    groups=(FIRST, GroupSpec("*bias", {"nesterov": False, "dampening": 0.3})),
+    groups=(FIRST, GroupSpec("*bias", {"nesterov": False, "dampening": 0.3, "momentum": 0.6})),
 )
 
 
@@ -91,17 +93,50 @@ def observe_optimizers(bench: Bench) -> None:
 
 
 def observe_course(bench: Bench, course: Course) -> None:
+    """Gradients are forgotten between forward and backward, as many callers do it; and what the engine tells."""
     engine = bench.engine(optimizer=course.optimizer, clip=course.clip)
     for step in range(course.steps):
         bench.record_trained(engine, step)
-        engine.backward(bench.loss(engine, step))
+        loss = bench.loss(engine, step)
+        engine.zero_grad()
+        engine.backward(loss)
         bench.record("grads", engine.full_grads(), step)
         engine.step()
-        engine.zero_grad()
         norm = engine.grad_norm()
         bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
+        bench.record("told", told_by(engine), step)
     bench.record_trained(engine, course.steps)
     engine.close()
+
+
+def told_by(engine: Engine) -> dict[str, Tensor]:
+    """Learning rates, loss scale and skipped steps, as far as the engine tells them."""
+    seen = engine.observe()
+    rates = () if isinstance(seen.learning_rates, Absent) else seen.learning_rates
+    told = {rate_of(group): rate for group, rate in enumerate(rates)}
+    facts = {SCALE: seen.loss_scale, SKIPPED: seen.skipped_steps}
+    told |= {name: fact for name, fact in facts.items() if not isinstance(fact, Absent)}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in told.items()}
+
+
+def facts_told(trial: Trial, spec: OptimizerSpec, step: int) -> Iterator[Comparison]:
+    """After ``step``, of which none was skipped, every rank tells the rates of the next one, group by group."""
+    named = dict(trial.baseline.spec.model(trial.baseline.seed).named_parameters())
+    factor = spec.schedule[min(step + 1, len(spec.schedule) - 1)]
+    rates = [group.get("lr", spec.args["lr"]) * factor for group in param_groups(named, spec)]
+    wanted = {rate_of(group): rate for group, rate in enumerate(rates)}
+    wanted |= {SCALE: trial.baseline.loss_scale, SKIPPED: 0}
+    for rank, copy in enumerate(trial.copies("told", step)):
+        for name, value in copy.items():
+            expected = torch.tensor(wanted.get(name, torch.nan), dtype=torch.float64)
+            yield identical(trial.place(name, Part.OPTIMIZER, step, rank), expected, value)
+
+
+SCALE, SKIPPED = "loss scale", "skipped steps"
+
+
+def rate_of(group: int) -> str:
+    return f"learning rate of group {group}"
 
 
 def judge_trajectory(trial: Trial) -> Iterator[Comparison]:
@@ -133,14 +168,9 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
             yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
             factor = course.clip / (float(reported) + 1e-6)
         yield from judge_step(trial, course.optimizer, grads, Moment(step, "masters"), factor)
+        yield from facts_told(trial, course.optimizer, step)
         yield from everyone_agrees(trial, Moment(step + 1))
         yield from published(trial, Moment(step + 1, "masters"), "params")
-
-
-def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
-    whole = norm_of(grads)
-    return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)
 
 
 def initial_weights(trial: Trial) -> Iterator[Comparison]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.course import norm_of
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, judge_step, norm_told
+from zharness.checks.optimizer_step import CLIPPING, norm_told
 from zharness.checks.pairwise import rows
 from zharness.checks.several_backwards import judge_several_backwards, observe_several_backwards
+from zharness.checks.single_step import SGD, evaluating, judge_sgd_step, observe_sgd_step
 from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Piece, Reduction
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded, of_many
-from zharness.reference.torch_private import DTensor
 
 Observe = Callable[[Bench], None]
 Judge = Callable[[Trial], Iterator[Comparison]]
@@ -29,19 +29,8 @@ Judge = Callable[[Trial], Iterator[Comparison]]
 MODELS = ("mlp", "transformer")
 POWERS = (0, 3, -2)
 MOVING: Mapping[str, Any] = {"integral": False, "own_numbers": ("",)}  # weights that move, as the engine's numbers say
-SGD = OptimizerSpec(name="sgd", args={"lr": 1.0})
 ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2})
 STEPS = 2
-
-
-def trained_step(bench: Bench, engine: Engine, step: int = 0) -> None:
-    """One step, with everything recorded that ``judge_step`` asks for."""
-    bench.record_trained(engine, step)
-    engine.backward(bench.loss(engine, step))
-    bench.record("grads", engine.full_grads(), step)
-    engine.step()
-    engine.zero_grad()
-    bench.record_trained(engine, step + 1)
 
 
 def observe_loss_scale_power(bench: Bench) -> None:
@@ -64,49 +53,6 @@ def judge_loss_scale_power(trial: Trial) -> Iterator[Comparison]:
         for rank, copy in enumerate(trial.copies("grads", at)):
             for name, grad in trial.copies("grads")[0].items():
                 yield identical(trial.place(name, Part.REDUCTION, at, rank), grad.double() * 2.0**power, copy[name])
-
-
-def observe_sgd_step(bench: Bench) -> None:
-    """A step on ranks whose generators differ, as a user seeds them; and what a rank holds before and after it."""
-    engine = bench.engine(optimizer=SGD)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(bench.rank)
-        bench.record("generator", {"state": torch.get_rng_state().double()}, 0)
-        bench.record("held", held(engine), 0)
-        trained_step(bench, engine)
-        bench.record("held", held(engine), 1)
-        bench.record("generator", {"state": torch.get_rng_state().double()}, 1)
-    engine.close()
-
-
-def held(engine: Engine) -> dict[str, Tensor]:
-    """What this rank's module holds, flat, of each parameter that is a DTensor, and so a shard by torch's own word."""
-    named = engine.module.named_parameters()
-    return {name: p.to_local().detach().flatten() for name, p in named if isinstance(p, DTensor)}
-
-
-def judge_sgd_step(trial: Trial) -> Iterator[Comparison]:
-    yield from judge_step(trial, SGD, trial.copies("grads")[0], Moment(0, "masters"))
-    yield from everyone_agrees(trial, Moment(1))
-    for rank, before in enumerate(trial.copies("generator")):
-        place = trial.place("random state", Part.GATHER, 0, rank)
-        yield identical(place, before["state"], trial.copies("generator", 1)[rank]["state"])
-    for step in range(2):
-        yield from owned(trial, step)
-
-
-def owned(trial: Trial, step: int) -> Iterator[Comparison]:
-    """Each rank's part of a sharded weight is the elements of it that the engine's layout gives to this rank."""
-    weights = trial.copies("masters", step)[0]
-    for rank, copy in enumerate(trial.copies("held", step)):
-        for name, part in copy.items():
-            pieces = trial.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
-            mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
-            told = torch.cat([weights[name].new_empty(0), *mine])
-            place = trial.place(name, Part.GATHER, step, rank)
-            yield identical(place, torch.tensor(float(told.numel())), torch.tensor(float(part.numel())))
-            if told.numel() == part.numel():
-                yield identical(place, told, part)
 
 
 def observe_ranks_agree(bench: Bench) -> None:
@@ -246,15 +192,6 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
                 yield within(trial.place(name, Part.OPTIMIZER, at, rank), moved.value, copy[name], moved.error)
 
 
-@contextmanager
-def evaluating(engine: Engine) -> Iterator[None]:
-    engine.module.eval()
-    try:
-        yield
-    finally:
-        engine.module.train()
-
-
 FORWARDS: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
     "eval": evaluating,
     "no_grad": lambda _: torch.no_grad(),
@@ -312,7 +249,7 @@ CHECKS = (
     ),
     law(
         "sgd_step",
-        "SGD at a rate of 1 moves every weight by its reduced gradient, where layout() says, and no generator",
+        "SGD at a rate of 1 moves every weight by its reduced gradient, where layout() says, no generator, no switch",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,

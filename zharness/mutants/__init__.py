@@ -19,6 +19,7 @@ from zharness.mutants import (
     blind2,
     blind3,
     blind4,
+    circumstances,
     contributions,
     graphs,
     optimizers,
@@ -30,7 +31,10 @@ from zharness.mutants import (
 )
 from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
-FILES = (scale, contributions, shards, optimizers, precision, graphs, state, resources, blind, blind2, blind3, blind4)
+FILES = (
+    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances),
+    *(blind, blind2, blind3, blind4),
+)
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
 
 __all__ = ["MUTANTS", "PATH", "Kind", "Mutant", "Target", "find_mutants"]
