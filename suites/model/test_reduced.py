@@ -10,7 +10,7 @@ from torch import nn
 
 from suites.model.tiny import draw, score
 from zharness.case import Case
-from zharness.export.smaller import owners_of_parameters, smaller_models
+from zharness.export.smaller import models_without_modules, owners_of_parameters, smaller_models
 from zharness.workload import model_spec
 from zharness.workload.foreign import foreign_spec, hand_over
 from zharness.workload.reduced import steps_down
@@ -67,3 +67,15 @@ def test_a_sequence_loses_modules_and_the_others_keep_their_names() -> None:
         "0.weight", "3.weight", "5.weight",
     ]  # fmt: skip
     assert "handed.over:chain(2=out,4=out,1=out)" in smaller_models(smaller)
+
+
+def test_a_lora_on_one_block_does_without_all_but_the_embedding_and_the_adapted_layer() -> None:
+    pytest.importorskip("peft")
+    sizes = "num_hidden_layers=1,num_attention_heads=1,hidden_size=8,vocab_size=16,max_position_embeddings=8"
+    smallest = f"{REAL}:lora({sizes})"
+    assert owners_of_parameters(smallest) == 9
+    first, *rest = models_without_modules(smallest)
+    assert owners_of_parameters(first) == 2
+    trained = [name for name, parameter in model_spec(first).model(0).named_parameters() if parameter.requires_grad]
+    assert all("c_attn.lora" in name for name in trained)
+    assert all(2 < owners_of_parameters(each) < 9 for each in rest)

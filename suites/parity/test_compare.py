@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from zharness.engines import Piece
-from zharness.errors import EngineContractError
-from zharness.parity import Comparison, Evidence, Part, Snapshot, Tier, compare, identical, ranks_agree, within
+from zharness.errors import EngineContractError, HarnessFault
+from zharness.parity import Comparison, Part, Tier, compare, identical, ranks_agree, within
 from zharness.parity.attribution import attribute
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.parity.certificate import certified, mean_of_one
 from zharness.parity.compare import FIRST, PIECE, check_names, in_pieces, ulps
+from zharness.parity.contamination import Conditions
 from zharness.parity.facts import Place
-from zharness.parity.snapshot import read, write
+from zharness.parity.snapshot import path_of, read, records_in
 from zharness.workload import MODELS, model_spec
 
 PLACE = Place("layer.weight", Part.REDUCTION, step=2, seen_on=1, pieces=(Piece(0, 0, 4), Piece(1, 4, 6)))
@@ -193,10 +194,19 @@ def test_no_other_model_is_certified(name: str) -> None:
 
 
 def test_evidence_survives_the_file_without_pickled_code(tmp_path) -> None:
-    snapshot = Snapshot("grads", 3, {"a.b": torch.arange(6.0).view(2, 3)})
-    write(tmp_path, 1, Evidence((snapshot,), {"a.b": (Piece(0, 0, 6),)}))
+    path_of(tmp_path, 1).write_bytes(bytes(range(256)) * 100)  # of an earlier cell
+    records = records_in(tmp_path, 1)
+    recorded = torch.arange(6.0).view(2, 3)
+    records.keep("params", 3, {"a.b": recorded, "c": torch.ones(3, dtype=torch.bfloat16)})
+    recorded += 1
+    records.keep("masters", 3, {"c": torch.zeros(3)}, beside="params")
+    with pytest.raises(HarnessFault, match="'params' was recorded twice at step 3"):
+        records.keep("params", 3, {})
+    records.finish({"a.b": (Piece(0, 0, 6),)}, Conditions({}, ()))
     found = read(tmp_path, 1)
-    assert torch.equal(found.get("grads", 3)["a.b"], snapshot.tensors["a.b"])
+    for label, other in (("params", torch.ones(3, dtype=torch.bfloat16)), ("masters", torch.zeros(3))):
+        assert torch.equal(found.get(label, 3)["a.b"], torch.arange(6.0).view(2, 3)), "as it was when it was recorded"
+        assert torch.equal(found.get(label, 3)["c"], other)
     assert found.layout["a.b"] == (Piece(0, 0, 6),)
     with pytest.raises(EngineContractError, match="nothing was recorded under 'grads' at step 0"):
         found.get("grads")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -107,15 +108,13 @@ def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytes
         assert cell.curves_of(SimpleNamespace(variant=variant), check) == {}
 
 
-def test_a_large_copy_on_a_full_disk_raises_and_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, start: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    large = torch.arange(snapshot.LARGE, dtype=torch.float32)
-    assert torch.equal(snapshot.set_aside(large), large)
-    monkeypatch.setattr(snapshot.os, "posix_fallocate", full)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        snapshot.set_aside(large)
+        snapshot.Records(Full()).keep("params", 0, {"weight": torch.ones(3)})
 
 
 def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:

@@ -110,12 +110,11 @@ def divided_by_engine(
 
     The undivided ones are computed only where the others do not fit.
     """
-    by_loss = list(trial.reduced(label, divided, at, exact, scale=len(window)))
-    if any(found.mismatch for found in by_loss):
+    if trial.fits(label, divided, at, exact, scale=len(window)):
+        yield from trial.reduced(label, divided, at, exact, scale=len(window))
+    else:
         whole = [trial.locals(micro, params) for micro in window]
         yield from trial.reduced(label, whole, at, exact)
-    else:
-        yield from by_loss
 
 
 def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:

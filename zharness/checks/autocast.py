@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
+from zharness.parity.attribution import Terms
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.workload import ModelSpec
@@ -74,13 +76,8 @@ def local(
     params: Mapping[str, Tensor] | None = None,
 ) -> Local:
     """The plain model's micro-batch ``micro``: forward and backward inside torch.autocast or not, the loss never."""
-    model, batch = trial.baseline.module(params), trial.baseline.batch(rank, micro)
-    with torch.autocast("cpu", LOW, enabled=forward):
-        output = batch.through(model)
-    loss = trial.baseline.objective(output, batch)
-    with torch.autocast("cpu", LOW, enabled=backward):
-        loss.backward()  # type: ignore[no-untyped-call]
-    return Local(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    plain = replace(trial.baseline, autocast=LOW if forward else None, autocast_backward=LOW if backward else None)
+    return plain.local(rank, micro, params)
 
 
 def everyone(trial: Trial, forward: bool = True, backward: bool = False) -> list[Local]:
@@ -104,10 +101,17 @@ def reduced(trial: Trial, label: str, locals_: Sequence[Local], low: set[str]) -
     copies = trial.copies(label)
     for name in locals_[0].grads:
         dtype = LOW if name in low else WIDE
-        mean, bound = mean_and_bound([one.grads[name].double() for one in locals_], dtype)
-        for rank, copy in enumerate(copies):
-            yield within(trial.place(name, Part.REDUCTION, seen_on=rank), mean, copy[name], bound)
-        yield from ranks_agree(trial.place(name, Part.REDUCTION), [copy[name] for copy in copies])
+        held, terms = [copy[name] for copy in copies], [[one.grads[name]] for one in locals_]
+        right = replace(trial, wire=dtype).right_in_pieces(name, terms, held)
+        yield from right or wholly(trial, name, terms, held, dtype)
+        yield from ranks_agree(trial.place(name, Part.REDUCTION), held)
+
+
+def wholly(trial: Trial, name: str, terms: Terms, held: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Comparison]:
+    """Every rank's copy of one gradient against the mean of ``terms``, reduced in ``dtype``."""
+    mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
+    for rank, copy in enumerate(held):
+        yield within(trial.place(name, Part.REDUCTION, seen_on=rank), mean, copy, bound)
 
 
 def observe_policy(bench: Bench) -> None:

@@ -23,9 +23,8 @@ from zharness.engines.protocol import (
     Feature,
     Piece,
 )
-from zharness.errors import HarnessFault
-from zharness.parity import Evidence, Snapshot
 from zharness.parity.contamination import Conditions, conditions
+from zharness.parity.snapshot import Records
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import SAMPLES
 
@@ -33,8 +32,8 @@ from zharness.workload.models import SAMPLES
 class Bench:
     """One rank of a cell.
 
-    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them; ``training`` is what a
-    user's configuration says of it.
+    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them; ``records`` is where what is
+    seen goes; ``training`` is what a user's configuration says of it.
     """
 
     def __init__(
@@ -48,6 +47,7 @@ class Bench:
         capabilities: Capabilities,
         variant: str,
         device: torch.device,
+        records: Records,
         training: Training = AS_USUAL,
     ) -> None:
         self.spec = spec
@@ -60,7 +60,7 @@ class Bench:
         self.device = device
         self.training = training
         self._factory = factory
-        self._snapshots: list[Snapshot] = []
+        self._records = records
         self._layout: Mapping[str, tuple[Piece, ...]] = {}
         self._conditions = Conditions({}, ())
 
@@ -94,16 +94,12 @@ class Bench:
         return loss
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
-        """Keep copies of ``tensors`` on CPU under ``label`` and ``step``.
+        """Keep ``tensors`` as they are now under ``label`` and ``step``.
 
         Raises HarnessFault when there is such a record, of which a judge would see the first alone.
         """
-        self._keep(label, {name: on_cpu(label, name, tensor) for name, tensor in as_dict(label, tensors).items()}, step)
-
-    def _keep(self, label: str, copies: Mapping[str, Tensor], step: int) -> None:
-        if any((kept.label, kept.step) == (label, step) for kept in self._snapshots):
-            raise HarnessFault(f"{label!r} was recorded twice at step {step}")
-        self._snapshots.append(Snapshot(label, step, copies))
+        told = as_dict(label, tensors)
+        self._records.keep(label, step, {name: on_cpu(label, name, tensor) for name, tensor in told.items()})
 
     def record_weights(self, engine: Engine, step: int, suffix: str = "") -> None:
         """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does."""
@@ -111,9 +107,8 @@ class Bench:
         apart = engine.observe().masters
         masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
         self.record(f"params{suffix}", weights, step)
-        kept = self._snapshots[-1].tensors
         own = {name: on_cpu("observe().masters", name, tensor) for name, tensor in masters.items()}
-        self._keep(f"masters{suffix}", {**kept, **own}, step)
+        self._records.keep(f"masters{suffix}", step, own, beside=f"params{suffix}")
 
     def record_trained(self, engine: Engine, step: int, suffix: str = "") -> None:
         """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``."""
@@ -138,6 +133,6 @@ class Bench:
         }
         return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
 
-    def evidence(self) -> Evidence:
-        """Everything recorded so far."""
-        return Evidence(tuple(self._snapshots), self._layout, self._conditions)
+    def finish(self) -> None:
+        """Complete the file of everything recorded."""
+        self._records.finish(self._layout, self._conditions)

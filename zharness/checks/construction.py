@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Capabilities, Engine, EngineConfig, EngineFactory, Piece
 from zharness.errors import EngineContractError
 from zharness.parity.compare import check_names
-from zharness.parity.snapshot import set_aside
 
 Layout = Mapping[str, tuple[Piece, ...]]
 
@@ -202,7 +201,7 @@ def as_dict(what: str, value: Any) -> Mapping[str, Any]:
 
 
 def on_cpu(what: str, name: str, value: Any) -> Tensor:
-    """A copy of ``value`` on CPU. Raises EngineContractError unless it is a tensor."""
+    """``value`` on CPU. Raises EngineContractError unless it is a tensor."""
     if not isinstance(value, Tensor):
         raise EngineContractError(f"{what}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor")
-    return set_aside(value)
+    return value.detach().cpu()

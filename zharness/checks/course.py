@@ -93,7 +93,8 @@ def mean(losses: Sequence[Tensor]) -> float:
 
 def norm_of(grads: Mapping[str, Tensor]) -> Tensor:
     """The 2-norm of all elements together, in float64."""
-    return torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
+    return torch.stack(norms).square().sum().sqrt()
 
 
 def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

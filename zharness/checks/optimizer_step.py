@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +18,7 @@ from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
 from zharness.parity.bounds import Bounded
-from zharness.parity.compare import PIECE, beside, check_names, in_pieces
+from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
 from zharness.parity.replay import replay
 
@@ -83,14 +84,37 @@ class Stepped:
     clipped_by: float | None
 
     def in_pieces(self, optimizer: str, home: Place) -> list[Comparison]:
-        """``held`` of a large parameter in which nothing is wrong; else nothing."""
+        """``held`` of a large parameter in which nothing is wrong; else nothing.
+
+        A piece that is bitwise what torch.optim's own step makes of the same numbers needs no bound.
+        """
         shaped = [self.moved, self.grad, *entries(self.kept), *entries(self.state)]
-        if self.weight.numel() <= PIECE or any(tensor.shape != self.weight.shape for tensor in shaped):
+        count = self.weight.numel()
+        if count <= PIECE or any(tensor.shape != self.weight.shape for tensor in shaped):
             return []
         flat = self.mapped(torch.flatten)
-        return in_pieces(
-            lambda piece: list(flat.mapped(lambda tensor: tensor[piece]).held(optimizer, home)), self.weight.numel()
-        )
+        parts = {start: flat.part(slice(start, start + PIECE)) for start in range(0, count, PIECE)}
+        own = dict(zip(parts, torchs_steps(optimizer, [*parts.values()]), strict=False))
+
+        def compare(piece: slice) -> list[Comparison]:
+            part = parts[piece.start]
+            return part.as_torch(own.get(piece.start, {}), home) or list(part.held(optimizer, home))
+
+        return in_pieces(compare, count)
+
+    def part(self, piece: slice) -> Stepped:
+        """These elements of a flat parameter."""
+        return self.mapped(lambda tensor: tensor[piece])
+
+    def as_torch(self, own: Mapping[str, Tensor], home: Place) -> list[Comparison]:
+        """``held`` where weight and state are bitwise ``own``, that of the weight under no name; else nothing."""
+        found = {**self.state, "": self.moved}
+        if not own or any(key not in found or not alike(tensor, found[key]) for key, tensor in own.items()):
+            return []
+        moments = [
+            same_as_torch(replace(home, name=f"{home.name}/{key}"), tensor) for key, tensor in own.items() if key
+        ]
+        return [*moments, same_as_torch(home, self.moved, self.weight)]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Stepped:
         """The same with ``function`` of every tensor but the counts of steps."""
@@ -118,9 +142,53 @@ class Stepped:
         yield hinted(beside(comparison, plain), self.weight, self.moved)
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """A weight, its gradient, and the factor by which that is clipped before a step of SGD at a rate of 1."""
+
+    weight: Tensor
+    grad: Tensor
+    factor: float
+
+    def right_in_pieces(self, trial: Trial, everyone: Sequence[Tensor], place: Place) -> list[Comparison]:
+        """``held`` of every rank's copy of a large weight after the step, where all are right; else nothing."""
+        weight, grad = self.weight.flatten(), self.grad.flatten()
+
+        def compare(piece: slice, moved: Tensor) -> list[Comparison]:
+            part = Clipped(weight[piece], grad[piece], self.factor)
+            if torch.equal(part.weight - part.grad * self.factor, moved):
+                return [same_as_torch(place, moved, part.weight)]
+            return [part.held(place, moved)]
+
+        return trial.once_for_all(everyone, compare) if self.weight.shape == self.grad.shape else []
+
+    def held(self, place: Place, moved: Tensor) -> Comparison:
+        """What the step made of the weight, ``moved``, held against w - factor x g."""
+        grad = Bounded.exact(self.grad)
+        right = Bounded.exact(self.weight) - (grad * grad.scalar(self.factor, CLIPPING) if self.factor < 1 else grad)
+        return within(place, right.value, moved, right.error)
+
+
 def entries(state: Mapping[str, Tensor]) -> list[Tensor]:
     """What a state keeps beside the count of steps."""
     return [tensor for key, tensor in state.items() if key != "step"]
+
+
+def torchs_steps(name: str, parts: Sequence[Stepped]) -> Iterator[Mapping[str, Tensor]]:
+    """Weight, under no name, and state of each part after torch.optim's own step on its numbers; its pieces are one
+    parameter's. Nothing where torch refuses what a wrong engine kept."""
+    leaves = [part.weight.detach().clone() for part in parts]
+    optimizer = optimizer_class(name)(leaves, **parts[0].settings)
+    for leaf, part in zip(leaves, parts, strict=True):
+        grad = part.grad.to(leaf.dtype)
+        leaf.grad = grad.clone() if part.clipped_by is None else grad * part.clipped_by
+        if part.kept.keys() - {"step"}:
+            optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.kept.items()}
+    with suppress(KeyError, RuntimeError, TypeError):
+        optimizer.step()
+        for leaf in leaves:
+            state = {key: value for key, value in optimizer.state[leaf].items() if isinstance(value, Tensor)}
+            yield {**{key: value for key, value in state.items() if key != "step"}, "": leaf}
 
 
 def plain_step(

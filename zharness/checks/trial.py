@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,9 +13,9 @@ from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective, Weigh
-from zharness.parity.bounds import mean_and_bound, mean_of
+from zharness.parity.bounds import mean_and_bound, mean_of, torchs_means
 from zharness.parity.certificate import Exactness, certified
-from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces
+from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
 
 
@@ -96,6 +96,38 @@ class Trial:
                 }
                 yield from self._reduced(name, copies, micros, step, exact, scale, known)
 
+    def fits(
+        self,
+        label: str,
+        micros: Sequence[Sequence[Local]],
+        step: int,
+        exact: bool | Exactness = False,
+        scale: float = 1.0,
+    ) -> bool:
+        """Whether ``reduced`` finds nothing wrong with rank 0's gradients; what is wrong with them takes longer to say.
+
+        Small ones are asked first, and the first that does not fit is the last.
+        """
+        copy = self.copies(label, step)[0]
+        if copy.keys() != {name for row in micros for local in row for name in local.grads}:
+            return False
+        for name in sorted(copy, key=lambda name: copy[name].numel()):
+            known = self._known(name, micros)
+            if any(term.shape != copy[name].shape for row in known for term in row):
+                return False
+            if self.right_in_pieces(name, known, [copy[name]], step, exact, scale):
+                continue
+            terms = [scale * term.double() for row in known for term in row]
+            mean, bound = mean_and_bound(terms, self.reduced_in, copy[name].dtype)
+            bound = torch.zeros_like(bound) if exact else bound
+            if not bool(((copy[name].double() - mean).abs() <= bound).all()):
+                return False
+        return True
+
+    def _known(self, name: str, micros: Sequence[Sequence[Local]]) -> list[list[Tensor]]:
+        """Local gradients of one parameter by rank and micro-step; a rank on which it was not used counts as zero."""
+        return [[grad_of(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
+
     def _reduced(
         self,
         name: str,
@@ -106,32 +138,60 @@ class Trial:
         scale: float,
         suspects: Suspects,
     ) -> Iterator[Comparison]:
-        """``reduced`` for one parameter; a rank on which it was not used counts as zero."""
-        known = [[grad_of(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
+        """``reduced`` for one parameter."""
+        known = self._known(name, micros)
         everyone = [copy[name] for copy in copies]
-        yield from self._in_pieces(name, known, everyone, step, exact, scale) or self._whole(
+        yield from self.right_in_pieces(name, known, everyone, step, exact, scale) or self._whole(
             name, known, everyone, step, exact, scale, suspects
         )
         yield from ranks_agree(self.place(name, Part.REDUCTION, step), everyone)
 
-    def _in_pieces(
-        self, name: str, grads: Terms, everyone: Sequence[Tensor], step: int, exact: bool | Exactness, scale: float
+    def right_in_pieces(
+        self,
+        name: str,
+        grads: Terms,
+        everyone: Sequence[Tensor],
+        step: int = 0,
+        exact: bool | Exactness = False,
+        scale: float = 1.0,
     ) -> list[Comparison]:
-        """``_whole`` of a large tensor in which nothing is wrong; else nothing. Ranks that agree are compared once."""
+        """Every rank's copy of one large gradient against the mean of ``grads``; nothing where anything is wrong.
+
+        Ranks that agree are compared once, and a bound is computed where the numbers are not torch's own.
+        """
         first = everyone[0]
-        if first.numel() <= PIECE or not all(alike(first, copy) for copy in everyone[1:]):
+        if first.numel() <= PIECE or any(term.shape != first.shape for row in grads for term in row):
             return []
-        if any(term.shape != first.shape for row in grads for term in row):
-            return []
-        flat, held = [[term.flatten() for term in row] for row in grads], first.flatten()
+        flat = [[term.flatten() for term in row] for row in grads]
 
-        def compare(piece: slice) -> list[Comparison]:
+        def compare(piece: slice, held: Tensor) -> list[Comparison]:
             terms = [[term[piece] for term in row] for row in flat]
-            return list(self._whole(name, terms, [held[piece]], step, exact, scale, {}))
+            if self.baseline.loss_scale == 1 and any(
+                torch.equal(mean.to(held.dtype), held) for mean in torchs_means(terms, scale, self.reduced_in)
+            ):
+                return [same_as_torch(self.place(name, Part.REDUCTION, step), held)]
+            return list(self._whole(name, terms, [held], step, exact, scale, {}))
 
-        found = in_pieces(compare, held.numel())
-        ranks = range(self.world_size)
-        return [replace(one, place=self.place(name, Part.REDUCTION, step, rank)) for one in found for rank in ranks]
+        return self.once_for_all(everyone, compare)
+
+    def once_for_all(
+        self, everyone: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
+    ) -> list[Comparison]:
+        """``compare`` of every piece of the ranks' copies of one tensor, where it is large, and nothing is wrong.
+
+        ``compare(piece, held)`` is of rank 0's elements of that piece; every other rank's copy equals that bitwise.
+        Else nothing.
+        """
+        held = everyone[0].flatten()
+        if held.numel() <= PIECE or not all(alike(everyone[0], copy) for copy in everyone[1:]):
+            return []
+        found = in_pieces(lambda piece: compare(piece, held[piece]), held.numel())
+        places = [one.place for one in found if one.place is not None]
+        return [
+            replace(one, place=replace(place, seen_on=rank))
+            for one, place in zip(found, places, strict=True)
+            for rank in range(len(everyone))
+        ]
 
     def _whole(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.course import norm_of
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import CLIPPING, norm_told
+from zharness.checks.optimizer_step import Clipped, norm_told
 from zharness.checks.pairwise import rows
 from zharness.checks.several_backwards import judge_several_backwards, observe_several_backwards
 from zharness.checks.single_step import SGD, evaluating, judge_sgd_step, observe_sgd_step
@@ -21,7 +22,7 @@ from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.bounds import Bounded, of_many
+from zharness.parity.bounds import of_many
 
 Observe = Callable[[Bench], None]
 Judge = Callable[[Trial], Iterator[Comparison]]
@@ -179,17 +180,19 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
     for at, clip in enumerate(CLIPS):
         grads, before = trial.copies("grads", at)[0], trial.copies("masters-before", at)[0]
         whole = norm_of(grads)
-        reduced = torch.cat([grad.flatten() for grad in grads.values()])
         # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
-        error = whole * of_many(reduced.numel(), torch.promote_types(reduced.dtype, torch.float32))
+        wide = reduce(torch.promote_types, [grad.dtype for grad in grads.values()], torch.float32)
+        error = whole * of_many(sum(grad.numel() for grad in grads.values()), wide)
         for rank, copy in enumerate(trial.copies("norm", at)):
             yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), whole, copy["norm"], error))
         factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
-        for rank, copy in enumerate(trial.copies("masters-after", at)):
-            for name, weight in before.items():
-                grad = Bounded.exact(grads.get(name, torch.zeros_like(weight)))
-                moved = Bounded.exact(weight) - (grad * grad.scalar(factor, CLIPPING) if factor < 1 else grad)
-                yield within(trial.place(name, Part.OPTIMIZER, at, rank), moved.value, copy[name], moved.error)
+        after = trial.copies("masters-after", at)
+        for name, weight in before.items():
+            step = Clipped(weight, grads.get(name, torch.zeros_like(weight)), factor)
+            everyone, place = [copy[name] for copy in after], partial(trial.place, name, Part.OPTIMIZER, at)
+            yield from step.right_in_pieces(trial, everyone, place(0)) or (
+                step.held(place(rank), copy) for rank, copy in enumerate(everyone)
+            )
 
 
 FORWARDS: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {

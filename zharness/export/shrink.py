@@ -12,7 +12,7 @@ from zharness.checks import check_named
 from zharness.checks.program import missing
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.export.smaller import owners_of_parameters, smaller_models
+from zharness.export.smaller import models_without_modules, owners_of_parameters, smaller_models
 from zharness.run.plan import named
 from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Record, Verdict
@@ -160,8 +160,7 @@ def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, 
     wanted, found, tried = likeness(first.verdict, first.cause), first, 1
     seen = {first.case}
     while True:
-        own = runner.ask("", smaller_models, found.case.model)[0] if is_foreign(found.case.model) else ()
-        for case in smaller_cells(found.case, own):
+        for case in candidates(runner, found.case, until):
             if case in seen or time.monotonic() > until:
                 continue
             seen.add(case)
@@ -172,6 +171,14 @@ def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, 
                 break
         else:
             return found, tried
+
+
+def candidates(runner: Runner, case: Case, until: float) -> Iterator[Case]:
+    """Smaller cells; where a user's own model gets no smaller in any other way, those without modules of it."""
+    own = is_foreign(case.model)
+    yield from smaller_cells(case, runner.ask("", smaller_models, case.model)[0] if own else ())
+    if own and time.monotonic() < until:
+        yield from (replace(case, model=name) for name in runner.ask("", models_without_modules, case.model)[0])
 
 
 def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:

@@ -36,7 +36,7 @@ class Baseline:
 
     Trained parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients
     of ``Local`` are divided by it, in float32 where it is not 1. Forwards run under torch.autocast in ``autocast``,
-    where that is given, and the loss outside of it.
+    where that is given, and the loss outside of it; backwards under that in ``autocast_backward``.
     """
 
     spec: ModelSpec
@@ -45,6 +45,7 @@ class Baseline:
     dtype: torch.dtype = torch.float32
     loss_scale: float = 1.0
     autocast: torch.dtype | None = None
+    autocast_backward: torch.dtype | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class Baseline:
 
     def output(self, model: nn.Module, batch: Batch) -> Any:
         """What ``model`` makes of a micro-batch."""
-        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+        with under(self.autocast):
             return batch.through(model)
 
     def objective(self, output: Any, batch: Batch) -> Tensor:
@@ -90,7 +91,9 @@ class Baseline:
         """
         model, batch = self.module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.output(model, batch), batch)
-        found = differentiated(model, loss if weigh is None else weigh(loss, rank), self.loss_scale)
+        weighed = loss if weigh is None else weigh(loss, rank)
+        with under(self.autocast_backward):
+            found = differentiated(model, weighed, self.loss_scale)
         return Local(loss.detach(), found.grads)
 
     def locals(
@@ -102,6 +105,11 @@ class Baseline:
     ) -> list[Local]:
         """``local`` for every rank, in rank order."""
         return [self.local(rank, step, params, objective, weigh) for rank in range(self.world_size)]
+
+
+def under(dtype: torch.dtype | None) -> torch.autocast:
+    """A block under torch.autocast in ``dtype``; None: under none."""
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,9 @@ u = eps / 2 the unit roundoff of the dtype (Higham, Accuracy and Stability of Nu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -51,6 +53,22 @@ def of_many(terms: int, dtype: torch.dtype) -> float:
 def mean_of(terms: list[Tensor]) -> Tensor:
     """The float64 mean of ``terms``, all of one shape."""
     return torch.stack([term.double() for term in terms]).mean(0)
+
+
+def torchs_means(terms: Sequence[Sequence[Tensor]], scale: float, wire: torch.dtype) -> Iterator[Tensor]:
+    """``scale`` times the mean of ``terms[rank][micro-step]`` in the orders in which torch computes it in ``wire``.
+
+    Micro-batches are added up before the ranks are, or after, and their sum is divided before or after.
+    """
+    ranks, micros = len(terms), len(terms[0])
+    divisor = micros / scale
+    sums = [reduce(torch.add, row) for row in terms]
+    yield reduce(torch.add, [each.to(wire) for each in sums]) / ranks / divisor
+    if divisor != 1:
+        yield reduce(torch.add, [(each / divisor).to(wire) for each in sums]) / ranks
+    if micros > 1:
+        means = [reduce(torch.add, [each.to(wire) for each in column]) / ranks for column in zip(*terms, strict=True)]
+        yield reduce(torch.add, means) / divisor
 
 
 def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

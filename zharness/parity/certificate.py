@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.parity.baseline import Baseline, Local, Objective, in_float64, run_local
+from zharness.parity.compare import PIECE
 from zharness.workload import Batch
 
 SIGNIFICAND = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -51,11 +52,20 @@ def mean_of_one(local: Local, terms: int, dtype: torch.dtype, loss_scale: float 
     """
     if not is_power_of_two(terms):
         return division_by(terms)
-    divided = [grad.double() * (loss_scale / terms) for grad in local.grads.values()]
-    if all(torch.equal(each.to(dtype).double(), each) for each in divided):
+    factor = loss_scale / terms
+    if all(divides(grad.flatten(), factor, dtype) for grad in local.grads.values()):
         return Exactness(True)
     name = str(dtype).removeprefix("torch.")
     return Exactness(False, f"a mean of {terms} terms is not exact, for a gradient over {terms} is no number of {name}")
+
+
+def divides(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
+    """Whether a flat ``grad`` times ``factor``, a power of two, is a number of ``dtype``, element by element."""
+    pieces = (grad[start : start + PIECE] for start in range(0, grad.numel(), PIECE))
+    if grad.dtype == dtype:
+        return all(torch.equal(piece * factor / factor, piece) for piece in pieces)
+    scaled = (piece.double() * factor for piece in pieces)
+    return all(torch.equal(piece.to(dtype).double(), piece) for piece in scaled)
 
 
 def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> Exactness:

@@ -45,27 +45,42 @@ def alike(one: Tensor, other: Tensor) -> bool:
 def in_pieces(compare: Callable[[slice], list[Comparison]], count: int) -> list[Comparison]:
     """``compare`` of all ``count`` elements of flat tensors, computed piece by piece where all is right.
 
-    ``compare(piece)`` are the comparisons of these elements, of every piece as many. Temporaries of a piece stay in a
-    core's cache, where those of a large tensor are new memory for each operation. Where anything is wrong the answer
-    is empty: a mismatch has to be told of the whole tensor.
+    ``compare(piece)`` are the comparisons of these elements, one for each name, of every piece for the same names.
+    Temporaries of a piece stay in a core's cache, where those of a large tensor are new memory for each operation.
+    Where anything is wrong the answer is empty: a mismatch has to be told of the whole tensor.
     """
-    found = []
+    found: dict[str, list[Comparison]] = {}
     for start in range(0, count, PIECE):
-        found.append(compare(slice(start, start + PIECE)))
-        if any(comparison.mismatch is not None for comparison in found[-1]):
-            return []
-    return [merged(column) for column in zip(*found, strict=True)]
+        for comparison in compare(slice(start, start + PIECE)):
+            if comparison.mismatch is not None:
+                return []
+            assert comparison.place is not None, "every comparison of this module has one"
+            found.setdefault(comparison.place.name, []).append(comparison)
+    return [merged(pieces) for pieces in found.values()]
 
 
 def merged(pieces: Sequence[Comparison]) -> Comparison:
     """The comparison of a tensor from those of its pieces, in none of which anything is wrong."""
+    tiers = list(Tier)
     return replace(
         pieces[0],
+        tier=max((piece.tier for piece in pieces), key=tiers.index),
         ratio=max(piece.ratio for piece in pieces),
         smallest=min(piece.smallest for piece in pieces),
         elements=sum(piece.elements for piece in pieces),
         undetermined=sum(piece.undetermined for piece in pieces),
     )
+
+
+def same_as_torch(place: Place, actual: Tensor, before: Tensor | None = None) -> Comparison:
+    """What a comparison comes to where ``actual`` is bitwise what plain torch makes of the same numbers: tier X.
+
+    ``before`` is what a step moved to ``actual``: a scaled step shows where it changes a bit of it.
+    """
+    smallest = unit_roundoff(actual.dtype) if shows_scaling(actual) else math.inf
+    if before is not None and smallest < math.inf:
+        smallest *= max(1.0, float((actual / (actual - before)).abs().nan_to_num(nan=math.inf).min()))
+    return Comparison(Tier.EXACT, 0.0, smallest, None, elements=actual.numel(), place=place)
 
 
 def within(

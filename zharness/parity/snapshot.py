@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Piece
-from zharness.errors import EngineContractError
+from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity.contamination import Conditions
 
-LENGTH = 8  # bytes that tell the length of what is told
+WORD = 8  # bytes of a number at the beginning of a file
+HEAD = 2 * WORD  # where what is told begins, and how long it is; the tensors follow
 WIDEST = 16  # bytes of the widest dtype that torch has
-LARGE = 1 << 20  # bytes from which on a file is worth its making
+Lying = tuple[str, list[int], int]  # dtype, shape and first byte of a tensor in a file
 
 
 @dataclass(frozen=True)
@@ -55,62 +53,49 @@ def path_of(room: Path, rank: int) -> Path:
     return room / f"evidence.{rank}"
 
 
-def write(room: Path, rank: int, evidence: Evidence) -> None:
-    """Write ``evidence``: the bytes of all its tensors, what it holds as JSON, and how long that is.
+class Records:
+    """What one rank records: the bytes of its tensors go into ``file`` as they come, what they are follows at the end.
 
-    Not by torch.save: its archives take three times as long to write and to read. Nor from one copy of all tensors:
-    those of a large model are on disk already, and memory holds one at a time.
+    So memory grows with the model alone, whatever is recorded of it, and nothing is copied twice. Not by torch.save:
+    its archives take three times as long to write and to read.
     """
-    with path_of(room, rank).open("wb") as file:
-        shelf = Shelf(file)
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._length = file.write(bytes(HEAD))  # until all is told: that nothing is
+        self._kept: dict[tuple[str, int], dict[str, Lying]] = {}
+
+    def keep(self, label: str, step: int, tensors: Mapping[str, Tensor], beside: str = "") -> None:
+        """Write ``tensors``, on CPU, as a snapshot; and in it, under their names, those of ``beside`` at that step.
+
+        Raises HarnessFault when there is such a record, of which a judge would see the first alone; OSError where the
+        disk is full.
+        """
+        if (label, step) in self._kept:
+            raise HarnessFault(f"{label!r} was recorded twice at step {step}")
+        lying = dict(self._kept[beside, step]) if beside else {}
+        self._kept[label, step] = lying | {name: self._written(tensor) for name, tensor in tensors.items()}
+
+    def finish(self, layout: Mapping[str, tuple[Piece, ...]], conditions: Conditions) -> None:
+        """Tell what was recorded, as JSON, and how long that is; the file is complete then, and closed."""
         told = {
-            "snapshots": [[item.label, item.step, shelf.put(item.tensors)] for item in evidence.snapshots],
+            "snapshots": [
+                [label, step, [[name, *each] for name, each in lying.items()]]
+                for (label, step), lying in self._kept.items()
+            ],
             "layout": {
-                name: [[piece.rank, piece.start, piece.stop] for piece in pieces]
-                for name, pieces in evidence.layout.items()
+                name: [[piece.rank, piece.start, piece.stop] for piece in pieces] for name, pieces in layout.items()
             },
-            "settings": dict(evidence.conditions.settings),
-            "replaced": list(evidence.conditions.replaced),
+            "settings": dict(conditions.settings),
+            "replaced": list(conditions.replaced),
         }
         words = json.dumps(told).encode()
-        file.write(words + len(words).to_bytes(LENGTH, "little"))
+        self._file.write(words)
+        self._file.seek(0)
+        self._file.write(self._length.to_bytes(WORD, "little") + len(words).to_bytes(WORD, "little"))
+        self._file.close()
 
-
-def read(room: Path, rank: int) -> Evidence:
-    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at."""
-    path = path_of(room, rank)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(size - LENGTH)
-        length = int.from_bytes(file.read(), "little")
-        file.seek(size - LENGTH - length)
-        told = json.loads(file.read(length))
-    shelf = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return Evidence(
-        tuple(Snapshot(label, step, taken(shelf, places)) for label, step, places in told["snapshots"]),
-        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in told["layout"].items()},
-        Conditions(told["settings"], tuple(told["replaced"])),
-    )
-
-
-class Shelf:
-    """Tensors as bytes in a file, one after the other; one that comes again lies there once."""
-
-    def __init__(self, file: BufferedIOBase) -> None:
-        self._file = file
-        self._length = 0
-        self._starts: dict[int, int] = {}  # by id, of tensors that the evidence keeps alive
-
-    def put(self, tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-        """Add ``tensors``; name, dtype, shape and first byte of each."""
-        return [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._add(tensor)]
-            for name, tensor in tensors.items()
-        ]
-
-    def _add(self, tensor: Tensor) -> int:
-        if id(tensor) in self._starts:
-            return self._starts[id(tensor)]
+    def _written(self, tensor: Tensor) -> Lying:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         start = self._length
         self._file.write(flat.numpy().data)
@@ -118,31 +103,27 @@ class Shelf:
         padding = -flat.numel() % WIDEST
         self._file.write(bytes(padding))
         self._length += flat.numel() + padding
-        self._starts[id(tensor)] = start
-        return start
+        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start
 
 
-def set_aside(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` on CPU; a large one in a file without a name, of which memory need not hold all at once.
-
-    So what a rank records grows on disk, and its memory with the model alone. Raises OSError where the temporary folder
-    has no room for it.
-    """
-    size = tensor.numel() * tensor.element_size()
-    if size < LARGE:
-        return tensor.detach().to("cpu", copy=True)
-    with tempfile.TemporaryFile(buffering=0) as file:
-        reserve(file.fileno(), size)
-        held = mmap.mmap(file.fileno(), size)
-    return torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+def records_in(room: Path, rank: int) -> Records:
+    """Records that ``read`` finds. A file that is there is written over: new pages are most of what writing takes."""
+    return Records(os.fdopen(os.open(path_of(room, rank), os.O_WRONLY | os.O_CREAT, 0o600), "wb"))
 
 
-def reserve(file: int, size: int) -> None:
-    """Give an empty file its blocks now: a write into a map whose disk is full would end the process with SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:
-        os.ftruncate(file, size)
+def read(room: Path, rank: int) -> Evidence:
+    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at."""
+    path = path_of(room, rank)
+    with path.open("rb") as file:
+        start, length = (int.from_bytes(file.read(WORD), "little") for _ in range(2))
+        file.seek(start)
+        told = json.loads(file.read(length))
+    shelf = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8)
+    return Evidence(
+        tuple(Snapshot(label, step, taken(shelf, places)) for label, step, places in told["snapshots"]),
+        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in told["layout"].items()},
+        Conditions(told["settings"], tuple(told["replaced"])),
+    )
 
 
 def taken(shelf: Tensor, places: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:

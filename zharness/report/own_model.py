@@ -19,7 +19,7 @@ from zharness.report.live import Options, as_planned, conclude, opened, recorded
 from zharness.report.outputs import Outputs
 from zharness.report.uncompared import KERNELS, uncompared
 from zharness.run import Planned, Record, Request, Runner, plan
-from zharness.run.configuration import configured, is_file
+from zharness.run.configuration import configured, is_file, why
 from zharness.run.facts import Facts, examined, too_large, tried_out, words
 from zharness.run.plan import Claims, validate
 from zharness.run.runner import surroundings
@@ -88,7 +88,7 @@ def run_model(
     validate(request)
     told(f"{asked.model}: called, run twice by plain PyTorch, and built into {asked.engine}")
     for key in configured(asked.config).left_out:
-        told(f"{asked.config}: {key} is left out: batches are the batch function's; rate and loss scale stay constant")
+        told(f"{asked.config}: {key} is left out: {why(key)}")
     with ExitStack() as stack:
         first = stack.enter_context(options.runner({asked.engine: place(asked.engine)}))
         facts: Facts = first.ask("", examined, asked.model, request.dtypes[0], asked.config)[0]
@@ -154,4 +154,5 @@ def try_out(runner: Runner, cells: Sequence[Planned]) -> None:
             runner.seed,
             runner.claims(case.engine, case.stage),
             world_size=case.world_size,
+            what=f"{case.subject} at stage {case.stage} cannot be built around {case.model}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
 from zharness.parity.exhibit import Curve, Exhibit, exhibit
-from zharness.parity.snapshot import read, write
+from zharness.parity.snapshot import Records, read, records_in
 from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.foreign import is_foreign
@@ -61,15 +62,17 @@ class Judgement:
 
 def observe(case: Case, salt: int, room: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
     """In every rank: run the check's observer on the engine, and write what it saw into ``room``."""
-    bench = bench_of(case, salt, capabilities, options)
+    bench = bench_of(case, salt, capabilities, options, Path(room))
     # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
     torch.manual_seed(case.seed(salt))
     check_named(case.check).observe(bench)
-    write(Path(room), bench.rank, bench.evidence())
+    bench.finish()
 
 
-def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> Bench:
-    """This rank of the cell."""
+def bench_of(
+    case: Case, salt: int, capabilities: Capabilities, options: Mapping[str, Any], room: Path | None = None
+) -> Bench:
+    """This rank of the cell, whose records go into ``room``; None: nowhere that anyone finds them."""
     config = EngineConfig(
         stage=case.stage,
         dtype=case.dtype,
@@ -77,7 +80,7 @@ def bench_of(case: Case, salt: int, capabilities: Capabilities, options: Mapping
         options=laid_over(options_of(case, capabilities), options),
     )
     spec, training = model_spec(case.model), configured(case.engine_variant).training
-    return bench_here(case.engine, spec, case.seed(salt), config, capabilities, case.variant, training)
+    return bench_here(case.engine, spec, case.seed(salt), config, capabilities, room, case.variant, training)
 
 
 def options_of(case: Case, capabilities: Capabilities) -> Mapping[str, Any]:
@@ -97,6 +100,7 @@ def bench_here(
     seed: int,
     config: EngineConfig,
     capabilities: Capabilities,
+    room: Path | None,
     variant: str = "",
     training: Training = AS_USUAL,
 ) -> Bench:
@@ -112,6 +116,8 @@ def bench_here(
         capabilities=capabilities,
         variant=variant,
         device=rank_device(rank, world_size),
+        # Now, and not at the first record: a law may count the files that are open.
+        records=Records(tempfile.TemporaryFile()) if room is None else records_in(room, rank),
         training=training,
     )
 
@@ -128,9 +134,14 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
 
     Raises HarnessFault where torch's functions were replaced in this process. What was otherwise in the ranks is noted.
     """
+    return judge_beside(baseline_of(case, salt), case, room, capabilities)
+
+
+def judge_beside(baseline: Baseline, case: Case, room: str, capabilities: Capabilities) -> Judgement:
+    """``judge`` with the case's own ``baseline``, or one that is watched as it runs."""
     here = conditions()
     require_clean(here)
-    trial = trial_of(baseline_of(case, salt), Path(room), case.dtype, capabilities, case.variant)
+    trial = trial_of(baseline, Path(room), case.dtype, capabilities, case.variant)
     asked = configured(case.engine_variant)
     trial = replace(trial, training=asked.training, wire=asked.wire or asked.autocast or trial.wire)
     found = held(trial, check_named(case.check))

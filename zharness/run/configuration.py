@@ -26,6 +26,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # The laws run at one loss scale; precision.grad_scaler has the dynamic one.
 SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast")
 FLAT = {"torch_adam", "adam_w_mode", "bias_correction"}  # of DeepSpeed's Adam alone
+KERNELS = "optimizer.params.torch_adam"
 SECTIONS = {
     "optimizer": '{"type": "AdamW", "params": {"lr": 0.001}}',
     "zero_optimization": '{"stage": 2}',
@@ -110,7 +111,7 @@ def read(name: str, config: Mapping[str, Any]) -> Configuration:
         dtype=dtype,
         autocast=dtype_of(name, "torch_autocast.dtype", cast.get("dtype", "bf16")) if cast.get("enabled") else None,
         wire=None if wire is None else dtype_of(name, "communication_data_type", wire),
-        left_out=(*(key for key in (*SIZES, "scheduler") if key in config), *scaling(config)),
+        left_out=(*(key for key in (*SIZES, "scheduler") if key in config), *scaling(config), *kernels(config)),
     )
 
 
@@ -159,6 +160,19 @@ def optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config {name!r}: torch's {OPTIMIZERS[kind].__name__} refuses {args}: {error}") from error
     return OptimizerSpec(kind, {"lr": 1e-3, **args})
+
+
+def kernels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The key that chooses between DeepSpeed's own Adam and torch's, where it is given: engines are handed torch's."""
+    given = "torch_adam" in config.get("optimizer", {}).get("params", {})
+    return (KERNELS,) if given else ()
+
+
+def why(key: str) -> str:
+    """Why no law looks at a key that is left out."""
+    if key == KERNELS:
+        return "every engine is handed an optimizer of torch.optim"
+    return "batches are the batch function's; rate and loss scale stay constant"
 
 
 def scaling(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
-from zharness.parity.snapshot import write
 from zharness.run import cell
 from zharness.run.record import Verdict
 from zharness.run.runner import JUDGE_TIMEOUT, conclusion, of_judge, probed, verdict_of
@@ -57,10 +56,11 @@ def observe(engine: str, programs: Sequence[Program], room: str, capabilities: C
     """In every rank: run the programs in turn, and write what was seen of each into a folder of its own."""
     for number, program in enumerate(programs):
         config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
-        bench = cell.bench_here(engine, spec_of(program.layers), SEED, config, capabilities)
+        folder = folder_of(room, number)
+        bench = cell.bench_here(engine, spec_of(program.layers), SEED, config, capabilities, folder)
         torch.manual_seed(SEED)
         observe_program(bench, program)
-        write(folder_of(room, number), bench.rank, bench.evidence())
+        bench.finish()
 
 
 def judge(programs: Sequence[Program], room: str, capabilities: Capabilities) -> cell.Judgement:

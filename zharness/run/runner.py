@@ -69,6 +69,7 @@ class Runner:
         self.withheld = withheld
         self._servers = {name: RankServer(place) for name, place in places.items()}
         self._judges = RankServer()
+        self._rooms: list[Path] = []  # of cells that passed
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
@@ -78,16 +79,20 @@ class Runner:
             self._claims[key] = engines.capabilities(engine, stage) or probed(self._servers[engine], engine, stage)
         return self._claims[key]
 
-    def ask(self, engine: str, function: Callable[..., Any], *args: Any, world_size: int = 1) -> list[Any]:
+    def ask(
+        self, engine: str, function: Callable[..., Any], *args: Any, world_size: int = 1, what: str = ""
+    ) -> list[Any]:
         """What ``function`` returns on ranks that may hold ``engine``, or in a judge's process where it is empty.
 
-        Raises UsageError for what is the user's to mend, and for a process that ended otherwise.
+        Raises UsageError for what is the user's to mend; and for a process that crashed or hung, with ``what`` it was
+        asked to do, its rank and its cause.
         """
         server = self._servers[engine] if engine else self._judges
         group = Group.DEFAULT if engine else Group.NONE
         outcome = server.submit(Work(function, args, world_size, self.timeout, group))
         if outcome.cause is not None:
-            raise of_user(outcome.cause, f"{outcome.cause.words()}\n{outcome.describe()}")
+            doing = f"{what}: " if what else ""
+            raise of_user(outcome.cause, f"{doing}{outcome.cause.words()}\n{outcome.describe()}")
         return outcome.values()
 
     def run(self, planned: Planned) -> Record:
@@ -113,14 +118,19 @@ class Runner:
         return replace(record, withheld=planned.refused.value) if tried.verdict is Verdict.PASS else record
 
     def _tried(self, case: Case, blank: Record, options: Mapping[str, Any]) -> Record:
-        """One go at a cell with these engine options; its files are gone afterwards."""
-        room = Path(tempfile.mkdtemp(dir=self._judges.room))
+        """One go at a cell with these engine options; its files are the next one's to write over, where it passed."""
+        room = self._rooms.pop() if self._rooms else Path(tempfile.mkdtemp(dir=self._judges.room))
+        record = blank
         try:
-            return self._observed(case, room, blank, options)
+            record = self._observed(case, room, blank, options)
         except WorldError as error:
             return replace(blank, cause=str(error))
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            if record.verdict is Verdict.PASS:
+                self._rooms.append(room)
+            else:
+                shutil.rmtree(room, ignore_errors=True)
+        return record
 
     def _blank(self, case: Case) -> Record:
         version = registry.version(case.engine) or "(no release)"

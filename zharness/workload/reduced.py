@@ -1,4 +1,4 @@
-"""Anyone's model made smaller: by its configuration, or without some of the modules it is a sequence of."""
+"""Anyone's model made smaller: by its configuration, or without some of its modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = {
     "vocab_size": 16,
     "max_position_embeddings": 8,
 }
-OUT = "out"  # of a module in a sequence: it is left out
+OUT = "out"  # of a module: it is left out
 Changes = Mapping[str, str]
 
 
@@ -68,7 +68,7 @@ def base_of(model: Any) -> Any:
 
 
 def leave_out(model: nn.Module, path: str) -> None:
-    """A module of a Sequential becomes nn.Identity, one of a list is gone: the others keep their names."""
+    """A module of a list is gone, any other becomes nn.Identity: the others keep their names."""
     parent, _, name = path.rpartition(".")
     holder = model.get_submodule(parent)
     if isinstance(holder, nn.ModuleList):
@@ -90,6 +90,13 @@ def steps_down(model: nn.Module) -> Iterator[dict[str, str]]:
         if isinstance(holder, (nn.Sequential, nn.ModuleList)) and config is None:
             there = [name for name, each in holder.named_children() if not isinstance(each, nn.Identity)]
             yield from sequences(path, there)
+
+
+def modules_with_parameters(model: nn.Module) -> Iterator[str]:
+    """Paths of modules that own parameters, in themselves or further in, the outermost first."""
+    for path, module in model.named_modules():
+        if path and any(True for _ in module.parameters()):
+            yield path
 
 
 def sequences(path: str, names: list[str]) -> Iterator[dict[str, str]]:

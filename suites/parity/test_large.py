@@ -1,0 +1,147 @@
+"""Large tensors: what is bitwise plain torch's own needs no bound, and what is not is judged as small ones are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from zharness.checks.optimizer_step import Clipped, Stepped
+from zharness.checks.trial import Trial
+from zharness.parity import Comparison, Part, Tier
+from zharness.parity.baseline import Baseline, Local
+from zharness.parity.compare import PIECE
+from zharness.parity.contamination import Conditions
+from zharness.parity.facts import Place
+from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.workload import model_spec
+
+COUNT = 2 * PIECE + 5
+PLACE = Place("w", Part.OPTIMIZER)
+LAST = COUNT - 1
+
+
+@dataclass(frozen=True)
+class Named(Baseline):
+    """A baseline of one parameter, of which these tests run nothing."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("w",)
+
+
+def drawn(number: int) -> Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(number))
+
+
+def trial(*copies: Tensor) -> Trial:
+    """Two ranks that report these gradients."""
+    seen = [Evidence((Snapshot("grads", 0, {"w": copy}),), {}, Conditions({}, ())) for copy in copies]
+    return Trial(Named(model_spec("mlp"), 0, 2), tuple(seen), torch.float32)
+
+
+def locals_of(terms: list[list[Tensor]]) -> list[list[Local]]:
+    """By micro-step and rank."""
+    return [[Local(torch.zeros(()), {"w": term}) for term in row] for row in terms]
+
+
+def tiers(found: list[Comparison]) -> set[tuple[Tier, bool]]:
+    return {(each.tier, each.mismatch is None) for each in found if each.place and each.place.part is Part.REDUCTION}
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_mean_that_is_torch_s_own_is_exact_and_one_that_rounds_apart_within_its_bound(
+    micros: int, scaled: bool
+) -> None:
+    terms = [[drawn(2 * micro), drawn(2 * micro + 1)] for micro in range(micros)]
+    scale = float(micros) if scaled else 1.0
+    sums = [sum(row[rank] for row in terms) for rank in range(2)]
+    right = (sums[0] + sums[1]) / 2 / (micros / scale)
+    judged = trial(right, right)
+    assert tiers(list(judged.reduced("grads", locals_of(terms), scale=scale))) == {(Tier.EXACT, True)}
+    assert judged.fits("grads", locals_of(terms), 0, scale=scale)
+    apart = right.clone()
+    apart[LAST] *= 1 + micros * 2.0**-23
+    found = [each for each in trial(apart, apart).reduced("grads", locals_of(terms), scale=scale) if each.ratio]
+    assert {each.tier for each in found} == {Tier.STAGED}
+    assert all(each.mismatch is None for each in found)
+    assert sum(each.elements for each in found) == 2 * COUNT, "of every rank, all elements"
+
+
+def test_a_wrong_element_of_a_large_gradient_is_found_on_the_rank_that_has_it() -> None:
+    terms = [[drawn(0), drawn(1)]]
+    right = (terms[0][0] + terms[0][1]) / 2
+    wrong = right.clone()
+    wrong[LAST] += 1e-3
+    assert not trial(wrong, right).fits("grads", locals_of(terms), 0)
+    (first,) = [each.mismatch for each in trial(right, wrong).reduced("grads", locals_of(terms)) if each.mismatch][:1]
+    assert (first.seen_on, first.index, first.wrong) == (1, (LAST,), 1)
+
+
+def test_gradients_of_other_names_fit_nothing() -> None:
+    other = Local(torch.zeros(()), {"other": drawn(0)})
+    assert not trial(drawn(0), drawn(0)).fits("grads", [[other, other]], 0)
+
+
+OPTIMIZERS = {
+    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
+    "sgd": {"lr": 5e-2, "momentum": 0.9},
+    "adagrad": {"lr": 1e-2},
+}
+
+
+def stepped(name: str, steps: int, settings: dict[str, float]) -> Stepped:
+    """The last of ``steps`` steps of torch.optim's with ``settings``, told as one with those of OPTIMIZERS."""
+    weight = drawn(0)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    optimizer = kinds[name]([weight], **settings)
+    before: dict[str, Tensor] = {}
+    for step in range(steps):
+        moved, before = weight.clone(), {key: value.clone() for key, value in optimizer.state[weight].items()}
+        weight.grad = drawn(step + 1)
+        optimizer.step()
+    assert weight.grad is not None
+    return Stepped(moved, weight, weight.grad, before, optimizer.state[weight], OPTIMIZERS[name], None)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_torch_s_own_is_exact_and_told_by_the_names_of_its_replay(name: str, steps: int) -> None:
+    found = stepped(name, steps, OPTIMIZERS[name])
+    whole, pieces = list(found.held(name, PLACE)), found.in_pieces(name, PLACE)
+    assert [each.place for each in pieces] == [each.place for each in whole]
+    assert [each.elements for each in pieces] == [each.elements for each in whole]
+    assert {each.tier for each in pieces} == {Tier.EXACT}
+    weight = pieces[-1]
+    assert weight.smallest >= 2.0**-24, "an update that is small beside its weight may be scaled unseen"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_at_another_rate_is_no_large_tensor_that_is_right(name: str) -> None:
+    assert stepped(name, 2, {**OPTIMIZERS[name], "lr": 0.03}).in_pieces(name, PLACE) == []
+
+
+def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
+    found = stepped("adamw", 2, OPTIMIZERS["adamw"])
+    lost = {key: value for key, value in found.kept.items() if key != "exp_avg"}
+    assert (
+        Stepped(found.weight, found.moved, found.grad, lost, found.state, found.settings, None).in_pieces(
+            "adamw", PLACE
+        )
+        == []
+    ), "the replay takes zeros for it"
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_clipped_step_is_exact_and_an_unclipped_one_is_wrong(factor: float) -> None:
+    weight, grad = drawn(0), drawn(1)
+    moved = weight - grad * factor
+    step, two = Clipped(weight, grad, factor), trial(moved, moved)
+    assert {each.tier for each in step.right_in_pieces(two, [moved, moved], PLACE)} == {Tier.EXACT}
+    assert step.held(PLACE, moved).mismatch is None
+    other = Clipped(weight, grad, factor / 2)
+    assert other.right_in_pieces(two, [moved, moved], PLACE) == []
+    assert other.held(PLACE, moved).mismatch is not None
