@@ -35,8 +35,9 @@ COSTLY = ("mlp", "exact", "transformer")
 @pytest.mark.cells("ddp")
 # The rest of it is DDP's.
 @pytest.mark.cells("zero1", checks=("training", "state", "parameters"))
-@pytest.mark.cells("fsdp2", checks=("training",), models=COSTLY)
 # Stage 2 is stage 3 that keeps its weights gathered.
+@pytest.mark.cells("fsdp2", stages=(2,), checks=("training",), models=("mlp",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=("training",), models=COSTLY)
 @pytest.mark.cells("fsdp2", stages=(3,), checks=OTHERS)
 @pytest.mark.cells("deepspeed", checks=("training",), models=COSTLY)
 # Stages 1 and 2 share their code in DeepSpeed, but for when gradients are reduced; stage 0 refuses most of it.
