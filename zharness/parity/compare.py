@@ -32,8 +32,10 @@ def identical(place: Place, expected: Tensor, actual: Tensor) -> Comparison:
 
 
 def shows_scaling(numbers: Tensor) -> bool:
-    """Whether any of ``numbers`` is finite and not zero; nearly always one of the first is."""
+    """Whether any of ``numbers`` is finite and not zero; nearly always the first is, or one of those behind it."""
     flat = numbers.flatten()
+    if flat.numel() and 0.0 < abs(float(flat[0])) < math.inf:
+        return True
     return any(bool((part.isfinite() & (part != 0)).any()) for part in (flat[:FIRST], flat[FIRST:]))
 
 

@@ -74,14 +74,28 @@ def conditions() -> Conditions:
 def replaced_functions() -> Iterator[str]:
     """Functions of torch that are not torch's: ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
     for owner, holder in OWNERS.items():
-        for name, value in vars(holder).items():
-            if isinstance(value, IN_C):  # most of some 2,000 names, in every cell and for every engine
-                continue
-            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            if not callable(function) or isinstance(function, type) or is_torch_s(function):
-                continue
-            if f"{owner}.{name}" not in ADDED:
-                yield f"{owner}.{name} replaced by {described(function)}"
+        if vars(holder) == _clean.get(owner):
+            continue
+        found = list(foreign(owner, holder))
+        if not found:  # else what has replaced them would be kept alive here
+            _clean[owner] = dict(vars(holder))
+        yield from found
+
+
+# What owners held when all of it was torch's: the same objects need no second look, at 2,000 names in every cell.
+_clean: dict[str, dict[str, Any]] = {}
+
+
+def foreign(owner: str, holder: Any) -> Iterator[str]:
+    """Those of one owner."""
+    for name, value in vars(holder).items():
+        if isinstance(value, IN_C):  # most of them
+            continue
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if not callable(function) or isinstance(function, type) or is_torch_s(function):
+            continue
+        if f"{owner}.{name}" not in ADDED:
+            yield f"{owner}.{name} replaced by {described(function)}"
 
 
 def is_torch_s(function: Any) -> bool:
