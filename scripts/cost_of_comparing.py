@@ -35,6 +35,7 @@ from zharness import engines
 from zharness.case import Case
 from zharness.checks import bench, construction, play
 from zharness.engines import Capabilities
+from zharness.parity import snapshot
 from zharness.parity.baseline import Baseline
 from zharness.releases.place import surroundings
 from zharness.run import Request, cell, plan
@@ -86,7 +87,9 @@ def watched(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ..
 
 # In a rank, beside the engine.
 COMPARING: Parts = (
-    (cell, "write"),
+    (cell, "records_in"),
+    (snapshot.Records, "keep"),
+    (snapshot.Records, "finish"),
     (bench, "conditions"),
     (bench.Bench, "record"),
     (construction.Given, "of"),
