@@ -18,8 +18,8 @@ Run it with nothing but torch installed:
 Silent. Between the regions' backwards the layer's FSDP state stays PRE_BACKWARD, so the second recomputation goes past
 its hooks (FSDPState._pre_forward), and the end of backward passes over a group that has reduced once
 (_root_post_backward_final_callback). So the second region's gradient stays, unreduced, on the gathered weights, and
-those stay gathered. Checkpoints that are not reentrant are right. 2.8.0 raises
-"got mixed torch.Tensor and DTensor" (153354).
+those stay gathered. Checkpoints that are not reentrant are right. 2.8.0 is right
+here, and raises "got mixed torch.Tensor and DTensor" (153354) for a layer of more than one weight.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
