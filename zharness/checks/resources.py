@@ -59,18 +59,28 @@ def observe_memory_per_rank(bench: Bench) -> None:
     record_stage(bench)
     engine = bench.engine(optimizer=ADAMW)
     for step in range(2):
-        engine.backward(bench.loss(engine, step))
+        loss = bench.loss(engine, step)
+        between_passes = told(engine, "resources", Resources)
+        engine.backward(loss)
+        engine.backward(bench.loss(engine, 2 + step))  # a second one: what is added up takes no more than one
         before = told(engine, "resources", Resources)
         engine.step()
         engine.zero_grad()
     after = told(engine, "resources", Resources)
     held = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
+    held[FORWARDED] = between_passes.parameters
     bench.record("held", {name: number(value) for name, value in held.items()})
     engine.close()
 
 
+FORWARDED = "parameters behind a forward"
+
+
 def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
-    """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts."""
+    """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts.
+
+    Where parameters are sharded, no more of them than two modules' stays gathered between a forward and its backward.
+    """
     stage, shapes = stage_of(trial), {name: p.shape for name, p in trial.baseline.module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
     shards = [largest_shard(trial, name, shape) for name, shape in shapes.items()]
@@ -85,6 +95,15 @@ def judge_memory_per_rank(trial: Trial) -> Iterator[Comparison]:
             # A last shard may be short by as much as the others are padded.
             least = share - padding * max(1, ranks - 1)
             yield between(place, number(least), copy[name], number(at_most))
+            if name == "parameters" and stage >= shards_from:
+                used = trial.place(FORWARDED, Part.GATHER, 0, rank)
+                yield between(used, number(0), copy[FORWARDED], number(at_most + two_largest(trial)))
+
+
+def two_largest(trial: Trial) -> float:
+    """Bytes of the parameters that the two largest modules own."""
+    modules = trial.baseline.module().modules()
+    return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
 
 
 def largest_shard(trial: Trial, name: str, shape: torch.Size) -> int:
@@ -146,11 +165,9 @@ def observe_gathered_bytes(bench: Bench) -> None:
 
 def judge_gathered_bytes(trial: Trial) -> Iterator[Comparison]:
     """0 between steps; at the peak at most the two largest modules and a bucket, and nothing at all below stage 3."""
-    modules = trial.baseline.module().modules()
-    own = sorted(sum(4 * p.numel() for p in module.parameters(recurse=False)) for module in modules)
     for bucket in BUCKETS:
         padded = bucket * trial.world_size  # each of its parameters may have one element, and a shard on every rank
-        most = sum(own[-2:]) + 4 * padded if stage_of(trial) == 3 else 0
+        most = two_largest(trial) + 4 * padded if stage_of(trial) == 3 else 0
         for rank, copy in enumerate(trial.copies("gathered", bucket)):
             yield identical(trial.place("rest", Part.GATHER, 0, rank), number(0), copy["rest"])
             yield between(trial.place("peak", Part.GATHER, 0, rank), number(0), copy["peak"], number(most))
@@ -298,6 +315,19 @@ def observe_hook_count(bench: Bench) -> None:
                 engine.zero_grad()
             bench.record(name, {"calls": number(found)}, count)
             engine.close()
+    engine = bench.around(Pointwise(COUNTS[0]), optimizer=FROZEN)
+
+    def train(inputs: Tensor) -> None:
+        engine.backward(engine(inputs))
+        engine.step()
+        engine.zero_grad()
+
+    for at in range(GROWN):
+        bench.record("trained", {"calls": number(calls(train, torch.ones(2, 2)))}, at)
+    engine.close()
+
+
+GROWN = 8  # trainings with one engine, of which the last makes no more calls than the one after those that may learn
 
 
 def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
@@ -322,8 +352,12 @@ def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
 
     So too with as many checkpoints, at 10, 30 and 100 of them. One, because lists and buckets grow in steps: what they
     cost is a part of a call for each tensor. With a + bn + cn^2 calls the two slopes differ by c times (1000 - 10), for
-    checkpoints c times (100 - 10), so what makes one call for every pair of them is far above it.
+    checkpoints c times (100 - 10), so what makes one call for every pair of them is far above it. Nor do calls grow
+    with the trainings of one engine: by less than one for each tensor.
     """
+    for rank in range(trial.world_size):
+        early, late = (trial.copies("trained", at)[rank]["calls"] for at in (LEARNT, GROWN - 1))
+        yield between(trial.place("trained", Part.REDUCTION, 0, rank), number(0), late, early + COUNTS[0] - 1)
     for name, counts in (("calls", COUNTS), ("recomputed", REGIONS)):
         for rank in range(trial.world_size):
             few, some, many = (trial.copies(name, count)[rank]["calls"] for count in counts)
@@ -393,7 +427,7 @@ CHECKS = (
     ),
     law(
         "hook_count",
-        "the third backward makes O(parameters) Python calls, with checkpoints and without, up to 1000 tensors",
+        "a backward makes O(parameters) Python calls, with checkpoints and without, and a later one no more",
         observe_hook_count,
         judge_hook_count,
         Feature.STEADINESS,

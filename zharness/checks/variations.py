@@ -14,6 +14,8 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.course import norm_of
 from zharness.checks.law import Check
+from zharness.checks.looks import judge_looked_at, observe_looked_at
+from zharness.checks.modes import judge_modes, observe_modes
 from zharness.checks.optimizer_step import Clipped, norm_told
 from zharness.checks.pairwise import rows
 from zharness.checks.several_backwards import judge_several_backwards, observe_several_backwards
@@ -258,6 +260,23 @@ CHECKS = (
         models=MODELS,
         **MOVING,
         any_model=("",),
+    ),
+    law(
+        "looked_at",
+        "an engine that is asked for all that it shows, at every turn and twice, trains as one that nobody looks at",
+        observe_looked_at,
+        judge_looked_at,
+        tier=Tier.EXACT,
+        **MOVING,
+    ),
+    law(
+        "modes",
+        "dropout, batch norm and evaluation are vanilla's, on the caller's generator and in the caller's mode",
+        observe_modes,
+        judge_modes,
+        models=("stateful",),
+        integral=False,
+        dtypes=("fp32",),  # running statistics stay fp32, which a batch norm of lower weights may refuse
     ),
     law(
         "ranks_agree",

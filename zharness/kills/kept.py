@@ -13,6 +13,8 @@ KEPT = {
     "training.loss_scale_power": "needs no baseline and no bound, so it holds with kernels that are not torch's",
     "training.sgd_step": "the only one that looks at what a rank holds of a weight, and at its generator",
     "training.ranks_agree": "needs no baseline: it holds for a model that no other law can run",
+    "training.looked_at": "the only one that asks twice, and trains an engine that nobody asks",
+    "training.modes": "the only one with dropout, running statistics and an evaluation that differs from training",
     "training.config_invariance": "the only one that switches the engine's options",
     "training.sum_or_mean": "the only one that asks for both reductions",
     "training.no_sync": "the only one that puts synchronisation off",

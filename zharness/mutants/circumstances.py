@@ -186,6 +186,100 @@ class ConsolidatesWithoutBuffers(Around):
         return {name: torch.zeros_like(tensor) if name in buffers else tensor for name, tensor in full.items()}
 
 
+class LooksAgainDoubled(Around):
+    """The second look at the gradients of a step gives twice the gradients."""
+
+    over = "ddp"
+    looks = 0
+
+    def full_grads(self) -> dict[str, Tensor]:
+        self.looks += 1
+        grads: dict[str, Tensor] = self.right.full_grads()
+        return {name: self.looks * grad for name, grad in grads.items()}
+
+    def zero_grad(self) -> None:
+        self.looks = 0
+        self.right.zero_grad()
+
+
+class LookingHalvesGradients(Around):
+    """Whoever asks for the weights between backward and step trains with half of the gradients."""
+
+    over = "ddp"
+
+    def full_params(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.right.full_params()
+        for parameter in self.trained():
+            parameter.grad = parameter.grad / 2 if parameter.grad is not None else None
+        return found
+
+
+class TrainsInEvaluation(Around):
+    """Puts the model into training before every forward."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.module.train()
+        return self.right(*args, **kwargs)
+
+
+class SharesStatistics(Around):
+    """Gives every rank the mean of all ranks' buffers after each backward."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
+
+
+class ForwardsOnACopyOfBuffers(Around):
+    """Its forward computes on copies of the buffers, so that running statistics stay what they were."""
+
+    over = "fsdp2"
+    stages = (2, 3)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        output = self.right(*args, **kwargs)
+        for name, buffer in self.module.named_buffers():
+            buffer.data = kept[name]
+        return output
+
+
+class StaysGatheredUntilBackward(Around):
+    """At stage 3 weights stay gathered from forward to backward, as at stage 2."""
+
+    over = "fsdp2"
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in model.modules():
+            switch: Any = getattr(module, "set_reshard_after_forward", None)
+            if switch is not None:
+                switch(False, recurse=False)
+
+
+class WatchesEveryForwardAnew(Around):
+    """Each forward puts hooks on all parameters, and no one takes them off again."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and torch.is_grad_enabled():
+                parameter.register_hook(unchanged)  # type: ignore[no-untyped-call]
+        return self.right(*args, **kwargs)
+
+
+def unchanged(grad: Tensor) -> Tensor:
+    """A hook that changes nothing."""
+    return grad
+
+
 MUTANTS = (
     Mutant(
         TellsTheFirstRates,
@@ -251,5 +345,40 @@ MUTANTS = (
         ConsolidatesWithoutBuffers,
         Kind.STATE,
         (Target("state.consolidate", Part.FORWARD, "mixed"),),
+    ),
+    Mutant(
+        LooksAgainDoubled,
+        Kind.SCALE,
+        (Target("training.looked_at", Part.REDUCTION),),
+    ),
+    Mutant(
+        LookingHalvesGradients,
+        Kind.SCALE,
+        (Target("training.looked_at", Part.REDUCTION),),
+    ),
+    Mutant(
+        TrainsInEvaluation,
+        Kind.AUTOCAST,
+        (Target("training.modes", Part.FORWARD, "stateful", parameter="mode of *"),),
+    ),
+    Mutant(
+        SharesStatistics,
+        Kind.RANKS,
+        (Target("training.modes", Part.FORWARD, "stateful", parameter="norm.running*"),),
+    ),
+    Mutant(
+        ForwardsOnACopyOfBuffers,
+        Kind.STALE,
+        (Target("training.modes", Part.FORWARD, "stateful", parameter="norm.running*"),),
+    ),
+    Mutant(
+        StaysGatheredUntilBackward,
+        Kind.RESOURCES,
+        (Target("resources.memory_per_rank", Part.GATHER, parameter="parameters behind a forward"),),
+    ),
+    Mutant(
+        WatchesEveryForwardAnew,
+        Kind.RESOURCES,
+        (Target("resources.hook_count", Part.REDUCTION, parameter="trained"),),
     ),
 )

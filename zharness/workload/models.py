@@ -134,6 +134,12 @@ def _floats(*shape: int) -> Callable[[torch.Generator], Batch]:
     return draw
 
 
+def _seeded(generator: torch.Generator) -> Batch:
+    """As ``mlp``'s, with a seed of its own for what the forward draws."""
+    drawn = _floats(nets.FEATURES)(generator)
+    return replace(drawn, seed=int(torch.randint(1 << 30, (), generator=generator)))
+
+
 def _ternary(generator: torch.Generator) -> Batch:
     inputs = exact.ternary((SAMPLES, exact.WIDTH), generator)
     return Batch(inputs, exact.ternary((SAMPLES, exact.WIDTH), generator))
@@ -213,6 +219,13 @@ MODELS: dict[str, ModelSpec] = {
             summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
             build=mixed.Mixed,
             batch=_floats(nets.FEATURES),
+            loss=_mse,
+        ),
+        ModelSpec(
+            name="stateful",
+            summary="a batch norm with running statistics, and dropout: what differs in training and in evaluation",
+            build=nets.Stateful,
+            batch=_seeded,
             loss=_mse,
         ),
         ModelSpec(

@@ -88,6 +88,21 @@ class ConvNet(nn.Module):
         return self.head(self.second(hidden).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
+class Stateful(nn.Module):
+    """A batch norm, which keeps running statistics, and dropout between linear layers: (batch, 12) to (batch, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 19)
+        self.norm = nn.BatchNorm1d(19)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.Linear(19, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.norm(self.first(x)))
+        return self.last(self.dropout(hidden))  # type: ignore[no-any-return]
+
+
 class FusedLinearLoss(torch.autograd.Function):
     """A loss over ``hidden @ weight.T`` that computes its gradients in its forward, as fused linear losses do.
 
