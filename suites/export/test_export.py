@@ -6,13 +6,14 @@ import ast
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zharness import engines
 from zharness.case import Case
-from zharness.checks import CHECKS
+from zharness.checks import CHECKS, DTYPES
 from zharness.errors import HarnessFault, UsageError
 from zharness.export.collect import Collection
 from zharness.export.command import Options, export, listed
@@ -20,6 +21,7 @@ from zharness.export.laws import reason_against
 from zharness.export.script import script_of, signature_of
 from zharness.export.text import import_block, pruned
 from zharness.export.verify import ABSENT, REPRODUCED, Shown, faithful
+from zharness.parity import Mismatch, Part
 from zharness.releases.repros import parse
 from zharness.run import Request, plan
 from zharness.run.record import Record, Verdict
@@ -108,7 +110,7 @@ def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[deepspeed-zero1-w2-bf16-mlp]"]
+    "text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]"]
 )
 def test_a_law_or_a_dtype_without_export_is_refused_before_anything_runs(text: str) -> None:
     def nowhere(name: str) -> None:
@@ -129,6 +131,22 @@ def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:
     cause = "rank 1 raised: RuntimeError: The size of tensor a (0) must match the size of tensor b (5)"
     assert signature_of(record_of(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
     assert signature_of(record_of(case)) == "plain PyTorch gives"
+
+
+def test_the_signature_of_a_wrong_number_is_the_name_of_what_is_wrong() -> None:
+    found = record_of(Case.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    wrong = Mismatch(0, Part.REDUCTION, "first.weight", (1,), None, 0, 0, 1.0, 2.0, 0.0, 1, 1, 1)
+    assert signature_of(replace(found, divergence=wrong)) == "first.weight"
+
+
+def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_engine_declares() -> None:
+    case = Case.parse("training.grads[deepspeed-zero1-w2-bf16-mlp]")
+    claims = claims_of("deepspeed", 1)
+    text = script_of(record_of(case), claims, "x.py").text
+    assert "DTYPE = torch.bfloat16" in text
+    assert f"WIRE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
+    assert 'EngineConfig(stage=1, dtype="bf16"' in text
+    assert "EXACT = False" in text
 
 
 def test_definitions_come_with_what_they_use_and_before_it() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zharness import engines
 from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
 from zharness.export.collect import Collection, source
@@ -55,7 +57,7 @@ class Setting:
     """What a script's constants say: where it runs, and how its numbers are compared.
 
     ``exact``: bitwise. ``zeros``: whether zeros will do where plain PyTorch has no gradient. ``elements`` are those of
-    all parameters together.
+    all parameters together. ``named`` is the case's dtype, ``dtype`` and ``wire`` are torch's.
     """
 
     engine: str
@@ -68,6 +70,9 @@ class Setting:
     variant: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     training: str = ""
+    named: str = "fp32"
+    dtype: torch.dtype = torch.float32
+    wire: torch.dtype = torch.float32
 
 
 def prelude_of(engine: str, used: frozenset[str]) -> str:
@@ -123,7 +128,7 @@ class Writing:
             formulas,
             self.part("optimizers"),
             self.part(f"engine_{engine}" if engine in WRITTEN else "engine_outside"),
-            self.constants(setting),
+            self.constants(setting, asked),
             model,
             self.part("plain"),
             self.part("stepping") if stepping else "",
@@ -140,26 +145,30 @@ class Writing:
         text = "\n\n".join(part for part in (head, block, prelude) if part)
         return Script(spaced(f"{text}\n\n{body}\n"), signature, ok)
 
-    def constants(self, setting: Setting) -> str:
-        """What was chosen."""
+    def constants(self, setting: Setting, asked: str) -> str:
+        """What was chosen; of what the engine claims, what the text ``asked`` looks at."""
         claims = setting.claims
+        features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", asked)))]
+        refused = {each.name: claims.refusal(each) for each in features if claims.refusal(each) is not None}
         owners = [owner for owner in AccumulationOwner if owner_claimed(owner, claims)]
         self.imports += ["from types import SimpleNamespace", "import torch"]
         kernels, variants = dict(claims.own_kernels), {key: dict(value) for key, value in claims.variants.items()}
+        config = [f"stage={setting.stage}", *([f'dtype="{setting.named}"'] if setting.named != "fp32" else [])]
         lines = [
             f"SEED = {setting.seed}",
             f"VARIANT = {quoted(setting.variant)}",
-            "DTYPE = torch.float32",
-            "WIRE = torch.float32  # in which gradients are reduced",
+            f"DTYPE = {setting.dtype}",
+            f"WIRE = {setting.wire}  # in which gradients are reduced",
             f"EXACT = {setting.exact}  # True where no sum is rounded, in any order: integers over powers of two",
             f"ZEROS_WILL_DO = {setting.zeros}",
             f"ELEMENTS = {setting.elements}",
             f"OWNERS = [{', '.join(f'AccumulationOwner.{owner.name}' for owner in sorted(owners, key=by_name))}]",
-            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r})",
+            f"Feature = SimpleNamespace({', '.join(f'{each.name}={each.name!r}' for each in features)})",
+            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r}, refusal={refused!r}.get)",
             f"TRAINING = {setting.training or None}",
             f"MAKE = {maker(setting.engine)}",
             f"OPTIONS = {dict(setting.options)!r}",
-            f"CONFIG = EngineConfig(stage={setting.stage}, micro_batch_size=SAMPLES, options=OPTIONS)",
+            f"CONFIG = EngineConfig({', '.join(config)}, micro_batch_size=SAMPLES, options=OPTIONS)",
         ]
         return "\n".join(lines)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from zharness.case import Case
-from zharness.checks import check_named
+from zharness.checks import DTYPES, check_named
 from zharness.checks.play import AFTER
 from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
 from zharness.errors import UsageError
@@ -72,17 +72,23 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
         variant=case.variant,
         options=options_of(case, claims),
         training=repr(configured(case.engine_variant).training),
+        named=case.dtype,
+        dtype=DTYPES[case.dtype],
+        wire=DTYPES[claims.wires.get(case.dtype, case.dtype)],
     )
 
 
 def signature_of(record: Record) -> str:
-    """A part of what the script says where it shows the cell: the exception's own words, or that a number is wrong."""
+    """A part of what the script says where it shows the cell: the exception's own words, or what is wrong, by its name.
+
+    Where the cell names nothing, as one that breaks the protocol does, any wrong number shows it.
+    """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     if record.verdict is Verdict.CRASH and raised is not None:
         words = " ".join(raised[1].split())
         stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
         return stem[:70].strip().replace("\\", "").replace('"', "'") if "'" not in stem else stem[:70].strip()
-    return WRONG
+    return record.divergence.parameter if record.divergence is not None else WRONG
 
 
 def own_model(writing: Writing, name: str) -> str:
@@ -146,9 +152,10 @@ def told_steps(writing: Writing, case: Case, steps: Steps, claims: Capabilities)
 
 def exactly(case: Case, steps: Steps, claims: Capabilities) -> bool:
     """Whether the script compares bitwise: a sum of integers is exact, a mean where it divides by a power of two."""
-    if steps.scene is not None and steps.scene.reduction is Reduction.SUM and claims.refusal(Feature.SUM) is None:
+    summed = steps.scene is not None and steps.scene.reduction is Reduction.SUM
+    if summed and claims.refusal(Feature.SUM) is None and case.dtype == "fp32":
         return True
-    return model_spec(case.model).exact and is_power_of_two(case.world_size)
+    return case.dtype == "fp32" and model_spec(case.model).exact and is_power_of_two(case.world_size)
 
 
 def dedented(text: str) -> str:
