@@ -59,10 +59,17 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
 
 
 def accumulate(bench: Bench, engine: Engine, owner: AccumulationOwner, window: range, label: str) -> None:
-    """Forward and backward of every micro-step of ``window``, up to the boundary but not over it."""
+    """Forward and backward of every micro-step of ``window``, up to the boundary but not over it.
+
+    Where the engine counts them, every other one is spelled by scale.
+    """
+    scales = owner is AccumulationOwner.ENGINE and bench.capabilities.refusal(Feature.SCALE_BACKWARD) is None
     for micro in window:
         loss = bench.loss(engine, micro, label)
-        engine.backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
+        if scales and micro % 2:
+            torch.autograd.backward(engine.scale(loss))
+        else:
+            engine.backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
         if owner is AccumulationOwner.ENGINE and micro != window[-1]:
             engine.step()
 

@@ -50,7 +50,7 @@ def same(trial: Trial, name: str, part: Part, expected: Tensor, actual: Tensor, 
 
 @contextmanager
 def outputs_of(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The dtype of every submodule's output, by its path, in the forwards of the block."""
+    """The dtype of every module's output, by its path, in the forwards of the block; its hooks are called there."""
     seen: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -59,7 +59,7 @@ def outputs_of(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
         return keep
 
-    hooks = [each.register_forward_hook(watch(name)) for name, each in module.named_modules() if name]
+    hooks = [each.register_forward_hook(watch(name)) for name, each in module.named_modules()]
     try:
         yield seen
     finally:

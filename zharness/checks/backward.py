@@ -17,8 +17,16 @@ from zharness.engines.protocol import Feature
 NEEDS = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
 
 
-def engine_backward(side: Side) -> None:
-    side.backward(side.trained())
+def engine_backward(side: Side) -> Values:
+    """What was not to be retained is gone: a second backward raises, as vanilla's does."""
+    loss = side.trained()
+    side.backward(loss)
+    try:
+        side.backward(loss)
+        refused = torch.zeros(1)
+    except RuntimeError:
+        refused = torch.ones(1)
+    return {"refused": refused}
 
 
 def tensor_backward(side: Side) -> None:
@@ -219,7 +227,7 @@ def backward_law(play: Play, words: str, *needs: Feature, engines: int = 1, accu
 
 
 CHECKS = (
-    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward()"),
+    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward(), and retains no graph"),
     backward_law(tensor_backward, "loss.backward() is vanilla's"),
     backward_law(non_scalar, "out.backward(g) is vanilla's"),
     backward_law(

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from zharness.checks.accumulation import FROZEN
+from zharness.checks.accumulation import FROZEN, number
 from zharness.checks.bench import Bench
 from zharness.checks.calls import judge_hook_count, observe_hook_count
 from zharness.checks.law import Check
@@ -38,10 +38,6 @@ def told(engine: Engine, what: str, kind: type[T]) -> T:
     if not isinstance(found, kind):
         raise EngineContractError(f"observe().{what}: {found.reason}; expected {kind.__qualname__}")
     return found
-
-
-def number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def record_stage(bench: Bench) -> None:
@@ -176,16 +172,25 @@ SETTLING = 8  # more than a backend has threads
 
 
 def observe_close(bench: Bench) -> None:
-    """An engine is trained, closed and forgotten; is anything left that holds the model that it was given?"""
+    """An engine is trained, closed and forgotten; does anything left hold the model that it was given, or watch it?"""
     model = bench.spec.model(bench.seed)
-    left = weakref.ref(model)
+    left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
     live_once(bench, bench.around(model, optimizer=ADAMW))
+    if all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters()):
+        bench.record("params", dict(model.named_parameters()))
+        model.zero_grad()
+        bench.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
+        bench.record("own", {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     del model
     gc.collect()
     bench.record("left", {"model": number(left() is not None)})
 
 
 def judge_close(trial: Trial) -> Iterator[Comparison]:
+    """A model whose weights are whole is a plain one again: its backward is this rank's own."""
+    if trial.recorded("own"):
+        local = trial.locals(STEPS, trial.copies("params")[0])
+        yield from trial.same_value("own", [one.grads for one in local])
     for rank, copy in enumerate(trial.copies("left")):
         yield identical(trial.place("model", Part.GATHER, 0, rank), number(0), copy["model"])
 
@@ -312,7 +317,7 @@ CHECKS = (
     ),
     Check(
         name="resources.close",
-        law="an engine that is closed and forgotten lets go of the model",
+        law="an engine that is closed and forgotten lets go of the model, and watches it no more",
         tier=Tier.EXACT,
         models=("exact",),  # which an engine with kernels of its own can be asked about too
         observe=observe_close,

@@ -22,6 +22,7 @@ from zharness.mutants import (
     circumstances,
     contributions,
     graphs,
+    onlookers,
     optimizers,
     precision,
     resources,
@@ -32,7 +33,7 @@ from zharness.mutants import (
 from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
 FILES = (
-    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances),
+    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers),
     *(blind, blind2, blind3, blind4),
 )
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
