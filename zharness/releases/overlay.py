@@ -234,7 +234,7 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) ->
         raise UsageError(
             f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; try another release, or another torch"
         )
-    told = re.search(r"version: (\S*) file: (.*)", done.stdout)
+    told = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if told is None or not Path(told[2]).is_relative_to(folder):
         raise UsageError(
             f"got {lines[-1]!r} where {subject} is to be imported from {folder}; remove what shadows it from PYTHONPATH"
