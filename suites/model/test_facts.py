@@ -116,6 +116,14 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_takes() -> None:
     assert "take fewer ranks, fewer layers of it" in too_large(found, 2, 1e6)
 
 
+def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
+    small = facts_of(dropping)
+    large = replace(small, size=2**30)
+    assert large.time(15, 2, 1, 2) > small.time(15, 2, 1, 2)
+    assert small.time(15, 1, 1, 2) == 2 * small.time(15, 1, 2, 2), "one rank leaves a core idle"
+    assert small.time(15, 2, 1, 2) == small.time(15, 2, 2, 2), "two ranks keep two cores busy"
+
+
 def test_a_configuration_is_taken_apart() -> None:
     found = read(
         "ds.json",

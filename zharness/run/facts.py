@@ -24,12 +24,14 @@ from zharness.workload.models import tensors_in
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several: small data may give two ranks the same rows by chance
 GIB = 2**30
-# Counted from the code; the bytes lay above what two cells of a GPT-2 of 10 M parameters took, the seconds are not
-# measured. Copies of the model that are alive at once: in each rank the factory's, one of the initial state, and two
-# engines' weights, gradients and two moments; in the judge weights, local gradients and float64 beside what it reads.
-# And forwards with backward of one rank's micro-batch that a law takes.
+# Copies of the model that are alive at once, counted from the code. In each rank the factory's, one of the first state,
+# and two engines' weights, gradients and two moments; in the judge weights, local gradients and float64 beside what it
+# reads. Cells of a GPT-2 of 10 M parameters took less.
 IN_A_RANK, IN_THE_JUDGE, IN_ANY_PROCESS = 11, 9, 0.35 * GIB
-RUNS, FOR_A_CELL = 9, 1.0  # for each cell; seconds
+# CPU time of a cell, a mean over those that scripts/bench_model.py measures: forwards and backwards of each rank, on
+# the engine and beside it; seconds for each rank and byte of the model, for all that is done with weights, gradients
+# and state; seconds whatever the model.
+RUNS, FOR_A_BYTE, FOR_A_CELL = 5, 2.5e-8, 1.0
 SUSPECTS = (
     "the first suspects are dropout that draws from a generator of its own, or numpy's or random's, and the order of "
     "data: a batch function that ignores the generator that it is given, as an iterator over a loader does"
@@ -55,9 +57,10 @@ class Facts:
         ranks = world_size * (IN_A_RANK * self.size + IN_ANY_PROCESS)
         return lanes * (ranks + IN_THE_JUDGE * self.size + IN_ANY_PROCESS)
 
-    def time(self, cells: int, world_size: int, cores: int) -> float:
-        """Seconds that so many cells take, about."""
-        return cells * (FOR_A_CELL + RUNS * self.seconds * world_size / max(1, min(cores, world_size)))
+    def time(self, cells: int, world_size: int, lanes: int, cores: int) -> float:
+        """Seconds that so many cells take, ``lanes`` at a time, about."""
+        work = FOR_A_CELL + world_size * (RUNS * self.seconds + FOR_A_BYTE * self.size)
+        return cells * work / max(1, min(cores, lanes * world_size))
 
 
 def examined(name: str, dtype: str, engine_variant: str) -> Facts:
@@ -164,7 +167,7 @@ def too_large(facts: Facts, world_size: int, free: float) -> str:
 def words(facts: Facts, cases: Sequence[Case], world_size: int, lanes: int, cores: int) -> str:
     """What is going to be run, and about what it takes."""
     millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained / 1e6:.3g} M trained)"
-    seconds = facts.time(len(cases), world_size, cores)
+    seconds = facts.time(len(cases), world_size, lanes, cores)
     span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
         f"{cases[0].model}: {millions}, {facts.seconds:.2g} s for one forward and backward; {len(cases)} cells, "
