@@ -135,6 +135,9 @@ def differentiated(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> L
 def in_float64(model: nn.Module, batch: Batch, magnitudes: bool = False) -> tuple[nn.Module, Batch]:
     """``model`` and ``batch`` in float64; with ``magnitudes``, every number replaced by its absolute value."""
     wide = copy.deepcopy(model).double()
+    choose = getattr(wide, "set_experts_implementation", None)  # of a mixture of experts of the transformers package:
+    if choose is not None and getattr(wide.config, "_experts_implementation", None) is not None:
+        choose("eager")  # the product of matrices that it takes by default does not know float64
     batch = batch.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     if magnitudes:
         batch = batch.mapped(torch.abs)
