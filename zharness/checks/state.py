@@ -17,6 +17,7 @@ from torch import Tensor
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.single_step import evaluating
 from zharness.checks.switches import left_alone, switches
 from zharness.checks.trajectory import OPTIMIZERS, told_by
 from zharness.checks.trial import Trial
@@ -50,6 +51,12 @@ def train(bench: Bench, engine: Engine, steps: range, label: str) -> None:
         engine.zero_grad()
 
 
+def evaluate(bench: Bench, engine: Engine, label: str) -> None:
+    """A forward in eval mode, without gradient."""
+    with evaluating(engine), torch.no_grad():
+        bench.loss(engine, SAVED_AT, f"evaluated-{label}")
+
+
 def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
     """Weights, as the model and as the optimizer has them, optimizer state and facts, under labels of their own."""
     bench.record_trained(engine, step, f"-{label}")
@@ -72,6 +79,7 @@ def observe_resume(bench: Bench) -> None:
     never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
+    evaluate(bench, resumed, "forgotten")
     # Another tensor under the same name, as a forward leaves that computes a statistic anew.
     never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + bench.rank * own)
     snapshot(bench, never, SAVED_AT, "unsaved")
@@ -84,6 +92,7 @@ def observe_resume(bench: Bench) -> None:
         bench.record("switches", switches(), 2)
     for engine, label in ((never, "never"), (resumed, "resumed")):
         bench.record(f"buffers-{label}", dict(engine.module.named_buffers()))
+        evaluate(bench, engine, label)
         for step in CONTINUED:
             snapshot(bench, engine, step, label)
             train(bench, engine, range(step, step + 1), label)
@@ -95,10 +104,12 @@ def judge_resume(trial: Trial) -> Iterator[Comparison]:
     """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank.
 
     So are the buffers; and neither saving nor loading takes a number from the generator that the training goes on to
-    use. Saving leaves the engine that saves as it was.
+    use. Saving leaves the engine that saves as it was. The first forward after the load evaluates, as the last before it
+    did: with the weights that were loaded.
     """
     yield from left_alone(trial, "switches", range(3))
     yield from same_records(trial, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
+    yield from same_records(trial, "evaluated-never", "evaluated-resumed", SAVED_AT, SAVED_AT, Part.FORWARD)
     for what in ("params", "masters", "state", "told"):
         yield from same_records(trial, f"{what}-unsaved", f"{what}-never", SAVED_AT, SAVED_AT, Part.OPTIMIZER)
     parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
