@@ -104,8 +104,8 @@ def judge_resume(trial: Trial) -> Iterator[Comparison]:
     """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank.
 
     So are the buffers; and neither saving nor loading takes a number from the generator that the training goes on to
-    use. Saving leaves the engine that saves as it was. The first forward after the load evaluates, as the last before it
-    did: with the weights that were loaded.
+    use. Saving leaves the engine that saves as it was. The first forward after the load evaluates, as the last before
+    it did: with the weights that were loaded.
     """
     yield from left_alone(trial, "switches", range(3))
     yield from same_records(trial, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
