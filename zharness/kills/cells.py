@@ -23,10 +23,10 @@ class Attempts:
     cells: tuple[Planned, ...]
 
 
-def target_case(mutant: Mutant, target: Target, world_size: int = 2) -> Case:
+def target_case(mutant: Mutant, target: Target) -> Case:
     """The cell that ``target`` names."""
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Case(target.check, mutant.engine, stage, world_size, target.dtype, target.model, target.variant)
+    return Case(target.check, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
 
 
 def attempts(

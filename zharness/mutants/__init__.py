@@ -19,6 +19,7 @@ from zharness.mutants import (
     blind2,
     blind3,
     blind4,
+    blind5,
     circumstances,
     contributions,
     graphs,
@@ -34,7 +35,7 @@ from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
 FILES = (
     *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers),
-    *(blind, blind2, blind3, blind4),
+    *(blind, blind2, blind3, blind4, blind5),
 )
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
 

@@ -28,12 +28,14 @@ class Blind(Around):
         self.capabilities = self.claims(self.right.capabilities)
 
 
-def blind(factory: EngineFactory, over: str, stages: tuple[int, ...], kind: Kind, *targets: Target) -> Mutant:
-    """The mutant that ``factory`` makes of ``over`` at ``stages``."""
+def blind(
+    factory: EngineFactory, over: str, stages: tuple[int, ...], kind: Kind, *targets: Target, equivalent: str = ""
+) -> Mutant:
+    """The mutant that ``factory`` makes of ``over`` at ``stages``; ``equivalent`` says why no target can kill it."""
     words = factory.__name__.split("_")
     name = "".join(word[0].upper() + word[1:] for word in words)
     facts = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
-    return Mutant(type(name, (Blind,), facts), kind, targets)
+    return Mutant(type(name, (Blind,), facts), kind, targets, equivalent=equivalent)
 
 
 ALL, SHARDED = (0, 1, 2, 3), (1, 2, 3)

@@ -52,6 +52,7 @@ class Target:
     stage: int | None = None
     parameter: str = "*"
     words: str = ""
+    world_size: int = 2
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
         """Whether a killed cell's record says what is wrong, and where."""
