@@ -34,8 +34,8 @@ from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, 
 from zharness.checks.state import same_records, shared_folder
 from zharness.checks.trajectory import told_by
 from zharness.checks.trial import Trial
+from zharness.checks.wide_sums import judge_wide_sums, observe_wide_sums, refused
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
-from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, identical
 
 ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1})
@@ -227,15 +227,6 @@ INVALID: Sequence[Mapping[str, Any]] = (
 )
 
 
-def refused(bench: Bench, options: Mapping[str, Any]) -> bool:
-    """Whether an engine of these options is refused."""
-    try:
-        bench.engine(options=options).close()
-    except UsageError:
-        return True
-    return False
-
-
 def observe_masters(bench: Bench) -> None:
     low = bench.variant == "low"
     options = {"bf16": {**BF16, **(LOW_MASTERS if low else {})}}
@@ -253,6 +244,8 @@ def observe_masters(bench: Bench) -> None:
         engine.zero_grad()
     bench.record_trained(engine, 2)
     engine.close()
+    if not low and not accepted:  # else it is told already, and what it makes of a mix nobody knows
+        observe_wide_sums(bench)
 
 
 def judge_masters(trial: Trial) -> Iterator[Comparison]:
@@ -264,6 +257,7 @@ def judge_masters(trial: Trial) -> Iterator[Comparison]:
     master = LOW if trial.variant == "low" else WIDE
     half = replace(trial, baseline=replace(trial.baseline, dtype=LOW), dtype=LOW)
     yield from half.reduced("grads", [half.locals(0)])
+    yield from judge_wide_sums(trial)
     for step in range(2):
         weights, grads = trial.copies("masters", step)[0], trial.copies("grads", step)[0]
         state = trial.copies("state", step + 1)[0]
@@ -357,7 +351,7 @@ CHECKS = (
     ),
     check(
         "master_weights",
-        "a step is the optimizer's own on the masters, of which the weights are the rounding; no invalid mix is taken",
+        "the optimizer steps on masters, of which weights are the rounding; gradients add up in the dtype asked for",
         observe_masters,
         judge_masters,
         "fp32",

@@ -14,6 +14,13 @@ sharded, replicated = blind5_sharded, blind5_replicated
 
 MUTANTS = (
     blind(
+        sharded.accumulates_in_model_dtype,
+        "reference",
+        (2, 3),
+        Kind.AUTOCAST,
+        Target("precision.master_weights", Part.ACCUMULATION, "mixed", "fp32"),
+    ),
+    blind(
         sharded.penalty_undivided,
         "reference",
         (3,),
