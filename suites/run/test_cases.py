@@ -94,7 +94,8 @@ def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s
     runs = {(cell.case.check, cell.case.model) for cell in cells if not cell.unsupported}
     exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation", "config_invariance")}
     calibrated = {("training.kernels", "mlp"), ("training.kernels", "transformer")}
-    own = {(f"training.{name}", "mlp") for name in ("optimizers", "sgd_step", "ranks_agree", "clip_and_norm")}
+    own_numbers = ("optimizers", "sgd_step", "ranks_agree", "clip_and_norm", "looked_at")
+    own = {(f"training.{name}", "mlp") for name in own_numbers}
     of_both = {(f"training.{name}", "transformer") for name in ("sgd_step", "clip_and_norm")}
     assert runs == exact | calibrated | own | of_both
     left_out = [cell for cell in cells if cell.unsupported and claimed(cell)]
