@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,9 +45,11 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     )
     clip, optimizer = CLIP if clips else None, OPTIMIZERS[chosen]
     engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
+    spellings = spellings_of(bench, engine, owner, steps)
     for boundary in range(BOUNDARIES):
         bench.record_trained(engine, boundary, f"-{label}")
-        accumulate(bench, engine, owner, range(boundary * steps, (boundary + 1) * steps), f"loss-{label}")
+        window, backward = range(boundary * steps, (boundary + 1) * steps), spellings[boundary % len(spellings)]
+        accumulate(bench, engine, owner, window, f"loss-{label}", backward)
         bench.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
         if clip is not None:
@@ -58,18 +60,30 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     engine.close()
 
 
-def accumulate(bench: Bench, engine: Engine, owner: AccumulationOwner, window: range, label: str) -> None:
-    """Forward and backward of every micro-step of ``window``, up to the boundary but not over it.
+def spellings_of(
+    bench: Bench, engine: Engine, owner: AccumulationOwner, steps: int
+) -> Sequence[Callable[[Tensor], object]]:
+    """How the backwards of one window after the other are spelled: by scale, too, where the engine divides and that is
+    exact. By a third, DeepSpeed's scale rounds the loss otherwise than its backward does, and otherwise than the two
+    that it is held against."""
+    scales = bench.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
+    if owner is AccumulationOwner.ENGINE and scales:
+        return engine.backward, lambda loss: torch.autograd.backward(engine.scale(loss))
+    return (engine.backward,)
 
-    Where the engine counts them, every other one is spelled by scale.
-    """
-    scales = owner is AccumulationOwner.ENGINE and bench.capabilities.refusal(Feature.SCALE_BACKWARD) is None
+
+def accumulate(
+    bench: Bench,
+    engine: Engine,
+    owner: AccumulationOwner,
+    window: range,
+    label: str,
+    backward: Callable[[Tensor], object],
+) -> None:
+    """Forward and ``backward`` of every micro-step of ``window``, up to the boundary but not over it."""
     for micro in window:
         loss = bench.loss(engine, micro, label)
-        if scales and micro % 2:
-            torch.autograd.backward(engine.scale(loss))
-        else:
-            engine.backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
+        backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
         if owner is AccumulationOwner.ENGINE and micro != window[-1]:
             engine.step()
 

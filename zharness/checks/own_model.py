@@ -50,7 +50,7 @@ def observe_configured(bench: Bench) -> None:
     engine = engine_of(bench)
     for step in range(int(bench.variant)):
         bench.record_trained(engine, step)
-        accumulate(bench, engine, owner, window(step, training.accumulation), "loss")
+        accumulate(bench, engine, owner, window(step, training.accumulation), "loss", engine.backward)
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
