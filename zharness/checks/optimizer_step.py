@@ -17,7 +17,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.bounds import Bounded
+from zharness.parity.bounds import Bounded, unit_roundoff
 from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
 from zharness.parity.replay import replay
@@ -112,9 +112,11 @@ class Stepped:
         if not own or any(key not in found or not alike(tensor, found[key]) for key, tensor in own.items()):
             return []
         moments = [
-            same_as_torch(replace(home, name=f"{home.name}/{key}"), tensor) for key, tensor in own.items() if key
+            same_as_torch(replace(home, name=f"{home.name}/{key}"), tensor, moment_bound(self.kept.get(key), tensor))
+            for key, tensor in own.items()
+            if key
         ]
-        return [*moments, same_as_torch(home, self.moved, self.weight)]
+        return [*moments, step_as_torch(home, self.weight, self.moved)]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Stepped:
         """The same with ``function`` of every tensor but the counts of steps."""
@@ -157,16 +159,30 @@ class Clipped:
         def compare(piece: slice, moved: Tensor) -> list[Comparison]:
             part = Clipped(weight[piece], grad[piece], self.factor)
             if torch.equal(part.weight - part.grad * self.factor, moved):
-                return [same_as_torch(place, moved, part.weight)]
+                return [step_as_torch(place, part.weight, moved)]
             return [part.held(place, moved)]
 
-        return trial.once_for_all(everyone, compare) if self.weight.shape == self.grad.shape else []
+        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *everyone))
+        return trial.once_for_all(everyone, compare) if alike_shaped else []
 
     def held(self, place: Place, moved: Tensor) -> Comparison:
         """What the step made of the weight, ``moved``, held against w - factor x g."""
         grad = Bounded.exact(self.grad)
         right = Bounded.exact(self.weight) - (grad * grad.scalar(self.factor, CLIPPING) if self.factor < 1 else grad)
         return within(place, right.value, moved, right.error)
+
+
+def moment_bound(kept: Tensor | None, moved: Tensor) -> Tensor:
+    """No less than ``held``'s error of a moment: a mean of the one before and of what is at most their difference."""
+    size = moved.float().abs() if kept is None else moved.float().abs() + kept.float().abs()
+    return 16 * unit_roundoff(moved.dtype) * size
+
+
+def step_as_torch(place: Place, weight: Tensor, moved: Tensor) -> Comparison:
+    """``same_as_torch`` of a step from ``weight`` to ``moved``: a sum of two, of which one is a few operations old."""
+    way = moved.float() - weight.float()
+    sizes = 4 * (weight.float().abs() + moved.float().abs()) + 64 * way.abs()
+    return same_as_torch(place, moved, unit_roundoff(moved.dtype) * sizes, way)
 
 
 def entries(state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -184,6 +200,8 @@ def torchs_steps(name: str, parts: Sequence[Stepped]) -> Iterator[Mapping[str, T
         leaf.grad = grad.clone() if part.clipped_by is None else grad * part.clipped_by
         if part.kept.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.kept.items()}
+        elif float(part.kept.get("step", torch.zeros(()))) > 0:
+            return  # an engine that has made steps and kept nothing of them: torch would begin anew
     with suppress(KeyError, RuntimeError, TypeError):
         optimizer.step()
         for leaf in leaves:

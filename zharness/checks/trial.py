@@ -13,7 +13,7 @@ from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective, Weigh
-from zharness.parity.bounds import mean_and_bound, mean_of, torchs_means
+from zharness.parity.bounds import mean_and_bound, mean_bound_at_most, mean_of, torchs_means
 from zharness.parity.certificate import Exactness, certified
 from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
@@ -169,7 +169,11 @@ class Trial:
             if self.baseline.loss_scale == 1 and any(
                 torch.equal(mean.to(held.dtype), held) for mean in torchs_means(terms, scale, self.reduced_in)
             ):
-                return [same_as_torch(self.place(name, Part.REDUCTION, step), held)]
+                place = self.place(name, Part.REDUCTION, step)
+                if exact:
+                    return [identical(place, held, held)]
+                flat_terms = [term for row in terms for term in row]
+                return [same_as_torch(place, held, mean_bound_at_most(flat_terms, scale, self.reduced_in, held))]
             return list(self._whole(name, terms, [held], step, exact, scale, {}))
 
         return self.once_for_all(everyone, compare)

@@ -86,6 +86,19 @@ def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | 
     return mean, bound
 
 
+def mean_bound_at_most(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, held: Tensor) -> Tensor:
+    """No less than the bound of ``mean_and_bound`` for ``scale`` times ``terms``, whose mean is ``held``, in float32.
+
+    For numbers that are known to be right, where only its size is asked for; a thousandth is for its own rounding.
+    """
+    count = len(terms)
+    total = reduce(torch.add, [term.float().abs() for term in terms])
+    bound = 1.001 * (gamma(count, dtype) * scale / count * total + (count + 1) * subnormal(dtype))
+    if unit_roundoff(held.dtype) > unit_roundoff(dtype):
+        bound = bound + 1.001 * (unit_roundoff(held.dtype) * (held.float().abs() + 2 * bound) + subnormal(held.dtype))
+    return bound
+
+
 @dataclass(frozen=True)
 class Bounded:
     """A float64 value, and how far a computation in ``dtype`` may be from it: a running error analysis (Higham, 3.3).

@@ -74,15 +74,18 @@ def merged(pieces: Sequence[Comparison]) -> Comparison:
     )
 
 
-def same_as_torch(place: Place, actual: Tensor, before: Tensor | None = None) -> Comparison:
-    """What a comparison comes to where ``actual`` is bitwise what plain torch makes of the same numbers: tier X.
+def same_as_torch(place: Place, actual: Tensor, bound: Tensor, signal: Tensor | None = None) -> Comparison:
+    """What ``within`` comes to where ``actual`` is bitwise what plain torch makes of the same numbers: nothing wrong.
 
-    ``before`` is what a step moved to ``actual``: a scaled step shows where it changes a bit of it.
+    What rounds apart would pass within its bound, so this is no tier X. ``bound`` is no less than that one, and so says
+    no more than is true of what would have been seen; ``signal`` is as in ``within``.
     """
-    smallest = unit_roundoff(actual.dtype) if shows_scaling(actual) else math.inf
-    if before is not None and smallest < math.inf:
-        smallest *= max(1.0, float((actual / (actual - before)).abs().nan_to_num(nan=math.inf).min()))
-    return Comparison(Tier.EXACT, 0.0, smallest, None, elements=actual.numel(), place=place)
+    size = (actual if signal is None else signal).abs().float()
+    found = small(place, torch.zeros_like(size), bound, size, actual.dtype, Tier.STAGED)
+    if found is not None:
+        return found
+    wide = None if signal is None else signal.double()
+    return within(place, actual.double(), actual, bound.double(), signal=wide)
 
 
 def within(
