@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 
 from zharness.checks import CHECKS
 from zharness.engines import Piece
-from zharness.errors import EngineContractError, UsageError
+from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.kills import MutantRunner, target_case
 from zharness.mutants import MUTANTS
 from zharness.parity import Comparison, Part, identical, snapshot, within
 from zharness.parity.compare import beside
+from zharness.parity.contamination import conditions
 from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number, over
 from zharness.parity.facts import Place
 from zharness.parity.ulps import EDGES, apart, counted
@@ -115,6 +117,16 @@ def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
 
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         snapshot.Records(Full()).keep("params", 0, {"weight": torch.ones(3)})
+
+
+def test_a_rank_that_ends_half_way_leaves_no_records_of_the_cell_before(tmp_path: Path) -> None:
+    before = snapshot.records_in(tmp_path, 0)
+    before.keep("old", 0, {"weight": torch.ones(3)})
+    before.finish({}, conditions())
+    assert [each.label for each in snapshot.read(tmp_path, 0).snapshots] == ["old"]
+    snapshot.records_in(tmp_path, 0).keep("new", 0, {"weight": torch.ones(3)})
+    with pytest.raises(HarnessFault, match="rank 0 ended before it had told what it recorded"):
+        snapshot.read(tmp_path, 0)
 
 
 def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:

@@ -105,17 +105,23 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
 
 
 def number(value: float) -> Tensor:
+    """Counts, flags and the like, as they are recorded and compared."""
     return torch.tensor(value, dtype=torch.float64)
 
 
 def clipped(trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor]) -> Generator[Comparison, None, float]:
-    """The norm recorded under ``label`` is that of the whole window's gradients; the factor that it clips them by."""
+    """The norm recorded under ``label`` is that of the whole window's gradients; the factor that it clips them by.
+
+    That an engine which clips reports none is told by training.clip_and_norm.
+    """
     if not trial.recorded(label):
         return 1.0
     norm, error = norm_and_bound(grads)
-    reported = trial.copies(label, boundary)[0].get("norm", norm)
-    yield within(trial.place("norm", Part.REDUCTION, boundary), norm, reported, error)
-    return CLIP / (float(reported) + 1e-6)
+    reported = [copy.get("norm") for copy in trial.copies(label, boundary)]
+    for rank, each in enumerate(reported):
+        if each is not None:
+            yield within(trial.place("norm", Part.REDUCTION, boundary, rank), norm, each, error)
+    return CLIP / (float(norm if reported[0] is None else reported[0]) + 1e-6)
 
 
 def divided_by_engine(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.checks.accumulation import FROZEN
+from zharness.checks.accumulation import FROZEN, number
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import norm_told
@@ -29,11 +29,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 SAFE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 AUTOCAST: Mapping[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
 SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5})
-
-
-def number(value: float) -> Tensor:
-    """Counts, flags and the like, as they are recorded and compared."""
-    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def kind(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.checks import autocast
-from zharness.checks.accumulation import FROZEN
+from zharness.checks.accumulation import FROZEN, number
 from zharness.checks.autocast import (
     AUTOCAST,
     LOW,
@@ -24,7 +24,6 @@ from zharness.checks.autocast import (
     each_once,
     everyone,
     kind,
-    number,
     reduced,
     same,
 )

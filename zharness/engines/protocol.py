@@ -239,7 +239,7 @@ class Engine(Protocol):
         """The global norm before clipping that the last step computed; None where it computed none."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Who owns which elements of the master weights; a parameter without entry is whole on every rank."""
+        """Who owns which elements of the master weights, each in one piece; without entry: whole on every rank."""
 
     def observe(self) -> Observations:
         """What the engine says about itself."""

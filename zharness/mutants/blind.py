@@ -139,7 +139,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.STATE,
-        Target("state.resume", GATHER, variant="adamw", parameter="state"),
+        Target("state.resume", GATHER, variant="adamw", parameter="random state"),
     ),
     blind(
         sharded.reentrant_end_drops_outer,

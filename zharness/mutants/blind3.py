@@ -165,6 +165,6 @@ MUTANTS = (
         "fsdp2",
         (2, 3),
         Kind.RANKS,
-        Target("state.resume", GATHER, variant="adamw", parameter="state"),
+        Target("state.resume", GATHER, variant="adamw", parameter="random state"),
     ),
 )

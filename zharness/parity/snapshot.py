@@ -63,6 +63,7 @@ class Records:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._length = file.write(bytes(HEAD))  # until all is told: that nothing is
+        file.flush()  # now: the file may be that of the cell before, and this rank may be gone at any moment
         self._kept: dict[tuple[str, int], dict[str, Lying]] = {}
 
     def keep(self, label: str, step: int, tensors: Mapping[str, Tensor], beside: str = "") -> None:
@@ -112,10 +113,15 @@ def records_in(room: Path, rank: int) -> Records:
 
 
 def read(room: Path, rank: int) -> Evidence:
-    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at."""
+    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at.
+
+    Raises HarnessFault where it ended before it had told what that is.
+    """
     path = path_of(room, rank)
     with path.open("rb") as file:
         start, length = (int.from_bytes(file.read(WORD), "little") for _ in range(2))
+        if not length:
+            raise HarnessFault(f"rank {rank} ended before it had told what it recorded")
         file.seek(start)
         told = json.loads(file.read(length))
     shelf = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8)

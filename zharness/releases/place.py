@@ -43,7 +43,7 @@ def place(text: str, distribution: str) -> Place:
     here = installed(distribution)
     if release is None and here is None:
         raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release of it")
-    if here is not None and (release is None or _is(release, here)):
+    if here is not None and (release is None or means(release, here)):
         return Place(here)
     assert release is not None, "one of the two is there"
     path = overlay.ensure(distribution, release)
@@ -59,7 +59,7 @@ def installed(distribution: str) -> str | None:
     return release.partition("+")[0] if distribution == "torch" else release
 
 
-def _is(release: str, here: str) -> bool:
+def means(release: str, here: str) -> bool:
     """Whether ``release`` means ``here``, whose build it need not name."""
     try:
         return SpecifierSet(f"=={release}").contains(here, prereleases=True)
@@ -76,7 +76,7 @@ def surroundings(name: str) -> Surroundings:
     release, here = registry.split(name)[1], installed(info.distribution)
     if release is None and registry.checkout(name) is None:
         return runner.surroundings(name)
-    if info.distribution in registry.IN_USE and not (release and here and _is(release, here)):
+    if info.distribution in registry.IN_USE and not (release and here and means(release, here)):
         raise UsageError(
             f"{name} is not the installed release, {here}, and ranks are forks of a process that has imported it; "
             f"run checks in an environment of its own: pip install {info.distribution}=={release}"

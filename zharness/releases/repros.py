@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.engines import registry
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay
-from zharness.releases.place import Place, installed
+from zharness.releases.place import Place, installed, means
 
 FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
@@ -292,7 +292,9 @@ def _cause(output: str) -> str:
 def _is_here(side: str, here: str | None) -> bool:
     """Whether the release of torch that ``side`` names is the installed one, ``here``, or in the cache."""
     release = registry.split(side)[1]
-    return release in (None, here) or overlay.holds(overlay.TORCH, release)
+    if release is None or (here is not None and means(release, here)):
+        return True
+    return overlay.holds(overlay.TORCH, release)
 
 
 def _version(text: str) -> Version:

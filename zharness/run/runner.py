@@ -96,7 +96,7 @@ class Runner:
         return outcome.values()
 
     def run(self, planned: Planned) -> Record:
-        """The record of one cell; its ranks, its judge and its files are gone when it returns."""
+        """The record of one cell. Pooled ranks, their judge and files serve the next one; others are gone by then."""
         began = time.monotonic()
         blank = self._blank(planned.case)
         if planned.unsupported:
