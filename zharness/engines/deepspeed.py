@@ -92,6 +92,13 @@ class DeepSpeedEngine:
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as refused:
             raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
+        zero = self._engine.optimizer
+        if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
+            self._engine.destroy()
+            raise ConfigError(
+                f"got options by which DeepSpeed builds {type(zero).__name__} at stage {config.stage}; its gradients "
+                "cannot be read here: leave data_types.grad_accum_dtype out"
+            )
         self.module: nn.Module = self._engine.module
         self._reader = Reader(self._engine, params, config.stage)
         self._layout = self._reader.layout()

@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         ScaleDivides,
         Kind.SCALE,
-        (Target("training.accumulation", Part.LOCAL_GRADIENT, variant="engine"),),
+        (Target("training.accumulation", Part.REDUCTION, variant="engine"),),
     ),
     Mutant(
         LeavesItsHooks,
