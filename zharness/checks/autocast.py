@@ -14,6 +14,7 @@ from zharness.checks.accumulation import FROZEN, number
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import norm_told
+from zharness.checks.single_step import evaluating
 from zharness.checks.switches import left_alone, switches
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
@@ -133,10 +134,8 @@ BEFORE, AFTER = 1, 2  # the micro-batches of evaluations before a step and after
 
 def evaluate(bench: Bench, engine: Engine, micro: int) -> None:
     """A forward that trains nothing, and the dtypes of what its modules gave."""
-    engine.module.eval()
-    with torch.no_grad(), outputs_of(engine.module) as dtypes:
+    with evaluating(engine), torch.no_grad(), outputs_of(engine.module) as dtypes:
         bench.loss(engine, micro)
-    engine.module.train()
     bench.record("dtypes", dtypes, micro)
 
 

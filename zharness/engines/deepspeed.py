@@ -94,7 +94,7 @@ class DeepSpeedEngine:
             raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
-            self._engine.destroy()
+            self.close()
             raise ConfigError(
                 f"got options by which DeepSpeed builds {type(zero).__name__} at stage {config.stage}; its gradients "
                 "cannot be read here: leave data_types.grad_accum_dtype out"

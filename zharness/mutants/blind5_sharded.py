@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import reference
-from zharness.engines.protocol import EngineConfig, Reduction
+from zharness.engines.protocol import Engine, EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference import torch_private as private
+from zharness.mutants import blind3_sharded
 from zharness.reference.buckets import Bucket, spread
 from zharness.reference.gradients import Gradients
 from zharness.reference.layout import Original, Owner
-from zharness.reference.promises import promise
-from zharness.reference.reading import Visit
 from zharness.reference.rescaling import Rescaling
 from zharness.reference.shelf import Shelf
 
@@ -263,34 +261,12 @@ def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     return made
 
 
-def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> Engine:
     """Stage 3 does not clean up after a forward that raises: the modules in it are taken to be running for good.
 
     Wrong: the weights that they had gathered stay gathered, through ``zero_grad`` and all later steps.
     """
-    made = reference.factory(model, config)
-    reader: Any = made.engine._parameters._reader
-    if reader is None:
-        return made
-
-    def visiting(module: nn.Module, forward: Callable[[], Any]) -> Any:
-        visit = Visit(private.sequence_number(), module)
-        reader._running.append(visit)
-        output = forward()
-        reader._running.pop()
-        visit.seen.clear()
-        if not reader._running:
-            reader._stands.clear()
-            reader._families.clear()
-            reader._wire.shelf.clear_after_forward()
-        if visit.copies:
-            promise(output, visit.copies, visit.begin)
-        if reader._running:
-            reader._running[-1].copies.extend(copy for copy in visit.copies if copy.alive())
-        return output
-
-    reader.visit = visiting
-    return made
+    return blind3_sharded.failed_forward_stays_open(model, config)
 
 
 def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
