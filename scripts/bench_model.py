@@ -107,7 +107,7 @@ def alone(case: Case, claims: Capabilities) -> float:
 def judged(case: Case, room: str, claims: Capabilities) -> tuple[float, float]:
     """In the judge: seconds of judging, and how many of them the plain model ran. Raises HarnessFault for a fail."""
     SPENT.clear()
-    plain = cell.baseline_of(case, 0)
+    plain = cell.baseline_of(case, 0, claims)
     timed = TimedBaseline(**{name: getattr(plain, name) for name in plain.__dataclass_fields__})
     began = time.process_time()
     found = cell.judge_beside(timed, case, room, claims)
@@ -117,9 +117,9 @@ def judged(case: Case, room: str, claims: Capabilities) -> tuple[float, float]:
     return took, sum(SPENT)
 
 
-def built(case: Case) -> None:
+def built(case: Case, claims: Capabilities) -> None:
     """In the judge: the model once, which imports what it is made of."""
-    cell.baseline_of(case, 0).module()
+    cell.baseline_of(case, 0, claims).module()
 
 
 def measured(runner: Runner, case: Case, room: str) -> tuple[float, float, float]:
@@ -135,7 +135,7 @@ def measured(runner: Runner, case: Case, room: str) -> tuple[float, float, float
         return runner._judges.submit(work).values()[0]
 
     ranks(alone, case, claims)  # the first run of a pool imports, and builds the model
-    judge(built, case)
+    judge(built, case, claims)
     engine, watched = ranks(alone, case, claims), ranks(observed, case, room, claims)
     judging, baseline = judge(judged, case, room, claims)
     return watched + judging, engine, baseline

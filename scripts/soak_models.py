@@ -1,6 +1,6 @@
 """Every architecture of suites/model on every engine, all laws that are stated for any model: the widest sweep.
 
-    python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--jsonl FILE]
+    python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--stage N ...] [--jsonl FILE]
 
 The default tests run a sample of it. A line for each model, engine and stage; the exit code is 1 where a law is broken.
 Nothing is downloaded.
@@ -36,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated; all of them")
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; all of them")
+    parser.add_argument("--stage", action="append", type=int, help="may be repeated; those of each engine")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=0)
@@ -54,7 +55,8 @@ def one(model: str, engine: str, asked: argparse.Namespace, file: RecordFile | N
     """One model on one engine; how many cells are not as expected."""
     options = Options(timeout=300, lanes=asked.jobs, isolation=Isolation.POOLED)
     path = f"{MODELS[model]}:{model}"
-    wanted = Asked(path, "", engine, ENGINES[engine], asked.world_size, asked.dtype)
+    stages = tuple(stage for stage in ENGINES[engine] if stage in (asked.stage or ENGINES[engine]))
+    wanted = Asked(path, "", engine, stages, asked.world_size, asked.dtype)
     try:
         records = run_model(wanted, options, lambda: file)
     except UsageError as error:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zharness
+from suites.model import deadly
 from suites.model.tiny import draw, score
 from zharness.case import Case
+from zharness.report.matrix import exit_code
 from zharness.report.reading import read
 from zharness.report.verify import file_of, named
 from zharness.run.record import Record, Verdict
@@ -26,6 +28,7 @@ OWN = ("model", "training.grads")
 @pytest.mark.cells("reference", stages=(3,), checks=OWN, models=(f"{REAL}:gpt2",))
 @pytest.mark.cells("reference", stages=(1,), checks=("model.configured",), models=(f"{REAL}:mixtral",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("model.configured",), models=(f"{REAL}:llama",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=("training.one_hot_rank",), models=(f"{REAL}:t5",))
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("model.configured",), models=(f"{REAL}:bert",))
 def test_the_laws_hold(record: Record) -> None:
     assert not problem(record), problem(record)
@@ -61,6 +64,9 @@ def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first
     assert "0.weight" in words
     configured = next(record for record in found.records if record.case.check == "model.configured")
     assert configured.verdict is Verdict.FAIL, configured.cause
+    assert configured.evidence is not None
+    loss = configured.evidence["curves"]["loss"]
+    assert (len(loss["engine"]), len(loss["baseline"])) == (1, 1), "how the one step of the training went"
     assert "zharness.verify" in configured.command, "no command can find what was handed over"
 
 
@@ -82,6 +88,18 @@ def test_a_name_follows_from_the_model_and_nothing_is_kept_after_a_call() -> Non
 )
 def test_recomputation_that_draws_other_numbers_is_seen(record: Record) -> None:
     assert record.verdict is Verdict.FAIL, record.cause
+
+
+def test_an_engine_that_dies_as_it_is_built_around_the_model_breaks_the_law_of_its_training() -> None:
+    def factory() -> Any:
+        return deadly.Poison(5, 2), draw, score
+
+    found = zharness.verify(factory, engine="suites.model.deadly:factory", stages=(0,), steps=1, jobs=1)
+    (broken,) = [record for record in found.records if record.verdict is not Verdict.UNSUPPORTED]
+    assert (broken.case.check, broken.verdict) == ("model.configured", Verdict.CRASH)
+    assert "while the engine was built around the model: rank 1 was ended by a signal: SIGKILL" in broken.cause
+    assert "cannot be built around the model, see model.configured" in found.table()
+    assert exit_code(found.records) == 1
 
 
 def test_a_run_in_which_no_law_can_be_run_is_no_pass_and_says_why() -> None:

@@ -87,8 +87,14 @@ def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("text", "end"),
-    [("text\n" * 99, "text"), ("````\n" + "```\n" * 99, "```\n````"), ("```\na\n```\n" + "b\n" * 99, "b")],
-    ids=["no block", "an open block", "a closed block"],
+    [
+        ("text\n" * 99, "text"),
+        ("````\n" + "```\n" * 99, "```\n````"),
+        ("```\na\n```\n" + "b\n" * 99, "b"),
+        (step_summary.folded("heading", "a\n" * 99), "a\n```\n\n</details>"),
+        (step_summary.folded("heading", "a") + "\n" + "b\n" * 99, "b"),
+    ],
+    ids=["no block", "an open block", "a closed block", "what a click opens", "and what it has opened"],
 )
 def test_what_is_cut_ends_the_block_that_is_open_and_opens_none(text: str, end: str) -> None:
     kept = step_summary.fitted(text, 200)

@@ -19,16 +19,21 @@ SHOWN = 6  # digits of a loss or a norm
 
 @dataclass(frozen=True)
 class Course:
-    """A training: its optimizer, how many steps, and the norm to which gradients are clipped."""
+    """A training: its optimizer, its steps, the norm to which gradients are clipped, the micro-batches of a step."""
 
     optimizer: OptimizerSpec
     steps: int
     clip: float | None = None
+    accumulation: int = 1
+
+    def micros(self, step: int) -> range:
+        """The micro-steps of one step."""
+        return range(step * self.accumulation, (step + 1) * self.accumulation)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The mean of the ranks' losses in one step, and the 2-norm of the whole gradient before it is clipped."""
+    """The mean of all losses of one step, and the 2-norm of the whole gradient before it is clipped."""
 
     loss: float
     norm: float
@@ -37,10 +42,10 @@ class Step:
 def curves(trial: Trial, course: Course) -> dict[str, Curve]:
     """Loss and gradient norm in every step, of the engine and of the plain model trained on its own from the start.
 
-    The engine has to have recorded "loss" and "grads" at each step. They part by rounding too, the more the longer they
-    run, so they are there to be looked at: nothing is judged by them.
+    The engine has to have recorded "loss" at each micro-step and "grads" at each step. They part by rounding too, the
+    more the longer they run, so they are there to be looked at: nothing is judged by them.
     """
-    engine, baseline = taken(trial, course.steps), trained(trial, course)
+    engine, baseline = taken(trial, course), trained(trial, course)
     return {
         "loss": curve((step.loss for step in engine), (step.loss for step in baseline)),
         "norm": curve((step.norm for step in engine), (step.norm for step in baseline)),
@@ -54,11 +59,11 @@ def curve(engine: Iterable[float], baseline: Iterable[float]) -> Curve:
     }
 
 
-def taken(trial: Trial, steps: int) -> list[Step]:
+def taken(trial: Trial, course: Course) -> list[Step]:
     """What the engine reported."""
     found = []
-    for step in range(steps):
-        losses = [copy["loss"] for copy in trial.copies("loss", step)]
+    for step in range(course.steps):
+        losses = [copy["loss"] for micro in course.micros(step) for copy in trial.copies("loss", micro)]
         found.append(Step(mean(losses), float(norm_of(trial.copies("grads", step)[0]))))
     return found
 
@@ -72,7 +77,7 @@ def trained(trial: Trial, course: Course) -> list[Step]:
     rates = schedule(optimizer, course.optimizer)
     found = []
     for step in range(course.steps):
-        local = trial.locals(step, weights)
+        local = [one for micro in course.micros(step) for one in trial.locals(micro, weights)]
         for name in {name: None for one in local for name in one.grads}:
             grads = [grad_of(one, name, [local]).to(weights[name].dtype) for one in local]
             weights[name].grad = torch.stack(grads).mean(0)

@@ -26,7 +26,7 @@ class Check:
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
-    a variant is a number of steps, and any other number is one as well.
+    a variant is a number of steps of the training as configured, and any other number is one as well.
     """
 
     name: str

@@ -12,7 +12,7 @@ from torch import nn
 
 from zharness.checks.accumulation import accumulate, divided_by_engine
 from zharness.checks.bench import Bench
-from zharness.checks.course import norm_and_bound
+from zharness.checks.course import Course, norm_and_bound
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights
@@ -44,13 +44,14 @@ def engine_of(bench: Bench) -> Engine:
 
 
 def observe_configured(bench: Bench) -> None:
-    training, owner = bench.training, owner_of(bench)
+    owner = owner_of(bench)
     own = bench.config.stage in bench.capabilities.own_kernels
     bench.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
     engine = engine_of(bench)
-    for step in range(int(bench.variant)):
+    course = course_of(bench)
+    for step in range(course.steps):
         bench.record_trained(engine, step)
-        accumulate(bench, engine, owner, window(step, training.accumulation), "loss", engine.backward)
+        accumulate(bench, engine, owner, course.micros(step), "loss", engine.backward)
         bench.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
@@ -60,9 +61,10 @@ def observe_configured(bench: Bench) -> None:
     engine.close()
 
 
-def window(step: int, accumulation: int) -> range:
-    """The micro-steps of one step."""
-    return range(step * accumulation, (step + 1) * accumulation)
+def course_of(side: Bench | Trial) -> Course:
+    """The training as configured."""
+    training = side.training
+    return Course(training.optimizer, int(side.variant), training.clip, training.accumulation)
 
 
 def judge_configured(trial: Trial) -> Iterator[Comparison]:
@@ -85,7 +87,7 @@ def judge_configured(trial: Trial) -> Iterator[Comparison]:
 def gradients(trial: Trial, step: int) -> Iterator[Comparison]:
     """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
     parts, params = trial.training.accumulation, trial.copies("params", step)[0]
-    micros = window(step, parts)
+    micros = course_of(trial).micros(step)
     divided = [trial.locals(micro, params, weigh=divided_by(parts)) for micro in micros]
     for micro, local in zip(micros, divided, strict=True):
         yield from forward(trial, step, local, micro)

@@ -6,7 +6,9 @@ import importlib
 import logging
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,22 @@ class Leftovers:
     """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
     stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
 
-    Undone by the last engine that found torch's own function in place: an engine that was built under another one's
-    patch leaves it to that one.
+    The function is put back by the engine that is closed last, whichever was built first: one that lives on computes
+    with the kernels that it has had from the start. An engine that is forgotten and never closed counts no more.
     """
 
+    _open: ClassVar[WeakSet[Leftovers]] = WeakSet()
+
     def __init__(self) -> None:
-        self._linear = torch.nn.functional.linear
+        self._linear: Callable[..., Any] = next((other._linear for other in Leftovers._open), torch.nn.functional.linear)
+        Leftovers._open.add(self)
         self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         self._was = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
 
     def undo(self) -> None:
         """Put back what was there before."""
-        if self._linear.__module__.partition(".")[0] != "deepspeed":
+        Leftovers._open.discard(self)
+        if not Leftovers._open and self._linear.__module__.partition(".")[0] != "deepspeed":
             torch.nn.functional.linear = self._linear
         self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = self._was
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,13 @@ def without(torch_version: str) -> str:
     )
 
 
+def sharded_apart(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
+    """The modules that ``fully_shard`` is applied to, the root last: at their inputs it puts RegisterPostBackward's
+    node into the graph.
+    """
+    return [*groups(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
+
+
 FILLED = (
     "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
     "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
@@ -99,10 +106,8 @@ CAPABILITIES = Capabilities(
     refuses=REFUSES,
     variants=VARIANTS,
     absent="" if USABLE else without(torch.__version__),
-    # As people shard: by blocks. At a group's inputs FSDP2 puts a node into the graph, so around a leaf that uses its
-    # input twice, beside a residual, as the RMSNorm of Llama does, the three gradients are added in another order than
-    # plain PyTorch's: right as well, and not bitwise the same.
-    own_model={"grouping": BLOCK},
+    own_model={"grouping": BLOCK},  # as people shard
+    junctions=sharded_apart,
 )
 OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
@@ -143,7 +148,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     reduce_at_once(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
     kept_apart = keeping_apart(ignored.values(), fully_shard)
-    for module in [*groups(model, str(config.options.get("grouping", LEAF)), config.options.get("in_root", ())), model]:
+    for module in sharded_apart(model, config.options):
         fully_shard(
             module,
             mesh=mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -80,6 +80,8 @@ class Capabilities:
     a training are reduced, where that is another: it sets the bound that the reduction is held to. ``variants`` are
     further options of the engine, by name, that must not change a number. ``absent`` says why the engine cannot be
     built here at all, where it cannot: then no cell is run. ``own_model`` are options for a model of anyone's.
+    ``junctions(model, options)`` are the modules of a plain model at whose inputs the engine puts a node into
+    autograd's graph, by which gradients are added in another order than the plain model's.
     """
 
     stages: frozenset[int]
@@ -90,6 +92,7 @@ class Capabilities:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     absent: str = ""
     own_model: Mapping[str, Any] = field(default_factory=dict)
+    junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""

@@ -21,6 +21,7 @@ from zharness.run.search import PASSED, Found, Search, search, shrunk
 from zharness.workload.foreign import is_foreign
 from zharness.workload.legal import MANY, Batch
 from zharness.workload.programs import SOURCES, Program, parse
+from zharness.world import Isolation
 from zharness.world.server import Surroundings
 
 # Laws of what a program does too: the others are of saved state, of bytes, of casts.
@@ -124,7 +125,9 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
     """
     until = time.monotonic() + seconds
     programs = Alike(place, timeout, until)
-    with Runner({case.engine: place}, timeout, seed) as cells, programs:
+    # Ranks and a judge that live on: new ones would import the module of a user's model, and transformers, each time.
+    isolation = Isolation.POOLED if is_foreign(case.model) else Isolation.FRESH
+    with Runner({case.engine: place}, timeout, seed, isolation) as cells, programs:
         first = run_cell(cells, case)
         if first is None or not first.verdict.broken:
             found = "not run" if first is None else f"{first.verdict.value}: {first.cause}"
@@ -132,7 +135,7 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
         record, tried = smallest_cell(cells, first, until)
         programs.wanted = likeness(first.verdict, first.cause)
         claims = cells.claims(record.case.engine, record.case.stage)
-        smallest = Smallest(record, claims, tried, cells.ask("", owners_of_parameters, record.case.model)[0])
+        smallest = Smallest(record, claims, tried, cells.ask(owners_of_parameters, record.case.model))
         if record.case.check.partition(".")[0] not in TRAINING:
             return smallest
         batch = smallest_program(programs, record.case, claims)
@@ -176,9 +179,9 @@ def smallest_cell(runner: Runner, first: Record, until: float) -> tuple[Record, 
 def candidates(runner: Runner, case: Case, until: float) -> Iterator[Case]:
     """Smaller cells; where a user's own model gets no smaller in any other way, those without modules of it."""
     own = is_foreign(case.model)
-    yield from smaller_cells(case, runner.ask("", smaller_models, case.model)[0] if own else ())
+    yield from smaller_cells(case, runner.ask(smaller_models, case.model) if own else ())
     if own and time.monotonic() < until:
-        yield from (replace(case, model=name) for name in runner.ask("", models_without_modules, case.model)[0])
+        yield from (replace(case, model=name) for name in runner.ask(models_without_modules, case.model))
 
 
 def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import click
@@ -30,6 +31,7 @@ DROPOUT = (
     "dropout: kernels of the engine's own draw other numbers than torch's, and they are compared by samples in another "
     "order, each of which drops out something else; set the model's dropout to 0 to have its gradients compared"
 )
+CONFIGURED = "model.configured"
 Sink = Callable[[], Any]
 
 
@@ -91,17 +93,19 @@ def run_model(
         told(f"{asked.config}: {key} is left out: {why(key)}")
     with ExitStack() as stack:
         first = stack.enter_context(options.runner({asked.engine: place(asked.engine)}))
-        facts: Facts = first.ask("", examined, asked.model, request.dtypes[0], asked.config)[0]
+        facts: Facts = first.ask(examined, asked.model, request.dtypes[0], asked.config)
         reason = too_large(facts, asked.world_size, available_memory())
         if reason:
             raise UsageError(f"{asked.model}: {reason}")
         cells = cells_of(request, asked, facts, first.claims)
-        try_out(first, cells)
-        running = [cell.case for cell in cells if not cell.unsupported]
+        broken = try_out(first, cells)
+        cells = [unbuilt(cell, broken) for cell in cells]
+        running = [cell.case for cell in cells if not cell.unsupported and cell.case not in broken]
         lanes = [first, *(more_lanes(stack, options, asked, facts, place) if running else ())]
         if running:
             told(words(facts, running, asked.world_size, len(lanes), os.cpu_count() or 1))
-        return as_planned(list(recorded(run_all(cells, lanes), sink(), len(cells))), cells)
+        found = chain(broken.values(), run_all([cell for cell in cells if cell.case not in broken], lanes))
+        return as_planned(list(recorded(found, sink(), len(cells))), cells)
 
 
 def more_lanes(
@@ -144,15 +148,24 @@ def tells(case: Case, facts: Facts, claims: Claims) -> bool:
     return not (case.check.startswith("precision.") and configured(case.engine_variant).autocast is not None)
 
 
-def try_out(runner: Runner, cells: Sequence[Planned]) -> None:
-    """Build the engine at each stage as the user configured it. Raises UsageError with the engine's own words."""
-    for case in {cell.case.stage: cell.case for cell in cells if not cell.unsupported}.values():
-        runner.ask(
-            case.engine,
-            tried_out,
-            case,
-            runner.seed,
-            runner.claims(case.engine, case.stage),
-            world_size=case.world_size,
-            what=f"{case.subject} at stage {case.stage} cannot be built around {case.model}",
-        )
+def try_out(runner: Runner, cells: Sequence[Planned]) -> dict[Case, Record]:
+    """Build the engine at each stage as the user configured it; a record for each stage where that crashes or hangs.
+
+    Raises UsageError with the engine's own words where it refuses.
+    """
+    found = {}
+    cases = [cell.case for cell in cells if not cell.unsupported]
+    # The law of the training as configured builds just this engine.
+    for case in {case.stage: case for case in sorted(cases, key=lambda case: case.check == CONFIGURED)}.values():
+        record = runner.attempt(case, tried_out)
+        if record is not None:
+            found[case] = replace(record, cause=f"while the engine was built around the model: {record.cause}")
+    return found
+
+
+def unbuilt(cell: Planned, broken: Mapping[Case, Record]) -> Planned:
+    """The cell; not run where the engine cannot be built at its stage, which takes the time-out where it hangs."""
+    first = next((record for case, record in broken.items() if case.stage == cell.case.stage), None)
+    if first is None or cell.unsupported or cell.case in broken:
+        return cell
+    return replace(cell, unsupported=f"the engine cannot be built around the model, see {first.case.check}")

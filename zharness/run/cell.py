@@ -18,6 +18,7 @@ from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, Bench, Check, Trial, check_named
 from zharness.checks.construction import constructed, require_gradients, require_initial
 from zharness.checks.course import curves
+from zharness.checks.own_model import course_of
 from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
@@ -26,6 +27,7 @@ from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import conditions, require_clean
 from zharness.parity.exhibit import Curve, Exhibit, exhibit
+from zharness.parity.junctions import with_junctions
 from zharness.parity.snapshot import Records, read, records_in
 from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
@@ -122,11 +124,23 @@ def bench_here(
     )
 
 
-def baseline_of(case: Case, salt: int) -> Baseline:
+def baseline_of(case: Case, salt: int, capabilities: Capabilities) -> Baseline:
     """What the cell is held against."""
-    spec, dtype, scale = model_spec(case.model), DTYPES[case.dtype], LOSS_SCALES[case.dtype]
+    spec, dtype, scale = spec_beside(case, capabilities), DTYPES[case.dtype], LOSS_SCALES[case.dtype]
     autocast = configured(case.engine_variant).autocast
     return Baseline(spec, case.seed(salt), case.world_size, dtype, scale, autocast)
+
+
+def spec_beside(case: Case, capabilities: Capabilities) -> ModelSpec:
+    """The plain model of the case; anyone's has the nodes in its graph that the engine puts there.
+
+    The workload's own models need none: no engine's nodes part the uses of one of their tensors.
+    """
+    spec, junctions = model_spec(case.model), capabilities.junctions
+    if junctions is None or not is_foreign(case.model):
+        return spec
+    options = options_of(case, capabilities)
+    return with_junctions(spec, lambda model: junctions(model, options))
 
 
 def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:
@@ -134,7 +148,7 @@ def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judge
 
     Raises HarnessFault where torch's functions were replaced in this process. What was otherwise in the ranks is noted.
     """
-    return judge_beside(baseline_of(case, salt), case, room, capabilities)
+    return judge_beside(baseline_of(case, salt, capabilities), case, room, capabilities)
 
 
 def judge_beside(baseline: Baseline, case: Case, room: str, capabilities: Capabilities) -> Judgement:
@@ -176,7 +190,7 @@ def held(trial: Trial, check: Check) -> Judgement:
 
 def curves_of(trial: Trial, check: Check) -> Mapping[str, Curve]:
     """How the training went; nothing where the check has none, or where what is wrong keeps it from being told."""
-    course = check.courses.get(trial.variant)
+    course = course_of(trial) if check.counted else check.courses.get(trial.variant)
     if course is None:
         return {}
     # A loss that was not recorded, is no tensor, or has another shape; gradients of which there are none.

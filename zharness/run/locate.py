@@ -27,9 +27,9 @@ def trace_path(room: str, rank: int) -> Path:
     return Path(room) / f"trace.{rank}.pt"
 
 
-def trace(case: Case, salt: int, room: str, step: int) -> None:
+def trace(case: Case, salt: int, room: str, capabilities: Capabilities, step: int) -> None:
     """In a process that never saw the engine: what passes through every module of the baseline, for each rank."""
-    baseline = baseline_of(case, salt)
+    baseline = baseline_of(case, salt, capabilities)
     for rank in range(case.world_size):
         model, batch = baseline.module(), baseline.batch(rank, step)
 

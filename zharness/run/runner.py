@@ -79,21 +79,28 @@ class Runner:
             self._claims[key] = engines.capabilities(engine, stage) or probed(self._servers[engine], engine, stage)
         return self._claims[key]
 
-    def ask(
-        self, engine: str, function: Callable[..., Any], *args: Any, world_size: int = 1, what: str = ""
-    ) -> list[Any]:
-        """What ``function`` returns on ranks that may hold ``engine``, or in a judge's process where it is empty.
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What ``function`` returns in a judge's process, which may have imported the user's model already.
 
-        Raises UsageError for what is the user's to mend; and for a process that crashed or hung, with ``what`` it was
-        asked to do, its rank and its cause.
+        Raises UsageError for what is the user's to mend, and for a process that crashed or hung, with its cause.
         """
-        server = self._servers[engine] if engine else self._judges
-        group = Group.DEFAULT if engine else Group.NONE
-        outcome = server.submit(Work(function, args, world_size, self.timeout, group))
+        work = Work(function, args, timeout=self.timeout, group=Group.NONE, isolation=self.isolation)
+        outcome = self._judges.submit(work)
         if outcome.cause is not None:
-            doing = f"{what}: " if what else ""
-            raise of_user(outcome.cause, f"{doing}{outcome.cause.words()}\n{outcome.describe()}")
-        return outcome.values()
+            raise of_user(outcome.cause, f"{outcome.cause.words()}\n{outcome.describe()}")
+        return outcome.ranks[0].value
+
+    def attempt(self, case: Case, function: Callable[[Case, int, Capabilities], None]) -> Record | None:
+        """The record of ``case`` where its ranks crash or hang in ``function``, which is asked of them first.
+
+        None where they return. Raises UsageError for what ``function`` raises.
+        """
+        arguments = (case, self.seed, self.claims(case.engine, case.stage))
+        outcome = self._servers[case.engine].submit(Work(function, arguments, case.world_size, self.timeout))
+        cause = outcome.cause
+        if cause is not None and cause.end is End.RAISED:
+            raise of_user(cause, f"{cause.words()}\n{outcome.describe()}")
+        return None if cause is None else broken(outcome, self._blank(case))
 
     def run(self, planned: Planned) -> Record:
         """The record of one cell. Pooled ranks, their judge and files serve the next one; others are gone by then."""
@@ -170,10 +177,10 @@ class Runner:
         mismatch = record.divergence
         assert mismatch is not None, "asked only about a wrong number"
         case, salt, room, claims = judged.args
-        traced = self._judges.submit(replace(judged, function=trace, args=(case, salt, room, mismatch.step)))
+        arguments = (case, salt, room, claims, mismatch.step)
+        traced = self._judges.submit(replace(judged, function=trace, args=arguments))
         if traced.cause is not None:
             return record
-        arguments = (case, salt, room, claims, mismatch.step)
         found = self._servers[case.engine].submit(replace(observed, function=locate, args=arguments))
         if found.cause is not None:
             return record

@@ -11,7 +11,8 @@ VARIABLE = "GITHUB_STEP_SUMMARY"
 # "maximum size of 1MiB" for each step, and what is larger is not shown at all:
 # https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits
 LIMIT = 1 << 20
-LONGEST = 64  # bytes kept for the end of a fence
+LONGEST = 64  # bytes kept for the end of a fence, and of what opens on a click
+FOLDED = "</details>"
 CUT = "\n\n... cut here: a step's summary has at most 1 MiB\n"
 
 
@@ -43,17 +44,19 @@ def fitted(text: str, room: int) -> bytes:
     if left <= 0:
         return b""
     kept = whole[:left].rpartition(b"\n")[0]
-    fence = open_fence(kept.decode("utf-8"))
-    return kept + (f"\n{fence}" if 0 < len(fence) < LONGEST else "").encode() + CUT.encode()
+    ends = "\n\n".join(still_open(kept.decode("utf-8")))
+    return kept + (f"\n{ends}" if 0 < len(ends) < LONGEST else "").encode() + CUT.encode()
 
 
-def open_fence(text: str) -> str:
-    """The fence of a block that is open at the end of ``text``; empty where none is."""
-    fence = ""
+def still_open(text: str) -> list[str]:
+    """What ends the blocks that are open at the end of ``text``, the innermost first: a fence, what a click opens."""
+    fence, folds = "", 0
     for line in text.splitlines():
         if line.startswith("```") and not line.strip("`"):
             fence = line if not fence else "" if line == fence else fence
-    return fence
+        elif not fence:
+            folds += line.startswith("<details>") - (line == FOLDED)
+    return [*([fence] if fence else []), *[FOLDED] * folds]
 
 
 def block(text: str) -> str:
@@ -64,4 +67,4 @@ def block(text: str) -> str:
 
 def folded(heading: str, text: str) -> str:
     """A block under a heading that opens on a click."""
-    return f"<details><summary>{heading}</summary>\n\n{block(text)}\n\n</details>" if text else ""
+    return f"<details><summary>{heading}</summary>\n\n{block(text)}\n\n{FOLDED}" if text else ""
