@@ -18,7 +18,7 @@ from zharness.export.smaller import owners_of_parameters
 from zharness.run.programs import Outcome
 from zharness.run.record import Verdict
 from zharness.run.runner import surroundings
-from zharness.workload.programs import parse
+from zharness.workload.program_text import parse
 
 KILLED = Case.parse("training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-transformer]")
 

@@ -109,8 +109,10 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def clipped(trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor]) -> Generator[Comparison, None, float]:
-    """The norm recorded under ``label`` is that of the whole window's gradients; the factor that it clips them by.
+def clipped(
+    trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor], limit: float = CLIP
+) -> Generator[Comparison, None, float]:
+    """The norm recorded under ``label`` is that of the whole window's gradients; what clips them to ``limit``.
 
     That an engine which clips reports none is told by training.clip_and_norm.
     """
@@ -121,7 +123,7 @@ def clipped(trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor]
     for rank, each in enumerate(reported):
         if each is not None:
             yield within(trial.place("norm", Part.REDUCTION, boundary, rank), norm, each, error)
-    return CLIP / (float(norm if reported[0] is None else reported[0]) + 1e-6)
+    return limit / (float(norm if reported[0] is None else reported[0]) + 1e-6)
 
 
 def divided_by_engine(

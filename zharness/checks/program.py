@@ -1,33 +1,33 @@
-"""A program on an engine and on plain PyTorch: one that may do whatever is legal, judged after every verb.
+"""A program on an engine: a caller who may do whatever is legal, and records what can be compared after every verb.
 
-It is judged as the laws of training are. Each verb starts from the engine's own weights, gradients and state: local
-gradients are plain PyTorch's at the weights that the engine reports, summed over the backwards since the last step;
-the update is a replay of the optimizer's formula.
+``zharness.checks.program_judge`` holds it against plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.checks.bench import Bench
 from zharness.checks.double_backward import second_loss
-from zharness.checks.optimizer_step import Moment, everyone_agrees, hinted, hyper, published, unflatten
-from zharness.checks.state import same_records, shared_folder
-from zharness.checks.trajectory import OPTIMIZERS, initial_weights
-from zharness.checks.trial import Trial
-from zharness.engines.protocol import Capabilities, Engine, Feature, OptimizerSpec
-from zharness.parity import Comparison, Part, Tier, identical, within
-from zharness.parity.baseline import Local, differentiated
-from zharness.parity.compare import check_names
-from zharness.parity.replay import replay
-from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Program, Verb, played
+from zharness.checks.looks import look
+from zharness.checks.single_step import evaluating
+from zharness.checks.state import shared_folder
+from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, told_by
+from zharness.checks.trajectory import OPTIMIZERS as TRAINED_BY
+from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, Reduction
+from zharness.workload import Batch, ModelSpec
+from zharness.workload.models import tensors_in
+from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Pending, Program, Verb, done, played
+
+OPTIMIZERS = {**TRAINED_BY, "adam": replace(ADAM, schedule=SCHEDULE), "nesterov": replace(NESTEROV, schedule=SCHEDULE)}
 
 # What an engine has to claim for a program to use these; everything else is part of any training.
 LAYERS = {
@@ -42,12 +42,23 @@ ACTS = {
     Act.SAVE: Feature.CHECKPOINT,
     Act.LOAD: Feature.CHECKPOINT,
     Act.INPUT_GRAD: Feature.AUTOGRAD,
+    Act.FAILED_FORWARD: Feature.AUTOGRAD,
+    Act.FAILED_BACKWARD: Feature.AUTOGRAD,
+    Act.TRANSFORM: Feature.TRANSFORMS,
+    Act.IDLE: Feature.NO_GRADIENT,
+    Act.EDIT: Feature.EDITS,
 }
 MARKS = {
     Mark.TENSOR: Feature.TENSOR_BACKWARD,
     Mark.SCALE: Feature.SCALE_BACKWARD,
     Mark.RETAIN: Feature.RETAIN_GRAPH,
 }
+EDITED = 0.125  # what an edit fills a weight with, exact in every dtype
+SCRIBBLE = 3  # what a caller writes over tensors that it was given
+OUTPUTS = (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD)
+UNGRADED = (Act.NO_GRAD, Act.EVALUATION)
+EVALUATED = (Act.EVALUATION, Act.EVALUATION_GRAD)
+NEW_WEIGHTS = (Act.LOAD, Act.IDLE, Act.EDIT)
 
 
 def missing(program: Program, claims: Capabilities) -> str:
@@ -73,49 +84,82 @@ def features(program: Program) -> list[Feature]:
     used += [MARKS.get(mark) for verb in program.verbs for mark in verb.marks]
     # Where reduction is armed by the newest forward, a backward of an older one is not reduced, as a second one is not.
     used += [Feature.RETAIN_GRAPH for _, verb, book in played(program) if verb.act in NEW_GRAPH and book.kept]
+    used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)
+    used += [Feature.SUM] * (program.reduction == Reduction.SUM.value)
     return list(dict.fromkeys(feature for feature in used if feature is not None))
 
 
 @dataclass
 class Player:
-    """One rank's caller: its engine, the outputs in hand, and how many weights there have been (``era``)."""
+    """One rank's caller: its engine, the outputs in hand with their inputs, and how many weights there have been
+    (``era``)."""
 
     bench: Bench
     program: Program
     engine: Engine
     folder: Path
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Tensor, Batch]] = field(default_factory=dict)
     era: int = 0
-
-    def call(self, micro: int, inputs: Tensor | None = None) -> Tensor:
-        """Forward of a micro-batch."""
-        output: Tensor = self.engine(self.bench.batch(micro).inputs if inputs is None else inputs, **odd(self, micro))
-        return output
 
     def play(self, place: int, verb: Verb, book: Book) -> None:
         """One verb, and records of what can be compared after it."""
-        if verb.act in (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE):
-            with mode(verb.act):
-                output = self.call(book.drawn)
-            self.bench.record("output", {"output": output}, place)
-            if verb.act is Act.FORWARD:
-                self.outputs[book.drawn] = output
-        elif verb.act is Act.BACKWARD:
-            self.backward(verb, book.chosen(verb), self.outputs[book.chosen(verb)])
-            self.bench.record("grads", self.engine.full_grads(), place)
-        elif verb.act is Act.NO_SYNC:
+        act = verb.act
+        if act in OUTPUTS:
+            self.forward(place, verb, book.drawn)
+        elif act is Act.BACKWARD:
+            micro = book.chosen(verb)
+            self.backward(verb, *self.outputs[micro])
+            if Mark.RETAIN not in verb.marks:
+                del self.outputs[micro]
+            if done(book, verb).ready and Mark.UNSEEN not in verb.marks:
+                self.bench.record("grads", self.engine.full_grads(), place)
+        elif act is Act.NO_SYNC:
+            batch = self.batch(verb, book.drawn)
             with self.engine.no_sync():
-                self.backward(verb, book.drawn, self.call(book.drawn))
-        elif verb.act is Act.INPUT_GRAD:
-            leaf = self.bench.batch(book.drawn).inputs.clone().requires_grad_()
-            (grad,) = torch.autograd.grad(self.call(book.drawn, leaf).sum(), leaf)
+                self.backward(verb, self.call(batch, book.drawn), batch)
+        elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
+            grad = input_gradient(act, lambda x: self.engine(x, **self.words(book.drawn)), self.leaf(book.drawn))
             self.bench.record("input", {"input": grad}, place)
+        elif act in (Act.FAILED_FORWARD, Act.FAILED_BACKWARD):
+            self.fail(verb, book.drawn)
+        elif act is Act.LOOK:
+            self.look(place, book)
+        elif act is Act.STEP:
+            self.step(place, book)
+        elif act is Act.ZERO_GRAD:
+            self.engine.zero_grad()
         else:
             self.between_steps(verb, book)
 
-    def backward(self, verb: Verb, micro: int, output: Tensor) -> None:
-        """Backward of the verb's loss in the verb's spelling; the output goes unless its graph is retained."""
-        loss = loss_of(self.bench, verb, micro, output)
+    def batch(self, verb: Verb, micro: int) -> Batch:
+        """This rank's micro-batch as the verb's marks have it."""
+        return fed(self.bench.batch(micro), verb, self.bench.rank, micro)
+
+    def leaf(self, micro: int) -> Tensor:
+        """This rank's inputs, as a leaf that requires a gradient."""
+        inputs: Tensor = self.bench.batch(micro).inputs
+        return inputs.clone().requires_grad_()
+
+    def words(self, micro: int) -> dict[str, bool]:
+        return words_for(self.program, self.bench.spec, micro)
+
+    def call(self, batch: Batch, micro: int) -> Tensor:
+        """Forward of a micro-batch."""
+        output: Tensor = through(batch, self.engine, self.words(micro))
+        return output
+
+    def forward(self, place: int, verb: Verb, micro: int) -> None:
+        """A forward in the verb's mode; the output of a plain one is kept."""
+        batch = self.batch(verb, micro)
+        with evaluating(self.engine) if verb.act in EVALUATED else nullcontext(), mode(verb.act):
+            output = self.call(batch, micro)
+        self.bench.record("output", {"output": output}, place)
+        if verb.act is Act.FORWARD:
+            self.outputs[micro] = output, batch
+
+    def backward(self, verb: Verb, output: Tensor, batch: Batch) -> None:
+        """Backward of the verb's loss in the verb's spelling."""
+        loss = second_loss(output) if Mark.OTHER in verb.marks else self.bench.spec.loss(output, batch.target)
         retain = Mark.RETAIN in verb.marks
         if Mark.TENSOR in verb.marks:
             torch.autograd.backward(loss, retain_graph=retain)
@@ -123,46 +167,147 @@ class Player:
             torch.autograd.backward(self.engine.scale(loss), retain_graph=retain)
         else:
             self.engine.backward(loss, retain_graph=retain)
-        if not retain:
-            self.outputs.pop(micro, None)
+
+    def fail(self, verb: Verb, micro: int) -> None:
+        """A micro-batch that raises halfway; after a backward that did, what it has left is forgotten."""
+        batch = self.batch(verb, micro)
+        with suppress(InterruptedError), interrupting(self.engine.module, verb.act):
+            output = self.call(batch, micro)
+            self.engine.backward(self.bench.spec.loss(output, batch.target))
+        if verb.act is Act.FAILED_BACKWARD:
+            self.engine.zero_grad()
+
+    def look(self, place: int, book: Book) -> None:
+        """Ask for everything, twice; what comes the second time is recorded, and all of it written over."""
+        shown: list[Any] = []
+        for _ in range(2):
+            look(self.engine)
+            grads = self.engine.full_grads() if book.ready else {}
+            shown += [grads, self.engine.full_params(), self.engine.full_optimizer_state()]
+        self.bench.record("grads", shown[-3], place)
+        self.bench.record("looked", shown[-2], place)
+        masters = self.engine.observe().masters
+        for tensor in tensors_in([*shown, {} if isinstance(masters, Absent) else masters]):
+            tensor.fill_(SCRIBBLE)
+
+    def step(self, place: int, book: Book) -> None:
+        """A step; before a boundary nothing may move."""
+        self.outputs.clear()
+        if book.boundary and book.pending is Pending.UNSEEN:
+            self.bench.record("grads", self.engine.full_grads(), place)
+        self.engine.step()
+        if not book.boundary:
+            self.bench.record("early", self.engine.full_params(), place)
+            self.bench.record_state("early-state", self.engine, place)
+            return
+        if self.program.clip is not None:
+            norm = self.engine.grad_norm()
+            self.bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, place)
+        self.engine.zero_grad()
+        self.new_era()
 
     def between_steps(self, verb: Verb, book: Book) -> None:
-        """The verbs that need no micro-batch."""
-        if verb.act is Act.STEP:
-            self.outputs.clear()
-            self.engine.step()
-        if verb.act in (Act.STEP, Act.ZERO_GRAD):
-            self.engine.zero_grad()
-        if verb.act is Act.SAVE:
+        """The verbs that need neither a micro-batch nor a gradient."""
+        act = verb.act
+        if act is Act.SAVE:
             self.engine.save(self.folder / str(book.saved))
-        if verb.act is Act.LOAD:
-            self.engine.load(self.folder / str(book.saved - 1))
-        if verb.act in NEW_WEIGHTS:
-            self.era += 1
-            self.look()
+        elif act is Act.LOAD:
+            self.engine.load(self.folder / str(0 if Mark.OLD in verb.marks else book.saved - 1))
+        elif act is Act.IDLE:
+            self.engine.step()
+            self.engine.zero_grad()
+        elif act is Act.EDIT:
+            self.edit()
+        if act in NEW_WEIGHTS:
+            self.new_era()
 
-    def look(self) -> None:
-        """Record weights and optimizer state as they are now."""
+    def edit(self) -> None:
+        """Rank 0 writes a weight; what the others write is not to last."""
+        name = edited(self.bench.spec, self.bench.seed, self.era)
+        gathered: Any = self.engine
+        with gathered.gathered([name]) as weights, torch.no_grad():
+            weights[name].fill_(EDITED if self.bench.rank == 0 else -EDITED)
+
+    def new_era(self) -> None:
+        """Go on to the weights that there are now."""
+        self.era += 1
+        self.keep()
+
+    def keep(self) -> None:
+        """Record weights, optimizer state and what the engine tells of itself, as they are now."""
         self.bench.record_trained(self.engine, self.era)
+        self.bench.record("told", told_by(self.engine), self.era)
+        held = self.engine.observe().gathered_bytes
+        counted = {} if isinstance(held, Absent) else {"gathered": torch.tensor(held)}
+        self.bench.record("held", counted, self.era)
 
 
-NEW_WEIGHTS = (Act.STEP, Act.LOAD)
+def words_for(program: Program, spec: ModelSpec, micro: int) -> dict[str, bool]:
+    """The keyword that a model is called with of which a part is used in every second micro-batch."""
+    if any(layer.kind is Kind.SOMETIMES for layer in program.walk()):
+        return {"odd": micro % 2 == 1}
+    return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}
 
 
-def odd(side: Player | Judge, micro: int) -> dict[str, bool]:
-    """The keyword that a model with ``sometimes`` in it is called with."""
-    some = any(layer.kind is Kind.SOMETIMES for layer in side.program.walk())
-    return {"odd": micro % 2 == 1} if some else {}
+def fed(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
+    """A micro-batch of ``rank`` as the marks of ``verb`` have it."""
+    if Mark.FEW in verb.marks:
+        # Not one alone: a product with a vector rounds otherwise where its weights begin at another address.
+        rows = 2 + (rank + micro) % (batch.samples - 2)
+        batch = batch.mapped(lambda tensor: tensor[:rows])
+    return replace(batch, inputs={"x": batch.inputs}) if Mark.KEYWORD in verb.marks else batch
+
+
+def through(batch: Batch, call: Callable[..., Any], words: dict[str, bool]) -> Any:
+    """What ``call`` makes of the inputs, with ``words`` beside them."""
+    return batch.through(lambda *args, **kwargs: call(*args, **kwargs, **words))
 
 
 def mode(act: Act) -> Any:
-    """What surrounds a forward."""
-    return {Act.NO_GRAD: torch.no_grad, Act.INFERENCE: torch.inference_mode}.get(act, nullcontext)()
+    """What a forward runs in."""
+    if act is Act.INFERENCE:
+        return torch.inference_mode()
+    return torch.no_grad() if act in UNGRADED else nullcontext()
 
 
-def loss_of(side: Bench, verb: Verb, micro: int, output: Tensor) -> Tensor:
-    """The loss of a backward."""
-    return second_loss(output) if Mark.OTHER in verb.marks else side.spec.loss(output, side.batch(micro).target)
+def input_gradient(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    """The gradient of the summed output with respect to the inputs, by autograd.grad or by torch.func.grad."""
+    if act is Act.TRANSFORM:
+        grad: Tensor = torch.func.grad(lambda x: call(x).sum())(leaf.detach())
+        return grad
+    (found,) = torch.autograd.grad(call(leaf).sum(), leaf)
+    return found
+
+
+@contextmanager
+def interrupting(module: nn.Module, act: Act) -> Iterator[None]:
+    """A block in which the second of the module's children that runs raises InterruptedError: behind its own forward,
+    or, where a backward is to fail, in front of its own backward."""
+    calls = count(1)
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    def behind_forward(_child: nn.Module, _inputs: object, output: Any) -> None:
+        if next(calls) != 2:
+            return
+        if act is Act.FAILED_FORWARD:
+            interrupt()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(interrupt)  # type: ignore[no-untyped-call]
+
+    hooks = [child.register_forward_hook(behind_forward) for child in module.children()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def edited(spec: ModelSpec, seed: int, era: int) -> str:
+    """The parameter that an edit of the weights of ``era`` writes: each time another one."""
+    names = [name for name, parameter in spec.model(seed).named_parameters() if parameter.requires_grad]
+    return names[era % len(names)]
 
 
 def observe_program(bench: Bench, program: Program) -> None:
@@ -170,150 +315,17 @@ def observe_program(bench: Bench, program: Program) -> None:
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()
-        engine = bench.engine(optimizer=OPTIMIZERS[program.optimizer])
+        owner = AccumulationOwner.ENGINE if program.window > 1 else AccumulationOwner.CALLER
+        engine = bench.engine(
+            optimizer=OPTIMIZERS[program.optimizer],
+            clip=program.clip,
+            accumulation_steps=program.window,
+            accumulation_owner=owner,
+            reduction=Reduction(program.reduction),
+        )
         player = Player(bench, program, engine, folder)
-        player.look()
+        player.keep()
         for place, verb, book in played(program):
             player.play(place, verb, book)
         player.outputs.clear()
         engine.close()
-
-
-@dataclass(frozen=True)
-class Taken:
-    """How many steps the optimizer has made, and how many of them moved each parameter."""
-
-    steps: int = 0
-    of: Mapping[str, int] = field(default_factory=dict)
-
-    def with_one(self, names: Mapping[str, object]) -> Taken:
-        """One step more, with gradients for ``names``."""
-        return Taken(self.steps + 1, {**self.of, **{name: self.of.get(name, 0) + 1 for name in names}})
-
-
-@dataclass
-class Judge:
-    """Plain PyTorch, run for every rank along the program."""
-
-    trial: Trial
-    program: Program
-    era: int = 0
-    micros: list[list[Local]] = field(default_factory=list)  # local gradients since the last step, by rank
-    taken: Taken = Taken()
-    saved: tuple[Taken, int] = (Taken(), 0)  # and the era that was saved
-    reduced: int = 0  # the place of the last backward whose gradients were recorded
-
-    def judge(self, place: int, verb: Verb, book: Book) -> Iterator[Comparison]:
-        """What can be compared after one verb."""
-        act = verb.act
-        if act in (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE):
-            yield from self.same_output(place, act, book.drawn)
-        elif act in (Act.BACKWARD, Act.NO_SYNC):
-            micro = book.drawn if act is Act.NO_SYNC else book.chosen(verb)
-            self.micros.append([self.local(rank, verb, micro) for rank in range(self.trial.world_size)])
-            if act is Act.BACKWARD:
-                self.reduced = place
-                yield from self.trial.reduced("grads", self.micros, place, scale=len(self.micros))
-        elif act is Act.INPUT_GRAD:
-            expected = [{"input": self.input_gradient(rank, book.drawn)} for rank in range(self.trial.world_size)]
-            yield from self.trial.same_value("input", expected, place)
-        elif act is Act.STEP:
-            yield from self.stepped(place)
-        elif act is Act.SAVE:
-            self.saved = (self.taken, self.era)
-        elif act is Act.LOAD:
-            yield from self.loaded()
-        if act in (Act.STEP, Act.ZERO_GRAD):
-            self.micros = []
-
-    def module(self) -> torch.nn.Module:
-        """The plain model in the engine's own weights of now."""
-        return self.trial.baseline.module(self.trial.copies("params", self.era)[0])
-
-    def same_output(self, place: int, act: Act, micro: int) -> Iterator[Comparison]:
-        """Every rank's output equals plain PyTorch's, bitwise."""
-        for rank, copy in enumerate(self.trial.copies("output", place)):
-            with mode(act):
-                output = self.module()(self.trial.baseline.batch(rank, micro).inputs, **odd(self, micro))
-            yield identical(self.trial.place("output", Part.FORWARD, place, rank), output.detach(), copy["output"])
-
-    def local(self, rank: int, verb: Verb, micro: int) -> Local:
-        """One rank's loss and gradients of one backward, as plain PyTorch has them."""
-        baseline, module = self.trial.baseline, self.module()
-        batch = baseline.batch(rank, micro)
-        output = module(batch.inputs, **odd(self, micro))
-        loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
-        return differentiated(module, loss, baseline.loss_scale)
-
-    def input_gradient(self, rank: int, micro: int) -> Tensor:
-        """autograd.grad of one rank's summed output with respect to its inputs."""
-        leaf: Tensor = self.trial.baseline.batch(rank, micro).inputs.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(self.module()(leaf, **odd(self, micro)).sum(), leaf)
-        return grad
-
-    def stepped(self, place: int) -> Iterator[Comparison]:
-        """The new weights and state are the replay of the formula on the engine's own numbers before."""
-        grads = self.trial.copies("grads", self.reduced)[0]
-        spec = OPTIMIZERS[self.program.optimizer]
-        yield from updated(self.trial, spec, grads, self.era, self.taken, place)
-        self.taken, self.era = self.taken.with_one(grads), self.era + 1
-        yield from self.agreed()
-
-    def loaded(self) -> Iterator[Comparison]:
-        """Weights and state are bitwise those that were saved."""
-        self.taken, at = self.saved
-        self.era += 1
-        for what in ("params", "masters", "state"):
-            yield from same_records(self.trial, what, what, at, self.era, Part.GATHER)
-        yield from self.agreed()
-
-    def agreed(self) -> Iterator[Comparison]:
-        """All ranks report the same, and the model computes with the optimizer's weights."""
-        yield from everyone_agrees(self.trial, Moment(self.era))
-        yield from published(self.trial, Moment(self.era, "masters"), "params")
-
-
-def updated(
-    trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], era: int, taken: Taken, place: int
-) -> Iterator[Comparison]:
-    """Each parameter made the step that its own count of steps asks for; one without a gradient made none."""
-    before, after = trial.copies("masters", era)[0], trial.copies("masters", era + 1)[0]
-    kept, state = (unflatten(trial.copies("state", at)[0]) for at in (era, era + 1))
-    check_names("full_params", before, after)
-    for name, weight in before.items():
-        here = trial.place(name, Part.OPTIMIZER, place)
-        if name not in grads:
-            yield identical(here, weight, after[name])
-            continue
-        steps = taken.of.get(name, 0)
-        own = dict(kept.get(name, {})) | {"step": torch.tensor(float(steps))}
-        # Before the first step torch.optim has no state; an engine that has made it already has zeros.
-        moments = own if steps else {"step": own["step"]}
-        expected, wanted = replay(spec.name, weight, grads[name], moments, hyper(spec, name, taken.steps))
-        found = state.get(name, {})
-        if "step" in found:
-            counted = trial.place(f"{name}/step", Part.OPTIMIZER, place)
-            yield identical(counted, torch.tensor(steps + 1.0), found["step"].double().reshape(()))
-        for key, value in wanted.items():
-            moment = found.get(key, torch.full_like(weight, torch.nan))
-            yield within(
-                trial.place(f"{name}/{key}", Part.OPTIMIZER, place), value.value, moment, value.error, Tier.STAGED
-            )
-        moved = expected.value - weight.double()
-        yield hinted(within(here, expected.value, after[name], expected.error, signal=moved), weight, after[name])
-
-
-def judge_program(trial: Trial, program: Program) -> Iterator[Comparison]:
-    """Everything that ``program`` left to compare, in the order in which it happened."""
-    judge = Judge(trial, program)
-    yield from initial_weights(trial)
-    for place, verb, book in played(program):
-        for comparison in judge.judge(place, verb, book):
-            yield at_verb(comparison, place)
-
-
-def at_verb(comparison: Comparison, place: int) -> Comparison:
-    """``comparison`` with the verb's place for its step, whatever number it was recorded under."""
-    if comparison.mismatch is None:
-        return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, step=place))

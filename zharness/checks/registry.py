@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from zharness.checks import (
+    any_order,
     backward,
     checkpointing,
     double_backward,
@@ -22,8 +23,8 @@ from zharness.checks.law import Check
 from zharness.errors import UsageError
 
 GROUPS = (
-    *(training, variations, backward, double_backward, torch_func, checkpointing, precision, parameters, state),
-    *(foreign_state, resources, own_model),
+    *(training, variations, any_order, backward, double_backward, torch_func, checkpointing, precision, parameters),
+    *(state, foreign_state, resources, own_model),
 )
 CHECKS: dict[str, Check] = {check.name: check for group in GROUPS for check in group.CHECKS}
 

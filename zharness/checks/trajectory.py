@@ -119,10 +119,10 @@ def told_by(engine: Engine) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in told.items()}
 
 
-def facts_told(trial: Trial, spec: OptimizerSpec, step: int) -> Iterator[Comparison]:
-    """After ``step``, of which none was skipped, every rank tells the rates of the next one, group by group."""
+def facts_told(trial: Trial, spec: OptimizerSpec, step: int, made: int) -> Iterator[Comparison]:
+    """Every rank told the rates of the next step at ``step``, group by group, where ``made`` were and none skipped."""
     named = dict(trial.baseline.spec.model(trial.baseline.seed).named_parameters())
-    factor = spec.schedule[min(step + 1, len(spec.schedule) - 1)]
+    factor = spec.schedule[min(made, len(spec.schedule) - 1)]
     rates = [group.get("lr", spec.args["lr"]) * factor for group in param_groups(named, spec)]
     wanted = {rate_of(group): rate for group, rate in enumerate(rates)}
     wanted |= {SCALE: trial.baseline.loss_scale, SKIPPED: 0}
@@ -168,7 +168,7 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
             yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
             factor = course.clip / (float(reported) + 1e-6)
         yield from judge_step(trial, course.optimizer, grads, Moment(step, "masters"), factor)
-        yield from facts_told(trial, course.optimizer, step)
+        yield from facts_told(trial, course.optimizer, step, step + 1)
         yield from everyone_agrees(trial, Moment(step + 1))
         yield from published(trial, Moment(step + 1, "masters"), "params")
 

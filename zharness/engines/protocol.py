@@ -204,8 +204,8 @@ class Engine(Protocol):
     """A training engine that holds ``module`` on this rank. Constructed on every rank, default process group ready.
 
     Dictionaries of tensors use the original parameter names and shapes, on CPU, identical on every rank; tied
-    parameters appear once, under the name that ``named_parameters()`` of the original gives them. Methods that return
-    such dictionaries are collective.
+    parameters appear once, under the name that ``named_parameters()`` of the original gives them. They are copies,
+    which the caller may write over. Methods that return such dictionaries are collective.
     """
 
     module: nn.Module

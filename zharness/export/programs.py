@@ -17,7 +17,11 @@ from zharness.workload.programs import Act, Book, Kind, Layer, Mark, Program, Ve
 
 LAYERS = "zharness.workload.layers"
 UNWRITTEN_LAYERS = (Kind.TIED, Kind.SOMETIMES)
-UNWRITTEN_ACTS = (Act.SAVE, Act.LOAD)
+WRITTEN_ACTS = (
+    *(Act.FORWARD, Act.BACKWARD, Act.NO_SYNC, Act.STEP, Act.ZERO_GRAD, Act.NO_GRAD, Act.INFERENCE),
+    Act.INPUT_GRAD,
+)
+WRITTEN_MARKS = (Mark.OLD, Mark.TENSOR, Mark.SCALE, Mark.OTHER, Mark.RETAIN)
 FORWARDS = {Act.NO_GRAD: "torch.no_grad()", Act.INFERENCE: "torch.inference_mode()"}
 
 
@@ -27,8 +31,10 @@ def reason_against(program: Program) -> str:
         if layer.kind in UNWRITTEN_LAYERS:
             return f"the layer {layer.kind.value} is not written into scripts yet"
     for verb in program.verbs:
-        if verb.act in UNWRITTEN_ACTS:
+        if verb.act not in WRITTEN_ACTS:
             return f"the verb {verb.act.value} is not written into scripts yet"
+        if not set(verb.marks) <= set(WRITTEN_MARKS):
+            return f"the marks of {verb} are not written into scripts yet"
     return "" if program.dtype == "fp32" else f"there is no export in {program.dtype} yet, but in fp32 alone"
 
 

@@ -20,7 +20,8 @@ from zharness.run.runner import Runner
 from zharness.run.search import PASSED, Found, Search, search, shrunk
 from zharness.workload.foreign import is_foreign
 from zharness.workload.legal import MANY, Batch
-from zharness.workload.programs import SOURCES, Program, parse
+from zharness.workload.program_text import parse
+from zharness.workload.programs import SOURCES, Program
 from zharness.world import Isolation
 from zharness.world.server import Surroundings
 

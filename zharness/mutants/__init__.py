@@ -25,6 +25,7 @@ from zharness.mutants import (
     graphs,
     onlookers,
     optimizers,
+    orders,
     precision,
     resources,
     scale,
@@ -34,7 +35,7 @@ from zharness.mutants import (
 from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
 FILES = (
-    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers),
+    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers, orders),
     *(blind, blind2, blind3, blind4, blind5),
 )
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})

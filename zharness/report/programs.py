@@ -11,7 +11,7 @@ import click
 from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Verdict
 from zharness.run.search import Search, search
-from zharness.workload.programs import parse
+from zharness.workload.program_text import parse
 from zharness.world.server import Surroundings
 
 

@@ -14,7 +14,8 @@ import torch
 
 from zharness import engines
 from zharness.checks import DTYPES, LOSS_SCALES, Trial
-from zharness.checks.program import judge_program, missing, observe_program
+from zharness.checks.program import missing, observe_program
+from zharness.checks.program_judge import judge_program
 from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline

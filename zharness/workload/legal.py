@@ -56,9 +56,11 @@ def filled(block: Layer, widths: Widths) -> Layer:
     return replace(block, inner=tuple(inner))
 
 
-def legal_verbs(layers: Sequence[Layer], wishes: Sequence[Verb], outputs: int = MANY) -> tuple[Verb, ...]:
-    """The wishes that are legal where they come, with at most so many ``outputs`` in hand."""
-    book, kept = Book(), []
+def legal_verbs(
+    layers: Sequence[Layer], wishes: Sequence[Verb], outputs: int = MANY, window: int = 1
+) -> tuple[Verb, ...]:
+    """The wishes that are legal where they come, with at most so many ``outputs`` in hand, and ``window`` a step."""
+    book, kept = Book(window=window), []
     for wish in wishes:
         crowded = wish.act in NEW_GRAPH and len(book.kept) >= outputs
         if not crowded and not refusal(layers, book, wish):
@@ -81,7 +83,7 @@ def smaller(program: Program, outputs: int = MANY) -> Iterator[Program]:
     """Legal programs with some verbs less, a layer less, a mark less, or smaller sizes."""
     for candidate in cuts(program):
         layers = tuple(legal_layers(candidate.layers))
-        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, outputs))
+        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, outputs, program.window))
         if layers[0].kind in SOURCES and size(legal) < size(program):
             yield legal
 

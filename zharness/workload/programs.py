@@ -6,7 +6,6 @@ caller who runs a forward, two backwards on its graph and a step. What a caller 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -52,26 +51,55 @@ class Act(Enum):
     FORWARD = "f"  # the output is kept
     BACKWARD = "b"  # of the newest output that is kept
     NO_SYNC = "n"  # forward and backward of one micro-batch in no_sync
-    STEP = "s"  # step and zero_grad; outputs that are kept are dropped
+    STEP = "s"  # step, and zero_grad where that was a boundary; outputs that are kept are dropped
     ZERO_GRAD = "z"
     NO_GRAD = "e"  # a forward under no_grad
     INFERENCE = "i"  # a forward under inference_mode
+    EVALUATION = "v"  # a forward in eval mode, under no_grad
+    EVALUATION_GRAD = "vg"  # a forward in eval mode, of which a graph is recorded that nobody uses
     INPUT_GRAD = "g"  # autograd.grad of a new forward with respect to its inputs
+    TRANSFORM = "t"  # torch.func.grad of a new forward with respect to its inputs
+    LOOK = "l"  # everything that an engine shows is asked for, twice
+    FAILED_FORWARD = "xf"  # an exception halfway through a forward, which the caller catches
+    FAILED_BACKWARD = "xb"  # an exception halfway through a backward, which the caller catches, and zero_grad
+    IDLE = "idle"  # a step without any gradient
+    EDIT = "edit"  # one rank writes a weight, for all
     SAVE = "save"
     LOAD = "load"  # what was saved last
 
 
 NEW_GRAPH = (Act.FORWARD, Act.NO_SYNC)  # those of the outputs in hand are there as well
+DRAWS = (  # those that take a micro-batch
+    *(Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD),
+    *(Act.INPUT_GRAD, Act.TRANSFORM, Act.FAILED_FORWARD, Act.FAILED_BACKWARD),
+)
+BETWEEN_STEPS = (Act.SAVE, Act.LOAD, Act.EDIT, Act.IDLE)  # no output is kept, and nothing waits for a step
 
 
 class Mark(Enum):
-    """How a backward is done, where not by ``engine.backward`` of the mean squared error of the newest output."""
+    """How it is done, where not as ever: a backward by ``engine.backward``, of the newest output's mean squared error.
 
-    OLD = "old"  # of the oldest output that is kept
+    A forward has the whole micro-batch, as a positional argument; a load reads what was saved last.
+    """
+
+    OLD = "old"  # of the oldest output that is kept; what was saved first
     TENSOR = "tensor"  # loss.backward()
     SCALE = "scale"  # engine.scale(loss).backward()
     OTHER = "other"  # another loss of the same output
     RETAIN = "retain"  # the graph is retained, and the output stays
+    UNSEEN = "unseen"  # nobody asks for the gradients that it leaves
+    FEW = "few"  # fewer samples, on each rank another number
+    KEYWORD = "kw"  # inputs by keyword
+
+
+LOSS = (Mark.TENSOR, Mark.SCALE, Mark.OTHER)
+INPUTS = (Mark.FEW, Mark.KEYWORD)
+MARKED: dict[Act, tuple[Mark, ...]] = {
+    Act.FORWARD: INPUTS,
+    Act.BACKWARD: (Mark.OLD, *LOSS, Mark.RETAIN, Mark.UNSEEN),
+    Act.NO_SYNC: (*LOSS, *INPUTS),  # its backward has an output of its own
+    Act.LOAD: (Mark.OLD,),
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +137,9 @@ class Verb:
 class Program:
     """A model, what a caller does with it, and where: one example of all that training may be.
 
-    ``layers`` begin with a source. ``optimizer`` is a name of ``zharness.checks.program.OPTIMIZERS``.
+    ``layers`` begin with a source; where there are none, the model is that of the law that plays the program.
+    ``optimizer`` is a name of ``zharness.checks.program.OPTIMIZERS``, ``clip`` the norm to which gradients are clipped,
+    ``window`` how many micro-batches the engine takes together and divides by, ``reduction`` mean or sum.
     """
 
     layers: tuple[Layer, ...]
@@ -118,6 +148,9 @@ class Program:
     world_size: int = 2
     dtype: str = "fp32"
     optimizer: str = "adamw"
+    clip: float | None = None
+    window: int = 1
+    reduction: str = "mean"
 
     @property
     def model(self) -> str:
@@ -197,17 +230,33 @@ class Pending(Enum):
 
     NOTHING = "no gradient"
     REDUCED = "gradients, reduced"
+    UNSEEN = "gradients, reduced, for which nobody has asked"
     UNREDUCED = "gradients, the last of them under no_sync alone"
 
 
 @dataclass(frozen=True)
 class Book:
-    """What a caller has in hand: ``kept`` outputs by their micro-batch, ``drawn`` micro-batches, ``saved`` times."""
+    """What a caller has in hand: ``kept`` outputs by their micro-batch, ``drawn`` micro-batches, ``saved`` times.
+
+    ``window`` micro-batches make a step, of which the engine has been told of ``counted``.
+    """
 
     kept: tuple[int, ...] = ()
     drawn: int = 0
     pending: Pending = Pending.NOTHING
     saved: int = 0
+    window: int = 1
+    counted: int = 0
+
+    @property
+    def boundary(self) -> bool:
+        """Whether the next step is one, and the gradients before it are whole."""
+        return self.counted + 1 == self.window
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are reduced gradients, for which an engine may be asked."""
+        return self.boundary and self.pending in (Pending.REDUCED, Pending.UNSEEN)
 
     def chosen(self, verb: Verb) -> int:
         """The micro-batch of the output that a backward takes."""
@@ -217,28 +266,31 @@ class Book:
 def refusal(layers: Sequence[Layer], book: Book, verb: Verb) -> str:
     """Why a caller with ``book`` in hand cannot do ``verb``; nothing where plain PyTorch allows it."""
     act = verb.act
-    if verb.marks and act not in (Act.BACKWARD, Act.NO_SYNC):
-        return "marks are those of a backward"
-    if act is Act.NO_SYNC and {Mark.OLD, Mark.RETAIN} & {*verb.marks}:
-        return "its backward has an output of its own"
+    unfit = [mark.value for mark in verb.marks if mark not in MARKED.get(act, ())]
+    if unfit:
+        return f"it has no mark {', '.join(unfit)}"
     if {Mark.TENSOR, Mark.SCALE} <= {*verb.marks}:
         return "tensor and scale exclude each other"
+    if Mark.TENSOR in verb.marks and book.window > 1:
+        return "an engine that divides by its micro-batches is told of a backward"
     if act is Act.BACKWARD and not book.kept:
         return "there is no output to go back from"
-    if act is Act.STEP and book.pending is not Pending.REDUCED:
+    if act is Act.STEP and not (book.ready if book.boundary else book.pending is not Pending.NOTHING):
         return f"there is {book.pending.value}"
-    if act in (Act.SAVE, Act.LOAD) and (book.kept or book.pending is not Pending.NOTHING):
-        return "state is saved and loaded between steps, with no output kept"
+    if act in BETWEEN_STEPS and (book.kept or book.pending is not Pending.NOTHING or book.counted):
+        return "it is done between steps, with no output kept"
+    if act is Act.IDLE and book.window > 1:
+        return "an engine that counts micro-batches would count one"
     if act is Act.LOAD and not book.saved:
         return "nothing was saved"
-    if act is Act.INPUT_GRAD:
+    if act in (Act.INPUT_GRAD, Act.TRANSFORM):
         return without_input_gradient(layers)
     return ""
 
 
 def without_input_gradient(layers: Sequence[Layer]) -> str:
-    """Why there is no autograd.grad with respect to the inputs of a model."""
-    if layers[0].kind is Kind.TOKENS:
+    """Why there is no gradient with respect to the inputs of a model; those of one without layers are floats."""
+    if layers and layers[0].kind is Kind.TOKENS:
         return "token ids have no gradient"
     reentrant = any(layer.kind is Kind.REENTRANT for outer in layers for layer in outer.walk())
     return "torch's reentrant checkpoint takes no autograd.grad" if reentrant else ""
@@ -247,101 +299,27 @@ def without_input_gradient(layers: Sequence[Layer]) -> str:
 def done(book: Book, verb: Verb) -> Book:
     """What a caller has in hand after ``verb``."""
     act = verb.act
-    drawn = book.drawn + (act in (Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.INPUT_GRAD))
+    book = replace(book, drawn=book.drawn + (act in DRAWS), saved=book.saved + (act is Act.SAVE))
     if act is Act.FORWARD:
-        return replace(book, drawn=drawn, kept=(*book.kept, book.drawn))
+        return replace(book, kept=(*book.kept, book.drawn - 1))
     if act is Act.BACKWARD:
         gone = () if Mark.RETAIN in verb.marks else (book.chosen(verb),)
-        return replace(book, kept=tuple(m for m in book.kept if m not in gone), pending=Pending.REDUCED)
+        pending = Pending.UNSEEN if Mark.UNSEEN in verb.marks else Pending.REDUCED
+        return replace(book, kept=tuple(m for m in book.kept if m not in gone), pending=pending)
     if act is Act.NO_SYNC:
-        return replace(book, drawn=drawn, pending=Pending.UNREDUCED)
+        return replace(book, pending=Pending.UNREDUCED)
+    if act is Act.LOOK and book.ready:
+        return replace(book, pending=Pending.REDUCED)
     if act is Act.STEP:
-        return replace(book, kept=(), pending=Pending.NOTHING)
-    if act is Act.ZERO_GRAD:
-        return replace(book, pending=Pending.NOTHING)
-    return replace(book, drawn=drawn, saved=book.saved + (act is Act.SAVE))
+        return replace(book, kept=(), pending=Pending.NOTHING, counted=(book.counted + 1) % book.window)
+    if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
+        return replace(book, pending=Pending.NOTHING, counted=0)
+    return book
 
 
 def played(program: Program) -> Iterator[tuple[int, Verb, Book]]:
     """Every verb with its place, counted from 1, and what the caller has in hand before it."""
-    book = Book()
+    book = Book(window=program.window)
     for place, verb in enumerate(program.verbs, start=1):
         yield place, verb, book
         book = done(book, verb)
-
-
-_TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")
-
-
-def parse(text: str) -> Program:
-    """The program that ``text`` writes. Raises UsageError for one that cannot be read, or that is not legal."""
-    model, bar, calls = text.partition("|")
-    if not bar:
-        raise UsageError(f"not a program: {text!r}; expected a model, | and verbs: 'x(3) linear(2) relu | f b s'")
-    layers = tuple(parse_layers(model))
-    program = Program(layers, tuple(parse_verb(word) for word in calls.split()))
-    require_legal(program)
-    return program
-
-
-def require_legal(program: Program) -> None:
-    """Raises UsageError unless plain PyTorch could run ``program``."""
-    widths = Widths()
-    for layer in program.layers:
-        widths = behind(widths, layer)
-    if not widths.trained:
-        raise UsageError(f"{program.model or 'an empty model'}: nothing in it is trained in every micro-batch")
-    for place, verb, book in played(program):
-        reason = refusal(program.layers, book, verb)
-        if reason:
-            raise UsageError(f"verb {place} of {words(program.verbs)!r}, {verb}: {reason}")
-
-
-def parse_layers(text: str) -> list[Layer]:
-    """The layers that ``text`` writes, whether or not they fit."""
-    stack: list[list[Layer]] = [[]]
-    opened: list[Kind] = []
-    rest = text.strip()
-    while rest:
-        found = _TOKEN.match(rest)
-        if found is None or (found["close"] and not opened):
-            raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
-        rest = rest[found.end() :].lstrip()
-        if found["close"]:
-            inner = tuple(stack.pop())
-            stack[-1].append(Layer(opened.pop(), (), inner))
-            continue
-        kind = kind_named(found["name"])
-        if bool(found["open"]) != (kind in BLOCKS):
-            raise UsageError(f"not a model: {text!r}; expected [ behind {words(k.value for k in BLOCKS)} alone")
-        if found["open"]:
-            opened.append(kind)
-            stack.append([])
-        else:
-            sizes = found["sizes"] or ""
-            stack[-1].append(Layer(kind, tuple(int(size) for size in sizes.split(",") if size.strip())))
-    if opened:
-        raise UsageError(f"not a model: {text!r}; expected a ] for every [")
-    return stack[0]
-
-
-def kind_named(name: str) -> Kind:
-    """The kind of layer of that name. Raises UsageError when there is none."""
-    try:
-        return Kind(name)
-    except ValueError:
-        raise UsageError.unknown("layer", name, [kind.value for kind in Kind]) from None
-
-
-def parse_verb(word: str) -> Verb:
-    """One verb with its marks, as in ``b:old,retain``. Raises UsageError for any other word."""
-    name, _, marks = word.partition(":")
-    try:
-        act = Act(name)
-    except ValueError:
-        raise UsageError.unknown("verb", name, [act.value for act in Act]) from None
-    given = [mark for mark in marks.split(",") if mark]
-    for mark in given:
-        if mark not in {known.value for known in Mark}:
-            raise UsageError.unknown(f"mark of {name}", mark, [known.value for known in Mark])
-    return Verb(act, tuple(mark for mark in Mark if mark.value in given))

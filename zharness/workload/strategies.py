@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from zharness.workload.legal import MANY, legal_layers, legal_verbs
-from zharness.workload.programs import ARITY, BLOCKS, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
+from zharness.workload.programs import ARITY, BLOCKS, MARKED, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
 
 WIDEST = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
 CHANNELS = 2
@@ -88,7 +88,7 @@ PHRASES = (
 def phrases(can: Repertoire) -> st.SearchStrategy[list[Verb]]:
     """A verb with any marks, or several verbs in one go, of a repertoire."""
     spoken = [list(map(Verb, acts)) for acts in PHRASES if set(acts) <= set(can.acts)]
-    marked = [act for act in (Act.BACKWARD, Act.NO_SYNC) if act in can.acts]
+    marked = [act for act in MARKED if act in can.acts]
     rest = [[Verb(act)] for act in can.acts if act not in (*FORWARD_TO_STEP, *marked)]
     marks = st.sets(st.sampled_from(can.marks), max_size=3) if can.marks else st.just(set())
     options = [st.sampled_from(spoken), st.builds(with_marks, st.sampled_from(marked), marks).map(lambda one: [one])]
@@ -101,7 +101,6 @@ def joined(parts: Sequence[list[Verb]]) -> list[Verb]:
 
 
 def with_marks(act: Act, marks: set[Mark]) -> Verb:
-    """A backward with its marks in order, less those that it cannot have."""
-    unfit = {Mark.OLD, Mark.RETAIN} if act is Act.NO_SYNC else set()
-    unfit |= {Mark.SCALE} if Mark.TENSOR in marks else set()
-    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark not in unfit))
+    """A verb with its marks in order, less those that it cannot have."""
+    unfit = {Mark.SCALE} if Mark.TENSOR in marks else set()
+    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark in MARKED[act] and mark not in unfit))

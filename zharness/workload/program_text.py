@@ -1,0 +1,97 @@
+"""Programs read from their text, and refused where plain PyTorch could not run them."""
+
+from __future__ import annotations
+
+import re
+
+from zharness.errors import UsageError
+from zharness.workload.programs import (
+    BLOCKS,
+    Act,
+    Kind,
+    Layer,
+    Mark,
+    Program,
+    Verb,
+    Widths,
+    behind,
+    played,
+    refusal,
+    words,
+)
+
+_TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")
+
+
+def parse(text: str) -> Program:
+    """The program that ``text`` writes. Raises UsageError for one that cannot be read, or that is not legal."""
+    model, bar, calls = text.partition("|")
+    if not bar:
+        raise UsageError(f"not a program: {text!r}; expected a model, | and verbs: 'x(3) linear(2) relu | f b s'")
+    layers = tuple(parse_layers(model))
+    program = Program(layers, tuple(parse_verb(word) for word in calls.split()))
+    require_legal(program)
+    return program
+
+
+def require_legal(program: Program) -> None:
+    """Raises UsageError unless plain PyTorch could run ``program``."""
+    widths = Widths()
+    for layer in program.layers:
+        widths = behind(widths, layer)
+    if not widths.trained:
+        raise UsageError(f"{program.model or 'an empty model'}: nothing in it is trained in every micro-batch")
+    for place, verb, book in played(program):
+        reason = refusal(program.layers, book, verb)
+        if reason:
+            raise UsageError(f"verb {place} of {words(program.verbs)!r}, {verb}: {reason}")
+
+
+def parse_layers(text: str) -> list[Layer]:
+    """The layers that ``text`` writes, whether or not they fit."""
+    stack: list[list[Layer]] = [[]]
+    opened: list[Kind] = []
+    rest = text.strip()
+    while rest:
+        found = _TOKEN.match(rest)
+        if found is None or (found["close"] and not opened):
+            raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
+        rest = rest[found.end() :].lstrip()
+        if found["close"]:
+            inner = tuple(stack.pop())
+            stack[-1].append(Layer(opened.pop(), (), inner))
+            continue
+        kind = kind_named(found["name"])
+        if bool(found["open"]) != (kind in BLOCKS):
+            raise UsageError(f"not a model: {text!r}; expected [ behind {words(k.value for k in BLOCKS)} alone")
+        if found["open"]:
+            opened.append(kind)
+            stack.append([])
+        else:
+            sizes = found["sizes"] or ""
+            stack[-1].append(Layer(kind, tuple(int(size) for size in sizes.split(",") if size.strip())))
+    if opened:
+        raise UsageError(f"not a model: {text!r}; expected a ] for every [")
+    return stack[0]
+
+
+def kind_named(name: str) -> Kind:
+    """The kind of layer of that name. Raises UsageError when there is none."""
+    try:
+        return Kind(name)
+    except ValueError:
+        raise UsageError.unknown("layer", name, [kind.value for kind in Kind]) from None
+
+
+def parse_verb(word: str) -> Verb:
+    """One verb with its marks, as in ``b:old,retain``. Raises UsageError for any other word."""
+    name, _, marks = word.partition(":")
+    try:
+        act = Act(name)
+    except ValueError:
+        raise UsageError.unknown("verb", name, [act.value for act in Act]) from None
+    given = [mark for mark in marks.split(",") if mark]
+    for mark in given:
+        if mark not in {known.value for known in Mark}:
+            raise UsageError.unknown(f"mark of {name}", mark, [known.value for known in Mark])
+    return Verb(act, tuple(mark for mark in Mark if mark.value in given))
