@@ -33,11 +33,12 @@ from zharness.checks.bench import Bench
 from zharness.engines import Capabilities
 from zharness.errors import HarnessFault
 from zharness.parity.baseline import Baseline, Local
+from zharness.releases.place import surroundings
 from zharness.report.live import Options
 from zharness.report.own_model import Asked, run_model
 from zharness.run import cell
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import Runner, surroundings
+from zharness.run.runner import Runner
 from zharness.workload.models import SAMPLES
 from zharness.world import Group, Isolation, Work
 
@@ -151,7 +152,9 @@ def main() -> int:
     began = time.monotonic()
     wanted = Asked(asked.model, "", asked.engine, (asked.stage,))
     options = Options(timeout=TIMEOUT, lanes=asked.jobs, isolation=Isolation.POOLED)
-    records: list[Record] = run_model(wanted, options, lambda: None, told=lambda line: print(line, flush=True))
+    records: list[Record] = run_model(
+        wanted, options, lambda: None, surroundings, told=lambda line: print(line, flush=True)
+    )
     seconds = time.monotonic() - began
     failed = [record.case.id for record in records if record.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
     print(f"all {len(records)} laws: {seconds:.1f} s; not passed: {', '.join(failed) or 'none'}", flush=True)

@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(conformance, name)
     if name == "verify":
-        from zharness.report.verify import verify
+        from zharness.verification import verify
 
         return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,6 +33,7 @@ FLOORS = {
     "plugin": 7,
     "cli": 7,
     "conformance": 7,
+    "verification": 7,
     "compat": 7,
     "__main__": 8,
 }

@@ -15,9 +15,9 @@ from suites.model.tiny import draw, score
 from zharness.case import Case
 from zharness.report.matrix import exit_code
 from zharness.report.reading import read
-from zharness.report.verify import file_of, named
 from zharness.run.record import Record, Verdict
 from zharness.run.session import problem
+from zharness.verification import file_of, named
 from zharness.workload import foreign
 
 pytest.importorskip("transformers")

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch import nn
 
+import zharness
 from zharness.cli import cli
 from zharness.cli.releases import Axes
 from zharness.errors import UsageError
-from zharness.releases import index
+from zharness.releases import index, overlay
+from zharness.releases.place import surroundings
 from zharness.report import live
+from zharness.run.session import planned_for
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +93,52 @@ def test_a_record_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("{}\n")
     error = told("releases", "deepspeed", "0.19.8", "--compare-to", str(tmp_path / "old.jsonl")).exception
     assert "old.jsonl, line 1: not a zharness record" in str(error)
+
+
+RELEASE = "deepspeed==0.18.8"
+CELL = f"training.grads[{RELEASE}-zero1-w2-fp32-mlp]"
+COMMANDS = (
+    ("check", "training.grads", "--engine", RELEASE),
+    ("check", CELL),
+    ("program", "x(3) linear(2) | f b s", "--engine", RELEASE),
+    ("program", "--engine", RELEASE),
+    ("model", "suites.model.tiny:perceptron", "--engine", RELEASE),
+    ("export", CELL),
+    ("shrink", CELL),
+    ("repro", "7913", "--engine", RELEASE),
+    ("releases", "deepspeed", "0.18.8"),
+    ("bisect", "deepspeed", "training.grads", "--good", "0.18.8", "--bad", "0.19.8"),
+    ("compare", RELEASE, "deepspeed"),
+)
+
+
+@pytest.fixture
+def nothing_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(distribution: str, release: str) -> NoReturn:
+        raise UsageError(f"{distribution} {release} cannot be had")
+
+    monkeypatch.setattr(overlay, "ensure", refuse)
+
+
+@pytest.mark.usefixtures("nothing_can_be_had")
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_command_that_takes_an_engine_fetches_the_release_that_is_named(arguments: tuple[str, ...]) -> None:
+    error = told(*arguments).exception
+    assert isinstance(error, UsageError), repr(error)
+    assert "deepspeed 0.18.8 cannot be had" in str(error)
+
+
+@pytest.mark.usefixtures("nothing_can_be_had")
+def test_so_do_the_functions_of_the_package_and_pytest(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laws = zharness.check_engine(RELEASE)
+    with pytest.raises(UsageError, match="cannot be had"):
+        planned_for(laws.pytestmark, pytestconfig, surroundings)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="cannot be had"):
+        zharness.run_laws(RELEASE)
+    with pytest.raises(UsageError, match="cannot be had"):
+        zharness.verify(nn.Linear(2, 2), torch.zeros(4, 2), lambda output, _: output.sum(), engine=RELEASE)
+    monkeypatch.setattr(pytestconfig.option, "engine", [RELEASE])
+    with pytest.raises(UsageError, match="cannot be had"):
+        planned_for([], pytestconfig, surroundings)

@@ -244,7 +244,7 @@ def test_a_release_that_another_one_hides_is_not_kept(cache: Path, monkeypatch: 
 
 def test_a_version_may_end_in_a_space_as_those_of_unpacked_archives_do(tmp_path: Path) -> None:
     made_up(tmp_path, overlay.Stamp("made_up", "1.0 ", "", ""))
-    assert overlay.imported(tmp_path, "made_up", overlay.environment(tmp_path), "made_up") == "1.0"
+    assert overlay.imported(tmp_path, "made_up", overlay.environment(tmp_path), "made_up", "") == "1.0"
 
 
 def test_an_overlay_for_another_torch_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from zharness.errors import UsageError
 from zharness.releases import launch, overlay, repro_runs, repro_table
 from zharness.releases import repros as repro
 from zharness.releases.place import Place
+from zharness.releases.repro_items import ReproFile
 from zharness.releases.repro_runs import Run, chosen
 from zharness.releases.repros import ReproResult, Verdict
 from zharness.run.record import record_file
@@ -207,6 +208,16 @@ def test_pytest_collects_an_item_for_each_side_and_imports_no_script() -> None:
     assert done.stdout.splitlines()[:2] == [
         f"repro/deepspeed_7913_torch_func_linear.py::{side}" for side in ("installed", "0.18.8")
     ], done.stderr
+
+
+def test_pytest_takes_the_releases_from_its_option(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["deepspeed==0.19.0", "deepspeed@../DeepSpeed", "deepspeed", "fsdp2"]
+    monkeypatch.setattr(request.config.option, "engine", asked)
+    path = ROOT / "repro" / "deepspeed_7913_torch_func_linear.py"
+    items = ReproFile.from_parent(request.session, path=path).collect()
+    assert [item.name for item in items] == ["0.19.0", "@../DeepSpeed", "installed"]
 
 
 def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def front(checkout: Checkout) -> tuple[Path, dict[str, str]]:
         # Compiled bytecode would be written beside the sources, which are not ours. Another place for it would hold
         # torch's as well, compiled once more.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        overlay.imported(place, checkout.module, env, subject)
+        overlay.imported(place, checkout.module, env, subject, f"mend it, or try a release: {checkout.module}==RELEASE")
     return place, env
 
 

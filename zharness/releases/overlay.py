@@ -215,15 +215,17 @@ def _install(folder: Path, wanted: Stamp) -> None:
 
 def _check_import(folder: Path, wanted: Stamp) -> None:
     """Import it in a child and compare the version: a release that is not the one asked for must not be tested."""
-    found = imported(folder, wanted.distribution.replace("-", "_"), environment(folder), str(wanted))
+    module = wanted.distribution.replace("-", "_")
+    found = imported(folder, module, environment(folder), str(wanted), f"{_others(wanted)}; or take another torch")
     if found.split("+")[0] != wanted.release.split("+")[0]:
         raise UsageError(f"got version {found} where {wanted} was installed into {folder}; try another release")
 
 
-def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) -> str:
+def imported(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
     """The version that ``module`` tells when a child with ``env`` imports it from ``folder``, which may be none.
 
-    Raises UsageError, which calls the release ``subject``, when it does not import or comes from elsewhere.
+    Raises UsageError, which calls the release ``subject``, when it does not import, with ``remedy``, or comes from
+    elsewhere.
     """
     code = f"import {module} as m; print('version:', getattr(m, '__version__', ''), 'file:', m.__file__)"
     done = run_apart([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
@@ -231,9 +233,7 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str) ->
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         beneath = "" if module == TORCH else f"with torch {torch.__version__} "
-        raise UsageError(
-            f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; try another release, or another torch"
-        )
+        raise UsageError(f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; {remedy}")
     told = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if told is None or not Path(told[2]).is_relative_to(folder):
         raise UsageError(
@@ -267,12 +267,15 @@ def _why(output: str, wanted: Stamp) -> str:
     subject, retry = f"{wanted.distribution}=={wanted.release}", _retry(wanted)
     needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
     if needed is not None:
-        return f"{subject} needs Python {needed[1].strip()}, and this is {wanted.python}; try another release"
+        return f"{subject} needs Python {needed[1].strip()}, and this is {wanted.python}; {_others(wanted)}"
     known = _KNOWN.search(output)
     releases = [] if known is None or known[1] == "none" else known[1].split(", ")
     if releases:
         newest = ", ".join(releases[-8:])
-        return f"{subject} does not exist; the newest of {len(releases)} releases are: {newest}"
+        return (
+            f"{subject} does not exist; the newest of {len(releases)} releases are: {newest}; "
+            f"try: {wanted.distribution}=={releases[-1]}"
+        )
     if known is not None or any(text in output for text in _OFFLINE):
         return f"{subject} cannot be fetched: no such package, or no network; once it is there, try: {retry}"
     if "No space left on device" in output:
@@ -280,6 +283,10 @@ def _why(output: str, wanted: Stamp) -> str:
     errors = [line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line]
     last = errors[-1] if errors else (output.strip().splitlines() or ["pip gave no reason"])[-1]
     return f"{subject} does not install: {last}; see the whole output with: {retry}"
+
+
+def _others(wanted: Stamp) -> str:
+    return f"for other releases try: python -m pip index versions {wanted.distribution}"
 
 
 def _retry(wanted: Stamp) -> str:

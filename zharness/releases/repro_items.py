@@ -1,4 +1,7 @@
-"""Reproductions as pytest items: one for each script and side, as in ``repro/deepspeed_7913_x.py::0.18.8``."""
+"""Reproductions as pytest items: one for each script and side, as in ``repro/deepspeed_7913_x.py::0.18.8``.
+
+``--engine`` names the releases, as ``--on`` of `zharness repro` does: scripts of other engines have no items then.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from zharness.engines.registry import split
 from zharness.errors import UsageError
+from zharness.releases import repro_runs
 from zharness.releases.place import place
 from zharness.releases.repro_table import expectation, paragraph
 from zharness.releases.repros import Repro, Verdict, distribution, parse, run
@@ -21,10 +25,16 @@ class ReproFile(pytest.File):
     def collect(self) -> Iterator[ReproItem]:
         try:
             repro = parse(self.path)
-            for text in repro.sides():
-                yield ReproItem.from_parent(self, name=split(text)[1] or "installed", repro=repro, text=text)
+            for text in repro_runs.sides(repro, self.config.getoption("--engine")):
+                yield ReproItem.from_parent(self, name=title(text), repro=repro, text=text)
         except UsageError as error:
             raise self.CollectError(str(error)) from None
+
+
+def title(text: str) -> str:
+    """The side in an item's id: its release, ``@`` and its path, or that it is the installed one."""
+    _, at, path = text.partition("@")
+    return split(text)[1] or f"{at}{path}" or "installed"
 
 
 class ReproItem(pytest.Item):

@@ -37,15 +37,20 @@ def chosen(identifiers: Sequence[str], every: bool, on: Sequence[str]) -> list[R
     named = catalogue() if every else tuple(repro for identifier in identifiers for repro in find(identifier))
     found = []
     for repro in dict.fromkeys(named):
-        sides = [text for text in on if split(text)[0] == repro.engine] if on else repro.sides()
-        if not sides and not every:
+        texts = sides(repro, on)
+        if not texts and not every:
             raise UsageError(
                 f"reproduction {repro.id} is of {repro.engine}, not of {', '.join(on)}; name it with its engine"
             )
-        found += [Run(repro, text) for text in dict.fromkeys(sides)]
+        found += [Run(repro, text) for text in texts]
     if not found:
         raise UsageError(f"no reproduction is of {', '.join(on)}; `zharness list repros` says what there is")
     return found
+
+
+def sides(repro: Repro, on: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``on`` that are releases of the reproduction's engine, each once; its header's where ``on`` is empty."""
+    return tuple(dict.fromkeys(text for text in on if split(text)[0] == repro.engine)) if on else repro.sides()
 
 
 def results(

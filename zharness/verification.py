@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
+from zharness.releases.place import surroundings
 from zharness.report.live import Options
 from zharness.report.matrix import matrix
 from zharness.report.own_model import Asked, run_model
@@ -84,7 +85,8 @@ def verify(
     ``batch(generator)``, which draws a tensor, a tuple or a dict of tensors with a row for each sample, or such a batch
     itself, of whose rows every rank and step draws its own. ``loss(output, batch)`` is a scalar; without one the model
     returns its loss, alone or as ``output.loss``. ``config`` is DeepSpeed's JSON, as a dictionary or a path.
-    ``timeout`` is in seconds for the ranks of one law, ``jobs`` how many laws run at a time, 0: as many as fit.
+    ``engine`` may name a release (``deepspeed==0.18.8``) or a checkout. ``timeout`` is in seconds for the ranks of one
+    law, ``jobs`` how many laws run at a time, 0: as many as fit.
 
     Ranks are forks of this process: call it before CUDA is initialised. Raises UsageError before anything long starts:
     for a model that cannot be judged, does not fit, or draws numbers that torch.manual_seed does not set, and for a
@@ -99,7 +101,7 @@ def verify(
     try:
         file = file_of(config)
         asked = Asked(name, file, engine, stages, world_size, dtype, steps)
-        records = run_model(asked, options, lambda: None)
+        records = run_model(asked, options, lambda: None, surroundings)
     finally:
         foreign.take_back(name)
         configuration.take_back(file)
