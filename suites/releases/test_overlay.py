@@ -84,6 +84,18 @@ def test_a_release_for_another_python_is_told_with_the_python_it_needs(monkeypat
         overlay.ensure("made_up", "1.0")
 
 
+def test_a_release_that_does_not_install_is_told_with_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = (
+        "      Traceback (most recent call last):\n"
+        "      ValueError: CPU_Accelerator requires intel_extension_for_pytorch\n"
+        "error: metadata-generation-failed\n"
+        "× Encountered error while generating package metadata."
+    )
+    monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
+    with pytest.raises(UsageError, match=r"does not install: ValueError: CPU_Accel.*; see .*: python -m pip download"):
+        overlay.ensure("made_up", "1.0")
+
+
 def test_what_outlives_its_launcher_is_ended_too() -> None:
     code = (
         "import subprocess, sys\n"

@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _NEEDS_PYTHON = r"[:;] {} Requires-Python ([^;\n]+)"
 _KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
+_RAISED = re.compile(r"^\s*([\w.]*(?:Error|Exception): \S.*)$", re.MULTILINE)  # the last line of a traceback
 _OFFLINE = ("Failed to establish a new connection", "Temporary failure in name resolution", "Connection refused")
 _SPACE = "free some space, or set ZHARNESS_CACHE (for temporary files TMPDIR) to another folder"
 _INSTALL_SECONDS = 1800.0  # torch with CUDA's libraries is several GB
@@ -280,7 +281,9 @@ def _why(output: str, wanted: Stamp) -> str:
         return f"{subject} cannot be fetched: no such package, or no network; once it is there, try: {retry}"
     if "No space left on device" in output:
         return f"{subject} does not fit on the disk of {cache()}, or of {tempfile.gettempdir()}; {_SPACE}"
-    errors = [line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line]
+    errors = _RAISED.findall(output) or [
+        line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line
+    ]
     last = errors[-1] if errors else (output.strip().splitlines() or ["pip gave no reason"])[-1]
     return f"{subject} does not install: {last}; see the whole output with: {retry}"
 
