@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 from suites import inner
+from suites.world.faults.sessions import number, order
 
 HEAD = """
 import os
@@ -59,17 +57,9 @@ def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSP
     (folder / "test_sheet.py").write_text(HEAD + textwrap.dedent(source))
     (folder / "pytest.ini").write_text(inner.settings(source, addopts="-p no:cacheprovider --strict-markers"))
     xml = folder / "sheet.xml"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DS_UNITTEST"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options],
-        cwd=folder,
-        env={**inherited, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return Sheet(dict(told_in(xml)), done.returncode, done.stdout + done.stderr)
+    order(folder, ["-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options], variables)
+    status = number(folder / "status")
+    return Sheet(dict(told_in(xml)), status, (folder / "output.txt").read_text())
 
 
 def told_in(xml: Path) -> list[tuple[str, Told]]:

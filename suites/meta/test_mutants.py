@@ -1,4 +1,8 @@
-"""Every mutant is killed by the laws that are meant to kill it, and the first divergence names what was broken."""
+"""Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
+
+One mutant for each law, in each of the law's variants and dtypes that a mutant needs: no law is without something that it
+kills. `zharness mutants --scope targets` runs the targets of every mutant, and judges them in the same way.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from zharness.run import Planned, Verdict
 from zharness.run.plan import unsupported
 
 KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
+# Of several the newest, which was written when the law killed the others.
+SAMPLE = list({(target.check, target.variant, target.dtype): (mutant, target) for mutant, target in KILLS}.values())
 
 # Killed, and in some target blamed on the local gradient: no known fault of a reduction gives numbers like these.
 MISNAMED = {
@@ -37,7 +43,7 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-@pytest.mark.parametrize(("mutant", "target"), KILLS, ids=words)
+@pytest.mark.parametrize(("mutant", "target"), SAMPLE, ids=words)
 def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:
