@@ -162,9 +162,9 @@ def test_values_drawn_inside_the_test_are_the_same_and_shrink_together(ranks: Ra
 
 
 def test_a_test_without_randomness_of_its_own_choice_keeps_its_examples(ranks: Ranks) -> None:
-    source = "@settings(max_examples=20)\n@given(x=st.integers())\ndef test_it(x):\n    saw(x)\n"
-    derandomized = ranks.agree(f"@settings(derandomize=True)\n{source}")[0].saw
-    assert derandomized == ranks.agree(f"@settings(derandomize=True)\n{source}")[0].saw
+    source = "@given(x=st.integers())\ndef test_it(x):\n    saw(x)\n"
+    derandomized = ranks.agree(f"@settings(derandomize=True, max_examples=20)\n{source}")[0].saw
+    assert derandomized == ranks.agree(f"@settings(derandomize=True, max_examples=20)\n{source}")[0].saw
     assert derandomized != ranks.agree(source)[0].saw
 
 

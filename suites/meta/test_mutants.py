@@ -1,7 +1,7 @@
 """Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
 
-One mutant for each law, in each of the law's variants and dtypes that a mutant needs: no law is without something that it
-kills. `zharness mutants --scope targets` runs the targets of every mutant, and judges them in the same way.
+One mutant for each law, in each of the law's variants and dtypes that a mutant needs: no law is without something that
+it kills. `zharness mutants --scope targets` runs the targets of every mutant, and judges them in the same way.
 """
 
 from __future__ import annotations
