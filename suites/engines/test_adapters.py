@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,10 @@ def test_the_baseline_steps_at_the_boundary_whoever_owns_it() -> None:
     assert not torch.equal(first["body.weight"], last["body.weight"])
 
 
+def grads_of(module: nn.Module) -> dict[str, Tensor]:
+    return {key: param.grad for key, param in module.named_parameters() if type(param.grad) is Tensor}
+
+
 def closed(name: str, stage: int) -> dict[str, Tensor]:
     engine = build(name, stage)
     assert isinstance(engine, Engine)
@@ -267,7 +272,7 @@ def closed(name: str, stage: int) -> dict[str, Tensor]:
     with pytest.raises(AttributeError, match="attribute"):
         engine.step()
     loss(module, my_rank()).backward()  # type: ignore[no-untyped-call]
-    return {key: param.grad for key, param in module.named_parameters() if type(param.grad) is Tensor}
+    return grads_of(module)
 
 
 @engines
@@ -276,6 +281,22 @@ def test_a_closed_engine_is_unusable_and_its_module_still_runs(name: str, stage:
     # FSDP2 cannot be undone: the gradients of its module stay shards. DDP's module reduces no more.
     assert (name == "fsdp2") == (first == {})
     assert name not in ("ddp", "zero1") or not same(first, others[0])
+
+
+def after_a_closed_sum(name: str, stage: int) -> tuple[dict[str, Tensor], ...]:
+    engine = build(name, stage, reduction=Reduction.SUM)
+    module = engine.module
+    engine.close()
+    plain = copy.deepcopy(module)
+    for side in (module, plain):
+        loss(side, my_rank()).backward()  # type: ignore[no-untyped-call]
+    return tuple(grads_of(side) for side in (module, plain))
+
+
+@pytest.mark.parametrize(("name", "stage"), [("ddp", 0), ("zero1", 1)])
+def test_a_closed_engine_of_a_sum_leaves_gradients_alone(name: str, stage: int) -> None:
+    for after, expected in on_ranks(after_a_closed_sum, name, stage):
+        assert same(after, expected)
 
 
 def checkpoint_errors(name: str, stage: int) -> list[str]:

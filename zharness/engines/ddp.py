@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from zharness.engines.common import (
     AUTOCAST_OPTION,
@@ -78,10 +81,9 @@ def wrap(model: nn.Module, config: EngineConfig) -> Parts:
     """``model`` wrapped by DDP, and what an engine has to know of it."""
     own = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
     wrapped = DistributedDataParallel(model, **own)
-    if config.reduction is Reduction.SUM:
-        for parameter in trained(model):
-            # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
-            parameter.register_hook(times_world_size)  # type: ignore[no-untyped-call]
+    # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
+    summed = trained(model) if config.reduction is Reduction.SUM else []
+    hooks = [parameter.register_hook(times_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
     return Parts(
         # Held by the engine alone: when it goes, the reducer's destructor takes its hooks off the parameters.
         forward=wrapped.__call__,
@@ -90,9 +92,15 @@ def wrap(model: nn.Module, config: EngineConfig) -> Parts:
         whole=itself,
         layout={},
         forget=nothing,
-        release=nothing,
+        release=partial(remove, hooks),
         saving=IN_ONE_FILE,
     )
+
+
+def remove(hooks: Sequence[RemovableHandle]) -> None:
+    """At the engine's end, or a later gradient of the same parameters would be N times its own."""
+    for hook in hooks:
+        hook.remove()
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
