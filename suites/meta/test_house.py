@@ -145,7 +145,7 @@ def test_a_file_says_what_it_is_in_its_first_line() -> None:
 @pytest.mark.parametrize(
     ("rule", "text", "words"),
     [
-        (upward, "from zharness.run import plan\n", "imports zharness.run on 5"),
+        (upward, "import zharness.run\n", "imports zharness.run on 5"),
         (foreign, "import deepspeed\n", "imports deepspeed"),
         (long, "\n" * (LONGEST + 1), f"{LONGEST + 1} lines"),
         (typed, "check(1, rtol=2)\n", "passes rtol"),
