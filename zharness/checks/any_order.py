@@ -30,7 +30,10 @@ ENDS = "z f b s"
 
 @dataclass(frozen=True)
 class Repertoire:
-    """What a caller of one variant says, and to an engine of which configuration; ``needs`` as in Check."""
+    """What a caller of one variant says, and to an engine of which configuration; ``needs`` as in Check.
+
+    ``others`` are further engines in the process, of the plainest configuration, that train in turn with this one.
+    """
 
     phrases: tuple[str, ...]
     optimizer: str
@@ -39,6 +42,7 @@ class Repertoire:
     reduction: str = "mean"
     needs: tuple[Feature, ...] = ()
     begins: str = BEGINS
+    others: int = 0
 
     def program(self, seed: int, dtype: str, claims: Capabilities) -> Program:
         """All phrases in an order of ``seed``; without the verbs and marks that the engine does not claim."""
@@ -71,10 +75,11 @@ REPERTOIRES = {
         "adamw",
         clip=0.6,
         needs=(Feature.CLIP,),
+        others=1,
     ),
     "sums": Repertoire(
         (
-            *("f b f:few b s", "n f b s", "n:few n:scale f b:scale s", "f b z", "n z f b s", "idle", "l", "xf"),
+            *("f b f:few b s", "n f b s", "n:few n:scale f b:scale s", "f b z", "n z f b s", "f b z idle", "l", "xf"),
             *("f b e f b:unseen s", "f:kw b l f b l s", "n v f b s", "n l f b:unseen s", "vg f b s", "f b xf f b s"),
         ),
         "nesterov",
@@ -93,7 +98,7 @@ REPERTOIRES = {
     "saved": Repertoire(
         (
             *("save f b s load", "load v f b s", "edit", "f b s edit v f b s", "f b z", "f b l s"),
-            *("save f b s f b s load:old l f b s", "save edit load f b s"),
+            *("save f b s f b s load:old l f b s", "save edit load f b s", "save f b s save:old edit load:old"),
         ),
         "adam",
         needs=(Feature.CHECKPOINT,),
@@ -137,12 +142,13 @@ BY_MODEL = {"changing": BRANCHES, "mlp": REPERTOIRES}
 
 def observe_any_order(bench: Bench) -> None:
     """The program, on ranks whose generators differ; what was played is recorded beside what was seen."""
-    program = BY_MODEL[bench.spec.name][bench.variant].program(bench.seed, bench.config.dtype, bench.capabilities)
+    wanted = BY_MODEL[bench.spec.name][bench.variant]
+    program = wanted.program(bench.seed, bench.config.dtype, bench.capabilities)
     bench.record("verbs", {"text": torch.tensor([*words(program.verbs).encode()], dtype=torch.uint8)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(bench.rank)
         bench.record("switches", switches(), 0)
-        observe_program(bench, program)
+        observe_program(bench, program, wanted.others)
         bench.record("switches", switches(), 1)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -22,7 +22,7 @@ from zharness.checks.single_step import evaluating
 from zharness.checks.state import shared_folder
 from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, told_by
 from zharness.checks.trajectory import OPTIMIZERS as TRAINED_BY
-from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, Reduction
+from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, OptimizerSpec, Reduction
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import tensors_in
 from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Pending, Program, Verb, done, played
@@ -53,6 +53,7 @@ MARKS = {
     Mark.SCALE: Feature.SCALE_BACKWARD,
     Mark.RETAIN: Feature.RETAIN_GRAPH,
 }
+BESIDE = OptimizerSpec(name="sgd", args={"lr": 0.5})  # of engines of which nothing is recorded
 EDITED = 0.125  # what an edit fills a weight with, exact in every dtype
 SCRIBBLE = 3  # what a caller writes over tensors that it was given
 OUTPUTS = (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD)
@@ -92,12 +93,13 @@ def features(program: Program) -> list[Feature]:
 @dataclass
 class Player:
     """One rank's caller: its engine, the outputs in hand with their inputs, and how many weights there have been
-    (``era``)."""
+    (``era``). Behind every step it trains the engines ``beside``, of which nothing is recorded."""
 
     bench: Bench
     program: Program
     engine: Engine
     folder: Path
+    beside: Sequence[Engine] = ()
     outputs: dict[int, tuple[Tensor, Batch]] = field(default_factory=dict)
     era: int = 0
 
@@ -204,13 +206,15 @@ class Player:
             norm = self.engine.grad_norm()
             self.bench.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, place)
         self.engine.zero_grad()
+        for other in self.beside:
+            train_once(self.bench, other, self.era)
         self.new_era()
 
     def between_steps(self, verb: Verb, book: Book) -> None:
         """The verbs that need neither a micro-batch nor a gradient."""
         act = verb.act
         if act is Act.SAVE:
-            self.engine.save(self.folder / str(book.saved))
+            self.engine.save(self.folder / str(0 if Mark.OLD in verb.marks else book.saved))
         elif act is Act.LOAD:
             self.engine.load(self.folder / str(0 if Mark.OLD in verb.marks else book.saved - 1))
         elif act is Act.IDLE:
@@ -310,8 +314,16 @@ def edited(spec: ModelSpec, seed: int, era: int) -> str:
     return names[era % len(names)]
 
 
-def observe_program(bench: Bench, program: Program) -> None:
-    """Run ``program`` on the engine, on every rank."""
+def train_once(bench: Bench, engine: Engine, micro: int) -> None:
+    """One micro-batch and its step."""
+    batch = bench.batch(micro)
+    engine.backward(bench.spec.loss(engine(batch.inputs), batch.target))
+    engine.step()
+    engine.zero_grad()
+
+
+def observe_program(bench: Bench, program: Program, others: int = 0) -> None:
+    """Run ``program`` on the engine, on every rank; ``others`` are how many more are in the process, and train too."""
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()
@@ -323,9 +335,11 @@ def observe_program(bench: Bench, program: Program) -> None:
             accumulation_owner=owner,
             reduction=Reduction(program.reduction),
         )
-        player = Player(bench, program, engine, folder)
+        beside = [bench.engine(optimizer=BESIDE) for _ in range(others)]
+        player = Player(bench, program, engine, folder, beside)
         player.keep()
         for place, verb, book in played(program):
             player.play(place, verb, book)
         player.outputs.clear()
-        engine.close()
+        for each in (*beside, engine):
+            each.close()

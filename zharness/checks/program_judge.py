@@ -7,7 +7,7 @@ formula.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from zharness.checks.accumulation import clipped
 from zharness.checks.double_backward import second_loss
-from zharness.checks.optimizer_step import CLIPPING, Moment, everyone_agrees, hinted, hyper, published, told, unflatten
+from zharness.checks.optimizer_step import (
+    CLIPPING,
+    Moment,
+    everyone_agrees,
+    hinted,
+    hyper,
+    published,
+    same_count,
+    told,
+    unflatten,
+)
 from zharness.checks.program import (
     EDITED,
     EVALUATED,
@@ -39,6 +49,7 @@ from zharness.parity.compare import check_names
 from zharness.parity.replay import replay
 from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, done, played
 
+AGAIN = "the sum of all, those before the last summed over the ranks once more"
 STALE = "the forward used the weights from before the last change"
 EARLY = "a step was made before the window was full"
 
@@ -88,7 +99,8 @@ class Judge:
         elif act is Act.EDIT:
             yield from self.written()
         elif act is Act.SAVE:
-            self.saves.append((self.taken, self.era))
+            at = 0 if Mark.OLD in verb.marks else len(self.saves)
+            self.saves[at:] = [(self.taken, self.era), *self.saves[at + 1 :]]
         elif act is Act.LOAD:
             yield from self.loaded(*self.saves[0 if Mark.OLD in verb.marks else -1])
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD) or (act is Act.STEP and book.boundary):
@@ -139,7 +151,10 @@ class Judge:
         """The gradients recorded at ``place`` are those of all backwards since the last step."""
         self.reduced = place
         ranks = self.trial.world_size if self.program.reduction == Reduction.SUM.value else 1
-        yield from self.trial.reduced("grads", self.micros, place, scale=len(self.micros) * ranks / self.program.window)
+        suspects = {AGAIN: summed_again(self.micros, ranks)} if ranks > 1 and len(self.micros) > 1 else {}
+        yield from self.trial.reduced(
+            "grads", self.micros, place, scale=len(self.micros) * ranks / self.program.window, suspects=suspects
+        )
 
     def local(self, rank: int, verb: Verb, micro: int) -> Local:
         """One rank's loss and gradients of one backward, as plain PyTorch has them."""
@@ -223,6 +238,15 @@ class Judge:
                 yield identical(self.trial.place(name, Part.GATHER, 0, rank), torch.zeros_like(held), held)
 
 
+def summed_again(micros: Sequence[Sequence[Local]], ranks: int) -> list[list[Local]]:
+    """What adds up to the gradient where every backward sums over the ranks what has been summed already."""
+    factors = [float(ranks) ** (len(micros) - at) for at in range(len(micros))]
+    return [
+        [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
+        for factor, row in zip(factors, micros, strict=True)
+    ]
+
+
 def updated(
     trial: Trial,
     spec: OptimizerSpec,
@@ -282,6 +306,7 @@ def judge_program(trial: Trial, program: Program) -> Iterator[Comparison]:
     """Everything that ``program`` left to compare, in the order in which it happened."""
     judge = Judge(trial, program)
     yield from initial_weights(trial)
+    yield from same_count(trial, unflatten(trial.copies("state")[0]), 0, 0)
     yield from judge.facts()
     for place, verb, book in played(program):
         for comparison in judge.judge(place, verb, book):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import zlib
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from zharness.checks.trial import Trial
 from zharness.parity import Comparison, Part, identical
 
 RANDOM_STATE = "random state"
+PRECISIONS = ("highest", "high", "medium")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,6 +29,9 @@ def switches() -> dict[str, Tensor]:
         "default dtype": FLOATS.index(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "detection of anomalies": torch.is_anomaly_enabled(),
+        "precision of matrix products": PRECISIONS.index(torch.get_float32_matmul_precision()),
+        "threads of a backward": torch._C._is_multithreading_enabled(),
+        "collection of garbage": gc.isenabled(),
         "number of threads": torch.get_num_threads(),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }

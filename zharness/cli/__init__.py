@@ -244,7 +244,7 @@ def program(
     Verbs:  f forward (f:few,kw), b backward (b:old,tensor,scale,other,retain,unseen), n both in no_sync, s step,
             z zero_grad, e and i forwards under no_grad and inference_mode, v and vg in eval mode, vg with a graph,
             g and t gradients of inputs by autograd.grad and torch.func.grad, l look at everything, xf and xb a
-            forward and a backward that raise, idle a step without gradient, edit, save, load (load:old)
+            forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
     from zharness.releases.place import surroundings
     from zharness.report.programs import run_given, run_search

@@ -261,7 +261,7 @@ class Keeping(Protocol):
     """What an engine has beyond Engine's verbs: the first with CHECKPOINT, the second with UNIVERSAL_CHECKPOINT."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """``state_dict()`` of the plain model, which loads it: on CPU, tied weights one tensor. Collective."""
+        """``state_dict()`` of the plain model, which loads it: copies on CPU, tied weights one tensor. Collective."""
 
     def load_universal(self, path: Path) -> None:
         """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""

@@ -73,6 +73,44 @@ class LoadsTheNewest(Around):
         self.right.load(self.newest or path)
 
 
+class KeepsTheFirstCheckpoint(Around):
+    """Saves nothing into a folder that has a checkpoint already."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.saved: set[Path] = set()
+
+    def save(self, path: Path) -> None:
+        if path not in self.saved:
+            self.right.save(path)
+        self.saved.add(path)
+
+
+class ConsolidatesItsOwnWeights(Around):
+    """The full state dict is the module's own, not a copy of it."""
+
+    over = "ddp"
+
+    def full_state_dict(self) -> dict[str, Any]:
+        return dict(self.module.state_dict())
+
+
+class LowersMatrixProducts(Around):
+    """Lowers the precision of the process's matrix products, "for speed", when it is made."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        torch.set_float32_matmul_precision("high")
+        super().__init__(model, config)
+
+    def close(self) -> None:
+        self.right.close()
+        torch.set_float32_matmul_precision("highest")  # it is not to be seen in the next cell of the process
+
+
 class ClipsTheSumAsAMean(Around):
     """Takes the clipping norm for that of the mean, so that summed gradients may be as many times as large."""
 
@@ -82,6 +120,21 @@ class ClipsTheSumAsAMean(Around):
         super().__init__(model, config)
         if config.clip is not None and config.reduction is Reduction.SUM:
             self.right._clip = config.clip * dist.get_world_size()
+
+
+class ClipsAsTheNewestEngine(Around):
+    """The norm to clip to belongs to the process: it is that of whichever engine was made last."""
+
+    over = "ddp"
+    limit: float | None = None
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        type(self).limit = config.clip
+
+    def step(self) -> None:
+        self.right._clip = type(self).limit
+        self.right.step()
 
 
 class ForgetsAtAFailedForward(Around):
@@ -149,7 +202,15 @@ MUTANTS = (
     Mutant(ShowsItsOwnWeights, Kind.STALE, (Target(ORDER, Part.OPTIMIZER, variant="steps"),)),
     Mutant(ShowsItsOwnMoments, Kind.STATE, (Target(ORDER, Part.OPTIMIZER, variant="steps", parameter="*/*"),)),
     Mutant(LoadsTheNewest, Kind.STATE, (Target(ORDER, Part.GATHER, variant="saved"),)),
+    Mutant(KeepsTheFirstCheckpoint, Kind.STATE, (Target(ORDER, Part.GATHER, variant="saved"),)),
+    Mutant(ConsolidatesItsOwnWeights, Kind.STATE, (Target("state.consolidate", Part.FORWARD, "mixed"),)),
+    Mutant(
+        LowersMatrixProducts,
+        Kind.RANKS,
+        (Target("training.sgd_step", Part.GATHER, parameter="precision of matrix products"),),
+    ),
     Mutant(ClipsTheSumAsAMean, Kind.CLIPPING, (Target(ORDER, Part.OPTIMIZER, variant="sums"),)),
+    Mutant(ClipsAsTheNewestEngine, Kind.CLIPPING, (Target(ORDER, Part.OPTIMIZER, variant="steps"),)),
     Mutant(ForgetsAtAFailedForward, Kind.CONTRIBUTION, (Target(ORDER, Part.ACCUMULATION, variant="sums"),)),
     Mutant(TakesGraphsForBatches, Kind.SCALE, (Target(ORDER, Part.REDUCTION, variant="steps"),)),
     Mutant(

@@ -82,7 +82,7 @@ class Mark(Enum):
     A forward has the whole micro-batch, as a positional argument; a load reads what was saved last.
     """
 
-    OLD = "old"  # of the oldest output that is kept; what was saved first
+    OLD = "old"  # of the oldest output that is kept; what was saved first, and over it
     TENSOR = "tensor"  # loss.backward()
     SCALE = "scale"  # engine.scale(loss).backward()
     OTHER = "other"  # another loss of the same output
@@ -98,6 +98,7 @@ MARKED: dict[Act, tuple[Mark, ...]] = {
     Act.FORWARD: INPUTS,
     Act.BACKWARD: (Mark.OLD, *LOSS, Mark.RETAIN, Mark.UNSEEN),
     Act.NO_SYNC: (*LOSS, *INPUTS),  # its backward has an output of its own
+    Act.SAVE: (Mark.OLD,),
     Act.LOAD: (Mark.OLD,),
 }
 
@@ -281,7 +282,7 @@ def refusal(layers: Sequence[Layer], book: Book, verb: Verb) -> str:
         return "it is done between steps, with no output kept"
     if act is Act.IDLE and book.window > 1:
         return "an engine that counts micro-batches would count one"
-    if act is Act.LOAD and not book.saved:
+    if not book.saved and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
         return "nothing was saved"
     if act in (Act.INPUT_GRAD, Act.TRANSFORM):
         return without_input_gradient(layers)
@@ -299,7 +300,7 @@ def without_input_gradient(layers: Sequence[Layer]) -> str:
 def done(book: Book, verb: Verb) -> Book:
     """What a caller has in hand after ``verb``."""
     act = verb.act
-    book = replace(book, drawn=book.drawn + (act in DRAWS), saved=book.saved + (act is Act.SAVE))
+    book = replace(book, drawn=book.drawn + (act in DRAWS), saved=book.saved + (verb == Verb(Act.SAVE)))
     if act is Act.FORWARD:
         return replace(book, kept=(*book.kept, book.drawn - 1))
     if act is Act.BACKWARD:
