@@ -110,7 +110,7 @@ class Player:
             self.forward(place, verb, book.drawn)
         elif act is Act.BACKWARD:
             micro = book.chosen(verb)
-            self.backward(verb, *self.outputs[micro])
+            self.backward(place, verb, *self.outputs[micro])
             if Mark.RETAIN not in verb.marks:
                 del self.outputs[micro]
             if done(book, verb).ready and Mark.UNSEEN not in verb.marks:
@@ -118,7 +118,7 @@ class Player:
         elif act is Act.NO_SYNC:
             batch = self.batch(verb, book.drawn)
             with self.engine.no_sync():
-                self.backward(verb, self.call(batch, book.drawn), batch)
+                self.backward(place, verb, self.call(batch, book.drawn), batch)
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
             grad = input_gradient(act, lambda x: self.engine(x, **self.words(book.drawn)), self.leaf(book.drawn))
             self.bench.record("input", {"input": grad}, place)
@@ -159,9 +159,11 @@ class Player:
         if verb.act is Act.FORWARD:
             self.outputs[micro] = output, batch
 
-    def backward(self, verb: Verb, output: Tensor, batch: Batch) -> None:
-        """Backward of the verb's loss in the verb's spelling."""
+    def backward(self, place: int, verb: Verb, output: Tensor, batch: Batch) -> None:
+        """Backward of the verb's loss in the verb's spelling; and what has become of the caller's own tensors."""
         loss = second_loss(output) if Mark.OTHER in verb.marks else self.bench.spec.loss(output, batch.target)
+        own = {"output": output, "loss": loss}
+        before = {name: tensor.detach().clone() for name, tensor in own.items()}
         retain = Mark.RETAIN in verb.marks
         if Mark.TENSOR in verb.marks:
             torch.autograd.backward(loss, retain_graph=retain)
@@ -169,6 +171,9 @@ class Player:
             torch.autograd.backward(self.engine.scale(loss), retain_graph=retain)
         else:
             self.engine.backward(loss, retain_graph=retain)
+        changed = {name: not tensor.equal(before[name]) for name, tensor in own.items()}
+        changed["inputs"] = any(tensor.requires_grad for tensor in tensors_in([batch.inputs, batch.target]))
+        self.bench.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, place)
 
     def fail(self, verb: Verb, micro: int) -> None:
         """A micro-batch that raises halfway; after a backward that did, what it has left is forgotten."""

@@ -51,6 +51,7 @@ from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, 
 
 AGAIN = "the sum of all, those before the last summed over the ranks once more"
 STALE = "the forward used the weights from before the last change"
+CHANGED = "a tensor of the caller's is another than before the backward"
 EARLY = "a step was made before the window was full"
 
 
@@ -143,6 +144,10 @@ class Judge:
         micro = book.drawn if verb.act is Act.NO_SYNC else book.chosen(verb)
         if verb.act is Act.NO_SYNC:
             self.forwards[micro] = verb
+        for rank, copy in enumerate(self.trial.copies("own", place)):
+            for name, changed in copy.items():
+                found = identical(self.trial.place(name, Part.FORWARD, place, rank), torch.zeros(()), changed)
+                yield told(found, CHANGED)
         self.micros.append([self.local(rank, verb, micro) for rank in range(self.trial.world_size)])
         if done(book, verb).ready and Mark.UNSEEN not in verb.marks:
             yield from self.gradients(place)
@@ -218,7 +223,12 @@ class Judge:
         for rank, before in enumerate(self.trial.copies("masters", self.era)):
             after = self.trial.copies("masters", self.era + 1)[rank]
             for other, weight in before.items():
-                expected = torch.full_like(weight, EDITED) if other == name else weight
+                expected = weight
+                if other == name:
+                    # An element that the model held as this already was not edited: its master may stay unrounded.
+                    held = self.trial.copies("params", self.era)[rank][other]
+                    stayed = (held == EDITED) & (after[other] == weight)
+                    expected = weight.where(stayed, EDITED)
                 yield identical(self.trial.place(other, Part.GATHER, 0, rank), expected, after[other])
         yield from same_records(self.trial, "state", "state", self.era, self.era + 1, Part.OPTIMIZER)
         self.era += 1

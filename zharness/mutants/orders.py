@@ -137,6 +137,29 @@ class ClipsAsTheNewestEngine(Around):
         self.right.step()
 
 
+class LogsTheMeanLoss(Around):
+    """Averages the loss over the ranks for its log, in the caller's own tensor."""
+
+    over = "ddp"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        dist.all_reduce(loss.data)
+        loss.data /= dist.get_world_size()
+
+
+class WantsGradientsOfInputs(Around):
+    """Makes the caller's inputs require a gradient, so that reentrant checkpoints work."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf and torch.is_grad_enabled():
+                value.requires_grad_()
+        return self.right(*args, **kwargs)
+
+
 class ForgetsAtAFailedForward(Around):
     """After an exception in a forward it begins anew, without the gradients that wait for a step."""
 
@@ -211,6 +234,8 @@ MUTANTS = (
     ),
     Mutant(ClipsTheSumAsAMean, Kind.CLIPPING, (Target(ORDER, Part.OPTIMIZER, variant="sums"),)),
     Mutant(ClipsAsTheNewestEngine, Kind.CLIPPING, (Target(ORDER, Part.OPTIMIZER, variant="steps"),)),
+    Mutant(LogsTheMeanLoss, Kind.STALE, (Target(ORDER, Part.FORWARD, variant="steps", parameter="loss"),)),
+    Mutant(WantsGradientsOfInputs, Kind.GRAPH, (Target(ORDER, Part.FORWARD, variant="steps", parameter="inputs"),)),
     Mutant(ForgetsAtAFailedForward, Kind.CONTRIBUTION, (Target(ORDER, Part.ACCUMULATION, variant="sums"),)),
     Mutant(TakesGraphsForBatches, Kind.SCALE, (Target(ORDER, Part.REDUCTION, variant="steps"),)),
     Mutant(
