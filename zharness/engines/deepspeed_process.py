@@ -30,7 +30,9 @@ class Leftovers:
     _open: ClassVar[WeakSet[Leftovers]] = WeakSet()
 
     def __init__(self) -> None:
-        self._linear: Callable[..., Any] = next((other._linear for other in Leftovers._open), torch.nn.functional.linear)
+        self._linear: Callable[..., Any] = next(
+            (other._linear for other in Leftovers._open), torch.nn.functional.linear
+        )
         Leftovers._open.add(self)
         self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         self._was = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
