@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zharness import engines
@@ -45,11 +45,12 @@ def attempts(
         for stage in mutant.stages
         for variant, _ in check.variants
     ]
-    cases = dict.fromkeys([*own, *rest])
-    return Attempts(mutant, check.name, tuple(runnable(mutant, check, cases)))
+    others = [case for case in dict.fromkeys(rest) if case not in own]
+    # A target names the part and the parameter that the engine around it, whatever is known of it there, has right.
+    return Attempts(mutant, check.name, (*map(Planned, own), *runnable(mutant, check, others)))
 
 
-def runnable(mutant: Mutant, check: Check, cases: dict[Case, None]) -> Iterator[Planned]:
+def runnable(mutant: Mutant, check: Check, cases: Sequence[Case]) -> Iterator[Planned]:
     """The cells in which the engine that the mutant is built around is right."""
     for case in cases:
         right = replace(case, engine=mutant.over)
