@@ -51,7 +51,7 @@ def claims_of(record: Record) -> engines.Capabilities:
 def tried(record: Record, folder: Path) -> tuple[str, Shown | None, int]:
     """Why there is no script, or what it came to and its lines."""
     case = record.case
-    reason = reason_against(check_named(case.check), case.dtype)
+    reason = reason_against(check_named(case.check), case.dtype, case.engine)
     if reason:
         return reason, None, 0
     script = script_of(record, claims_of(record), "script.py")

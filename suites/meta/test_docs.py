@@ -193,6 +193,14 @@ def test_the_ranks_of_the_example_end_as_the_page_says(tmp_path: Path) -> None:
     assert "1 failed, 2 passed" in done.stdout
 
 
+def test_the_example_of_tolerance_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "tolerance.md"
+    exec(compile(files(page)["how_equal.py"], "how_equal.py", "exec"), {})  # noqa: S102 - our own page
+    told = capsys.readouterr().out
+    assert told.count("of the bound") == 5
+    assert told in page.read_text(encoding="utf-8")
+
+
 def test_the_models_of_the_documentation_give_a_model_batches_and_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

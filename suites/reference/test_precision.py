@@ -333,3 +333,24 @@ def test_parameters_of_a_module_that_is_not_safe_keep_their_wire_even_where_they
     formats = {name: original.formats for name, original in engine._originals.items()}
     assert formats["tokens.weight"].wire == torch.float32
     assert formats["other.weight"].wire == formats["other.bias"].gathered == torch.bfloat16
+
+
+class Asking(nn.Module):
+    """Casts its input to the dtype of another module's weight, as PEFT's adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.inner.weight.dtype
+        return torch.as_tensor(self.inner(x.to(self.seen)))
+
+
+@pytest.mark.world_size(2)
+def test_under_autocast_a_weight_has_the_dtype_that_it_has_for_who_asks_from_outside_its_module() -> None:
+    model = Asking()
+    engine = start(3, model, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    assert engine(torch.ones(2, 4)).dtype is torch.bfloat16
+    assert model.seen is torch.float32

@@ -181,8 +181,8 @@ def observe_refuse_pickle(bench: Bench) -> None:
         for number, (path, whole) in enumerate(files.items()):
             marker = folder / f"ran-{number}"
             on_rank_0(partial(path.write_bytes, poisoned(whole, marker)))
-            outcome[f"raised/{number}"] = raises(lambda: engine.load(folder))
-            outcome[f"ran/{number}"] = torch.tensor(float(marker.exists()))
+            outcome[f"command/raised/{number}"] = raises(lambda: engine.load(folder))
+            outcome[f"command/ran/{number}"] = torch.tensor(float(marker.exists()))
             on_rank_0(partial(path.write_bytes, whole))
         after = flattened(engine)
         engine.load(folder)
@@ -204,8 +204,8 @@ def poisoned(whole: bytes, marker: Path) -> bytes:
 def judge_refuse_pickle(trial: Trial) -> Iterator[Comparison]:
     for rank, outcome in enumerate(trial.copies("outcome")):
         for name, value in outcome.items():
-            wanted = torch.tensor(float(name.startswith("raised")))
-            yield identical(trial.place(f"command/{name}", Part.GATHER, 0, rank), wanted, value)
+            wanted = torch.tensor(float(name.startswith("command/raised")))
+            yield identical(trial.place(name, Part.GATHER, 0, rank), wanted, value)
         for name, changed in trial.copies("changed")[rank].items():
             yield identical(trial.place(name, Part.GATHER, 0, rank), torch.zeros(()), changed)
 

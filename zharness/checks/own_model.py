@@ -17,6 +17,7 @@ from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights
 from zharness.checks.trial import Trial, divided_by
+from zharness.checks.usual import Training
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.errors import UsageError
 from zharness.parity import Comparison, Part, Tier, within
@@ -44,11 +45,11 @@ def engine_of(bench: Bench) -> Engine:
 
 
 def observe_configured(bench: Bench) -> None:
-    owner = owner_of(bench)
+    training, owner = bench.training, owner_of(bench)
     own = bench.config.stage in bench.capabilities.own_kernels
     bench.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
     engine = engine_of(bench)
-    course = course_of(bench)
+    course = course_of(training, bench.variant)
     for step in range(course.steps):
         bench.record_trained(engine, step)
         accumulate(bench, engine, owner, course.micros(step), "loss", engine.backward)
@@ -61,10 +62,9 @@ def observe_configured(bench: Bench) -> None:
     engine.close()
 
 
-def course_of(side: Bench | Trial) -> Course:
-    """The training as configured."""
-    training = side.training
-    return Course(training.optimizer, int(side.variant), training.clip, training.accumulation)
+def course_of(training: Training, steps: str) -> Course:
+    """So many steps of a training as configured."""
+    return Course(training.optimizer, int(steps), training.clip, training.accumulation)
 
 
 def judge_configured(trial: Trial) -> Iterator[Comparison]:
@@ -87,7 +87,7 @@ def judge_configured(trial: Trial) -> Iterator[Comparison]:
 def gradients(trial: Trial, step: int) -> Iterator[Comparison]:
     """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
     parts, params = trial.training.accumulation, trial.copies("params", step)[0]
-    micros = course_of(trial).micros(step)
+    micros = course_of(trial.training, trial.variant).micros(step)
     divided = [trial.locals(micro, params, weigh=divided_by(parts)) for micro in micros]
     for micro, local in zip(micros, divided, strict=True):
         yield from forward(trial, step, local, micro)

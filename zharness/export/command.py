@@ -77,7 +77,7 @@ def written(script: Script, record: Record, output: Path | None, run: Run | None
 
 def require(case: Case) -> None:
     """Raises UsageError where there is no script for such a cell, before anything is run."""
-    reason = reason_against(check_named(case.check), case.dtype)
+    reason = reason_against(check_named(case.check), case.dtype, case.engine)
     if reason:
         raise UsageError(f"cannot export {case.id}: {reason}; `zharness export --list` says which laws can be")
 

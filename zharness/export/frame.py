@@ -112,12 +112,18 @@ class Writing:
         for name in OWN_CLASSES:
             self.collection.add(PROTOCOL, name)
 
-    def script(self, head: str, setting: Setting, model: str, told: str, signature: str, ok: str) -> Script:
-        """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe."""
+    def script(
+        self, head: str, setting: Setting, model: str, told: str, signature: str, ok: str, beside: str = "beside"
+    ) -> Script:
+        """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe.
+
+        ``beside`` is the part that tells what the engine is held against.
+        """
         asked = "\n".join((*self.collection.texts.values(), told, setting.training))
         if ".training" in asked:  # of the bench, or of a module: names are all that decides what is kept
             self.collection.add("zharness.checks.usual", "Training")
-        stepping = any(f".{word}(" in asked for word in STEPPING)
+        plain = beside == "beside"
+        stepping = plain and any(f".{word}(" in asked for word in STEPPING)
         for name in ("gamma", "subnormal"):
             self.collection.add("zharness.parity.bounds", name)
         formulas = self.formulas(asked) if stepping else ""
@@ -130,10 +136,11 @@ class Writing:
             self.part(f"engine_{engine}" if engine in WRITTEN else "engine_outside"),
             self.constants(setting, asked),
             model,
-            self.part("plain"),
+            self.part("plain") if plain else "",
             self.part("stepping") if stepping else "",
             self.part("bench"),
             told,
+            self.part(beside),
             self.part("compare"),
             self.part("main"),
         ]

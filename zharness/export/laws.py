@@ -11,6 +11,7 @@ from typing import Any
 from zharness.checks import Check
 from zharness.checks.play import Scene, observing
 from zharness.checks.torch_func import observing as transforming
+from zharness.engines import registry
 
 
 class Kind(Enum):
@@ -19,15 +20,20 @@ class Kind(Enum):
     PLAY = "play"  # a function of a Side; the rest is the same for all plays
     TRANSFORM = "transform"  # a function of an engine and a batch
     STEPS = "steps"  # a function of a Bench
+    OWN = "own"  # the same, and the engine is held against its own numbers, with no plain side
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The function that tells a law's steps; ``scene`` is the setting of a play."""
+    """The function that tells a law's steps; ``scene`` is the setting of a play.
+
+    ``beside`` is the part of the script that tells what the engine is held against.
+    """
 
     kind: Kind
     function: Callable[..., Any]
     scene: Scene | None = None
+    beside: str = "beside"
 
 
 # Of those whose observer is a function of its own, these have a plain side in the script: everything that they record
@@ -50,17 +56,11 @@ DIRECT = (
     "parameters.unfrozen",
     "model.configured",
 )
-# Of them, those whose plain side is right in bf16 too: it makes no step that moves a weight.
-FIXED = (
-    "training.grads",
-    "training.one_hot_rank",
-    "training.no_sync",
-    "training.loss_scale_power",
-    "training.sum_or_mean",
-    "double_backward.retained_then_zero_grad",
-)
+# Those that hold the engine against itself, and the part of the script that says how.
+OWN = {"state.resume": "own_resume", "state.refuse_pickle": "own_refuse"}
+UNSAVED = ("ddp", "zero1")  # saving is their caller's
 WITHOUT: Mapping[str, str] = {
-    "state": "what is saved is held against the engine itself, not against plain PyTorch",
+    "state": "a checkpoint is read at other stages, by a plain model or from DeepSpeed's universal layout",
     "resources": "bytes, hooks and memory are measured by the harness's own instruments",
     "precision": "casts are watched by the harness's own instruments",
 }
@@ -75,16 +75,16 @@ def steps_of(check: Check) -> Steps | None:
             return Steps(Kind.PLAY, held["scene"].play, held["scene"])
         if observe.__module__ == transforming.__module__:
             return Steps(Kind.TRANSFORM, held["transform"])
+    if check.name in OWN:
+        return Steps(Kind.OWN, observe, beside=OWN[check.name])
     return Steps(Kind.STEPS, observe) if check.name in DIRECT else None
 
 
-def reason_against(check: Check, dtype: str) -> str:
-    """Why no cell of ``check`` in ``dtype`` can be exported; nothing where one can."""
+def reason_against(check: Check, dtype: str, engine: str = "") -> str:
+    """Why no cell of ``check`` in ``dtype`` on ``engine`` can be exported; nothing where one can, on some engine."""
     if steps_of(check) is None:
         group = check.name.partition(".")[0]
         return f"there is no export of {check.name} yet: {WITHOUT.get(group, 'its plain side is not written')}"
-    if dtype == "fp32" or (dtype == "bf16" and (check.name in FIXED or check.name not in DIRECT)):
-        return ""
-    if dtype == "bf16":
-        return f"there is no export of {check.name} in bf16 yet: its steps move weights that are kept in fp32 as well"
-    return f"there is no export in {dtype} yet, but in fp32, and of many laws in bf16"
+    if engine and check.name in OWN and registry.split(engine)[0] in UNSAVED:
+        return f"there is no export of {check.name} on {engine} yet: what saves its state is not written"
+    return "" if dtype in ("fp32", "bf16") else f"there is no export in {dtype} yet, but in fp32 and bf16"

@@ -31,7 +31,7 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     case = record.case
     check = check_named(case.check)
     steps = steps_of(check)
-    reason = reason_against(check, case.dtype) or unwritten(case, claims)
+    reason = reason_against(check, case.dtype, case.engine) or unwritten(case, claims)
     if reason or steps is None:
         raise UsageError(f"cannot export {case.id}: {reason}; `zharness export --list` says which laws can be")
     signature, ok = signature_of(record), f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
@@ -39,7 +39,8 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     model = foreign_model(writing, case.model) if is_foreign(case.model) else own_model(writing, case.model)
     told = "\n\n\n".join(told_steps(writing, case, steps, claims))
     setting = setting_of(case, record.seed, steps, claims)
-    return writing.script(header(record, check, signature, ok, name), setting, model, told, signature, ok)
+    head = header(record, check, signature, ok, name)
+    return writing.script(head, setting, model, told, signature, ok, steps.beside)
 
 
 def unwritten(case: Case, claims: Capabilities) -> str:
@@ -125,7 +126,7 @@ def told_steps(writing: Writing, case: Case, steps: Steps, claims: Capabilities)
     """What the caller does."""
     function = steps.function
     writing.collection.add(function.__module__, function.__name__)
-    if steps.kind is Kind.STEPS:
+    if steps.kind in (Kind.STEPS, Kind.OWN):
         yield f"observe = {function.__name__}"
         return
     writing.collection.add("zharness.checks.accumulation", "FROZEN")

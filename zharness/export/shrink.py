@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -102,9 +103,9 @@ class Smallest:
 class Alike(ProgramRunner):
     """Programs that fail otherwise pass here, and all do when the time is over."""
 
-    def __init__(self, place: Surroundings, timeout: float, until: float) -> None:
+    def __init__(self, place: Surroundings, timeout: float) -> None:
         super().__init__(place, timeout)
-        self.until = until
+        self.until = math.inf
         self.wanted = Likeness(Verdict.PASS, "")
         self.runs = 0
 
@@ -120,12 +121,11 @@ class Alike(ProgramRunner):
 
 
 def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: float) -> Smallest:
-    """The smallest that fails as ``case`` does, as far as it is found within ``seconds``.
+    """The smallest that fails as ``case`` does, as far as it is found within ``seconds`` after it was seen to fail.
 
     Raises UsageError for a cell that does not fail.
     """
-    until = time.monotonic() + seconds
-    programs = Alike(place, timeout, until)
+    programs = Alike(place, timeout)
     # Ranks and a judge that live on: new ones would import the module of a user's model, and transformers, each time.
     isolation = Isolation.POOLED if is_foreign(case.model) else Isolation.FRESH
     with Runner({case.engine: place}, timeout, seed, isolation) as cells, programs:
@@ -133,11 +133,13 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
         if first is None or not first.verdict.broken:
             found = "not run" if first is None else f"{first.verdict.value}: {first.cause}"
             raise UsageError(f"{case.id} does not fail, so there is nothing to shrink: {found}")
+        until = time.monotonic() + seconds  # the first run has imported what all others take
         record, tried = smallest_cell(cells, first, until)
-        programs.wanted = likeness(first.verdict, first.cause)
+        programs.wanted, programs.until = likeness(first.verdict, first.cause), until
         claims = cells.claims(record.case.engine, record.case.stage)
         smallest = Smallest(record, claims, tried, cells.ask(owners_of_parameters, record.case.model))
-        if record.case.check.partition(".")[0] not in TRAINING:
+        # What no model of the workload shows comes with the user's own, and no program has that.
+        if record.case.check.partition(".")[0] not in TRAINING or is_foreign(record.case.model):
             return smallest
         batch = smallest_program(programs, record.case, claims)
         if len(batch) != 1:
@@ -212,8 +214,7 @@ def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
         batch = tuple(program for program in written if not missing(program, claims))
         if batch and runner.run(case.engine, batch).verdict.broken:
             return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), outputs=MANY))
-    # What none of these shows on an engine alone comes with the user's own model: any other is another failure.
-    if time.monotonic() > runner.until or is_foreign(case.model):
+    if time.monotonic() > runner.until:
         return ()
     wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES, without=WITHOUT)
     try:

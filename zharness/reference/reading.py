@@ -58,8 +58,8 @@ class Reader:
                 raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
             return self._lent[value]
         self.refuse_lost_edits([value])
-        dtype = _dtype_of_read(original)
         visit = self._running[-1] if self._running else Visit(0)
+        dtype = _dtype_of_read(original, visit.module)
         key = (original.name, dtype, torch.is_grad_enabled())
         if key not in visit.seen:
             copy = Copy(original, dtype, self._wire)
@@ -166,12 +166,17 @@ class Reader:
         return output
 
 
-def _dtype_of_read(original: Original) -> torch.dtype:
-    """Where torch.autocast would cast the parameter anyway, gathering it so halves the wire and what autograd saves."""
-    device, low = original.parameter.device.type, original.formats.gathered
-    if low is not None and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == low:
+def _dtype_of_read(original: Original, running: nn.Module | None) -> torch.dtype:
+    """Where torch.autocast would cast the parameter anyway, gathering it so halves the wire and what autograd saves.
+
+    For the forward of the module that holds it alone: another one may ask what dtype it has, as PEFT's adapters do.
+    """
+    parameter, low = original.parameter, original.formats.gathered
+    device = parameter.device.type
+    own = running is not None and any(each is parameter for each in running._parameters.values())
+    if own and low is not None and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == low:
         return low
-    return original.parameter.dtype
+    return parameter.dtype
 
 
 class Exchange:

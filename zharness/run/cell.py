@@ -190,7 +190,7 @@ def held(trial: Trial, check: Check) -> Judgement:
 
 def curves_of(trial: Trial, check: Check) -> Mapping[str, Curve]:
     """How the training went; nothing where the check has none, or where what is wrong keeps it from being told."""
-    course = course_of(trial) if check.counted else check.courses.get(trial.variant)
+    course = course_of(trial.training, trial.variant) if check.counted else check.courses.get(trial.variant)
     if course is None:
         return {}
     # A loss that was not recorded, is no tensor, or has another shape; gradients of which there are none.

@@ -26,6 +26,7 @@ from zharness.run.excuses import Excuse
 from zharness.run.locate import locate, trace, worth_locating
 from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
+from zharness.workload.foreign import is_foreign, taken_apart
 from zharness.world import End, Group, GroupOutcome, Isolation, RankOutcome, RankServer, Work
 from zharness.world.server import Surroundings
 
@@ -79,12 +80,20 @@ class Runner:
             self._claims[key] = engines.capabilities(engine, stage) or probed(self._servers[engine], engine, stage)
         return self._claims[key]
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What ``function`` returns in a judge's process, which may have imported the user's model already.
+    def ask(self, function: Callable[..., Any], model: str, *args: Any) -> Any:
+        """What ``function(model, *args)`` returns in a judge's process, which may have imported that model already.
 
         Raises UsageError for what is the user's to mend, and for a process that crashed or hung, with its cause.
         """
-        work = Work(function, args, timeout=self.timeout, group=Group.NONE, isolation=self.isolation)
+        arguments = (model, *args)
+        work = Work(
+            function,
+            arguments,
+            timeout=self.timeout,
+            group=Group.NONE,
+            isolation=self.isolation,
+            pool=origin(model),
+        )
         outcome = self._judges.submit(work)
         if outcome.cause is not None:
             raise of_user(outcome.cause, f"{outcome.cause.words()}\n{outcome.describe()}")
@@ -155,7 +164,7 @@ class Runner:
             self.timeout,
             group=Group.KEPT,
             isolation=self.isolation,
-            pool=f"stage {case.stage} {case.engine_variant}",
+            pool=f"stage {case.stage} {case.engine_variant} {origin(case.model)}",
         )
         outcome = self._servers[case.engine].submit(work)
         if outcome.cause is not None:
@@ -166,6 +175,7 @@ class Runner:
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
             isolation=self.isolation,
+            pool=origin(case.model),
         )
         record = judged_record(self._judges.submit(judging), blank)
         if not worth_locating(record.divergence, case, claims):
@@ -197,6 +207,11 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def origin(model: str) -> str:
+    """The factory's path of anyone's model: where it is imported it may change what other cells find there."""
+    return taken_apart(model)[0] if is_foreign(model) else ""
 
 
 def probed(server: RankServer, engine: str, stage: int) -> Capabilities:
