@@ -157,6 +157,21 @@ def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_o
     assert "What the model computes with: the weights that the optimizer has, in its dtype." in text
 
 
+def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:
+    case = Case.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
+    text = script_of(record_of(case), claims_of("fsdp2", 3), "x.py").text
+    assert "OPTIONS = {'grouping': 'block'}" in text
+    assert "module.register_forward_pre_hook(joined, with_kwargs=True)" in text
+    assert "class Junction(torch.autograd.Function)" in text
+
+
+def test_what_is_saved_is_held_against_the_engine_itself() -> None:
+    case = Case.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
+    text = script_of(record_of(case), claims_of("deepspeed", 2), "x.py").text
+    assert 'BESIDE = "the engine that never stopped"' in text
+    assert "class Plain" not in text
+
+
 def test_definitions_come_with_what_they_use_and_before_it() -> None:
     collection = Collection()
     collection.add("zharness.workload.nets", "FusedLossNet")

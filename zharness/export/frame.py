@@ -57,7 +57,8 @@ class Setting:
     """What a script's constants say: where it runs, and how its numbers are compared.
 
     ``exact``: bitwise. ``zeros``: whether zeros will do where plain PyTorch has no gradient. ``elements`` are those of
-    all parameters together. ``named`` is the case's dtype, ``dtype`` and ``wire`` are torch's.
+    all parameters together. ``named`` is the case's dtype, ``dtype`` and ``wire`` are torch's. ``joined``: plain
+    PyTorch has nodes in its graph where the engine has them.
     """
 
     engine: str
@@ -73,6 +74,7 @@ class Setting:
     named: str = "fp32"
     dtype: torch.dtype = torch.float32
     wire: torch.dtype = torch.float32
+    joined: bool = False
 
 
 def prelude_of(engine: str, used: frozenset[str]) -> str:
@@ -138,6 +140,7 @@ class Writing:
             model,
             self.part("plain") if plain else "",
             self.part("stepping") if stepping else "",
+            self.part("junctions") if plain and setting.joined else "",
             self.part("bench"),
             told,
             self.part(beside),

@@ -39,6 +39,8 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     model = foreign_model(writing, case.model) if is_foreign(case.model) else own_model(writing, case.model)
     told = "\n\n\n".join(told_steps(writing, case, steps, claims))
     setting = setting_of(case, record.seed, steps, claims)
+    if setting.joined:
+        writing.collection.add("zharness.parity.junctions", "joined")
     head = header(record, check, signature, ok, name)
     return writing.script(head, setting, model, told, signature, ok, steps.beside)
 
@@ -50,8 +52,6 @@ def unwritten(case: Case, claims: Capabilities) -> str:
     right engine would be told to be wrong.
     """
     options, facts = options_of(case, claims), configured(case.engine_variant)
-    if options.get("grouping", "leaf") not in ("leaf", "root"):
-        return f"there is no export of FSDP2's grouping {options['grouping']!r} yet, which models of one's own have"
     if facts.autocast is not None or facts.wire is not None or options.get("torch_autocast"):
         return "there is no export under torch_autocast, or with a wire of another dtype, yet"
     return ""
@@ -76,6 +76,7 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
         named=case.dtype,
         dtype=DTYPES[case.dtype],
         wire=DTYPES[claims.wires.get(case.dtype, case.dtype)],
+        joined=claims.junctions is not None and is_foreign(case.model),
     )
 
 
