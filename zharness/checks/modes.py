@@ -16,6 +16,7 @@ from zharness.parity import Comparison, Part, identical
 SGD = OptimizerSpec(name="sgd", args={"lr": 0.05})
 STEPS = 2
 EVALUATED = 10  # the micro-batch of the evaluation after step 0
+GENERATOR = "generator"  # as a training forward leaves it: the next one's dropout begins there
 
 
 def observe_modes(bench: Bench) -> None:
@@ -34,6 +35,8 @@ def observe_modes(bench: Bench) -> None:
             bench.loss(engine, EVALUATED + step)
             bench.record("modes", modes(engine), step)
         bench.record("buffers", dict(engine.module.named_buffers()), EVALUATED + step)
+    with torch.no_grad():
+        bench.record(GENERATOR, {GENERATOR: bench.batch(0).generator_behind(engine)})
     engine.close()
 
 
@@ -43,7 +46,7 @@ def modes(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_modes(trial: Trial) -> Iterator[Comparison]:
-    """Losses, gradients and buffers are plain PyTorch's; evaluation leaves the buffers, and the mode is the caller's.
+    """Losses, gradients, buffers and what dropout takes of the generator are plain PyTorch's; the mode is the caller's.
 
     The statistics that a rank starts from are its own where the engine claims so, else perhaps those of rank 0.
     """
@@ -61,6 +64,11 @@ def judge_modes(trial: Trial) -> Iterator[Comparison]:
                 yield from evaluated(trial, rank, step, buffers[rank])
             elif step == 0:
                 yield from same_buffers(trial, rank, 0, buffers[rank])
+    for rank, copy in enumerate(trial.copies(GENERATOR)):
+        module, batch = trial.baseline.module(trial.copies("params", STEPS - 1)[rank]), trial.baseline.batch(rank, 0)
+        with torch.no_grad():
+            state = batch.generator_behind(module)
+        yield identical(trial.place(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), copy[GENERATOR].double())
 
 
 def evaluated(trial: Trial, rank: int, step: int, buffers: Mapping[str, Tensor]) -> Iterator[Comparison]:

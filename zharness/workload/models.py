@@ -74,6 +74,13 @@ class Batch:
             torch.default_generator.manual_seed(self.seed)
             return self._through(call)
 
+    def generator_behind(self, call: Callable[..., Any]) -> Tensor:
+        """The state in which ``call`` leaves torch's generator, after the same seed; that is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed or 0)
+            self._through(call)
+            return torch.get_rng_state()
+
     def _through(self, call: Callable[..., Any]) -> Any:
         if isinstance(self.inputs, Mapping):
             return call(**self.inputs)
