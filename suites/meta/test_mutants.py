@@ -1,7 +1,7 @@
 """Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
 
-One mutant for each law, in each of the law's variants and dtypes that a mutant needs: no law is without something that
-it kills. `zharness mutants --scope targets` runs the targets of every mutant, and judges them in the same way.
+One mutant for each law: no law is without something that it kills. `zharness mutants --scope targets` runs the targets
+of every mutant, and judges them in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zharness.run.plan import unsupported
 
 KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
 # Of several the newest, which was written when the law killed the others.
-SAMPLE = list({(target.check, target.variant, target.dtype): (mutant, target) for mutant, target in KILLS}.values())
+SAMPLE = list({target.check: (mutant, target) for mutant, target in KILLS}.values())
 
 # Killed, and in some target blamed on the local gradient: no known fault of a reduction gives numbers like these.
 MISNAMED = {

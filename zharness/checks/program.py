@@ -185,7 +185,7 @@ class Player:
             self.engine.zero_grad()
 
     def look(self, place: int, book: Book) -> None:
-        """Ask for everything, twice; what comes the second time is recorded, and all of it written over."""
+        """Ask for everything, twice; the second gradients and weights are recorded, and all of it written over."""
         shown: list[Any] = []
         for _ in range(2):
             look(self.engine)

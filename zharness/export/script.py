@@ -54,7 +54,14 @@ def unwritten(case: Case, claims: Capabilities) -> str:
     options, facts = options_of(case, claims), configured(case.engine_variant)
     if facts.autocast is not None or facts.wire is not None or options.get("torch_autocast"):
         return "there is no export under torch_autocast, or with a wire of another dtype, yet"
+    if joined(case, claims) and case.engine.partition("==")[0] != "fsdp2":
+        return "there is no export of a user's model on an engine that puts nodes into the graph, but for fsdp2, yet"
     return ""
+
+
+def joined(case: Case, claims: Capabilities) -> bool:
+    """Whether the plain model has the engine's nodes in its graph."""
+    return claims.junctions is not None and is_foreign(case.model)
 
 
 def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Setting:
@@ -76,7 +83,7 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
         named=case.dtype,
         dtype=DTYPES[case.dtype],
         wire=DTYPES[claims.wires.get(case.dtype, case.dtype)],
-        joined=claims.junctions is not None and is_foreign(case.model),
+        joined=joined(case, claims),
     )
 
 

@@ -47,7 +47,8 @@ def attempts(
     ]
     others = [case for case in dict.fromkeys(rest) if case not in own]
     # A target names the part and the parameter that the engine around it, whatever is known of it there, has right.
-    return Attempts(mutant, check.name, (*map(Planned, own), *runnable(mutant, check, others)))
+    claimed = [Planned(case) for case in own if not unsupported(check, case, mutant.claims(case.stage))]
+    return Attempts(mutant, check.name, (*claimed, *runnable(mutant, check, others)))
 
 
 def runnable(mutant: Mutant, check: Check, cases: Sequence[Case]) -> Iterator[Planned]:

@@ -20,6 +20,7 @@ from zharness.mutants import (
     blind3,
     blind4,
     blind5,
+    blind6,
     circumstances,
     contributions,
     graphs,
@@ -36,7 +37,7 @@ from zharness.mutants.mutant import PATH, Kind, Mutant, Target
 
 FILES = (
     *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers, orders),
-    *(blind, blind2, blind3, blind4, blind5),
+    *(blind, blind2, blind3, blind4, blind5, blind6),
 )
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
 

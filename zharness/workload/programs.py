@@ -87,7 +87,7 @@ class Mark(Enum):
     SCALE = "scale"  # engine.scale(loss).backward()
     OTHER = "other"  # another loss of the same output
     RETAIN = "retain"  # the graph is retained, and the output stays
-    UNSEEN = "unseen"  # nobody asks for the gradients that it leaves
+    UNSEEN = "unseen"  # its gradients are asked for no sooner than right before the step
     FEW = "few"  # fewer samples, on each rank another number
     KEYWORD = "kw"  # inputs by keyword
 
@@ -125,7 +125,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verb:
-    """One act; ``marks`` are those of a backward, in the order of Mark."""
+    """One act; ``marks`` are those that MARKED allows it, in the order of Mark."""
 
     act: Act
     marks: tuple[Mark, ...] = ()
