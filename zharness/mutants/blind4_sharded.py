@@ -15,7 +15,7 @@ from zharness.engines.reference import ReferenceEngine
 from zharness.reference import torch_private as private
 from zharness.reference.buckets import Bucket
 from zharness.reference.layout import Original
-from zharness.reference.parameters import share
+from zharness.reference.packed import share
 from zharness.reference.precision import OnOverflow
 from zharness.reference.uneven import Kind
 
@@ -195,7 +195,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Engi
         def load(self, path: Path) -> None:
             super().load(path)
             for buffer in self.engine._state._buffers().values():
-                share(buffer, self.engine.comm)
+                share([buffer], self.engine.comm)
 
     return Loads(reference.factory(model, config).engine)
 

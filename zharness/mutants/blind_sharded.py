@@ -16,7 +16,7 @@ from zharness.engines.protocol import EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
 from zharness.reference import torch_private as private
 from zharness.reference.layout import Original
-from zharness.reference.parameters import share
+from zharness.reference.packed import share
 
 
 def patch(target: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -307,7 +307,7 @@ class _LoadShares(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
         for buffer in self.module.buffers():
-            share(buffer, self.engine.comm)
+            share([buffer], self.engine.comm)
 
 
 def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:

@@ -18,9 +18,10 @@ from zharness.reference import memory, saving, universal
 from zharness.reference.config import Settings
 from zharness.reference.gathered import Ledger
 from zharness.reference.gradients import Gradients
-from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.layout import Original, Owner, Owners
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import only_leaves, refuse_own_steps
+from zharness.reference.packed import gather_all
 from zharness.reference.parameters import Parameters
 from zharness.reference.precision import OnOverflow
 from zharness.reference.rescaling import Rescaling
@@ -230,17 +231,27 @@ class Engine:
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter name, original shapes, on CPU; scalars such as ``step`` as they are."""
+        leaves = self._parameters.leaves
+        kept = {name: state for name, leaf in leaves.items() if (state := self.optimizer.state.get(leaf))}
+        shards = {
+            (name, key): (value, self._originals[name].layout)
+            for name, state in kept.items()
+            for key, value in state.items()
+            if self._is_shard(value, leaves[name])
+        }
+        whole = gather_all(shards, self.comm)
         return {
-            name: {key: self._whole(value, name) for key, value in state.items() if isinstance(value, Tensor)}
-            for name, leaf in self._parameters.leaves.items()
-            if (state := self.optimizer.state.get(leaf))
+            name: {
+                key: whole[name, key] if (name, key) in whole else value.detach().to("cpu", copy=True)
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+            for name, state in kept.items()
         }
 
-    def _whole(self, value: Tensor, name: str) -> Tensor:
-        leaf = self._parameters.leaves[name]
-        if self._owners.optimizer_state is Owner.SHARDED and value.shape == leaf.shape:
-            value = gather(value, self._originals[name].layout, self.comm)
-        return value.detach().to("cpu", copy=True)
+    def _is_shard(self, value: Any, leaf: Tensor) -> bool:
+        sharded = self._owners.optimizer_state is Owner.SHARDED
+        return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict`` with whole parameters on CPU, for ``load_state_dict`` of a plain one. Collective.

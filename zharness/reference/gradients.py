@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zharness.reference.buckets import Bucket
 from zharness.reference.gathered import Wire
-from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.layout import Original, Owner, Owners
+from zharness.reference.packed import gather_all
 from zharness.reference.rounds import Rounds
 
 
@@ -96,7 +97,11 @@ class Gradients:
 
     def full(self) -> dict[str, Tensor]:
         """The reduced gradients in their original shapes, copied to CPU. Collective."""
-        return {name: self._whole(name, grad).to("cpu", copy=True) for name, grad in self.reduced().items()}
+        reduced = self.reduced()
+        if self._owners.optimizer_state is Owner.WHOLE:
+            return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
+        shards = {name: (grad, self._originals[name].layout) for name, grad in reduced.items()}
+        return gather_all(shards, self._wire.comm)
 
     def forget(self) -> None:
         """No gradient anywhere: neither reduced nor waiting; and nothing that a failed backward left gathered."""
@@ -166,11 +171,6 @@ class Gradients:
     def _divisor_of(self, original: Original) -> float:
         """What is left to divide a sum by, after its way over the wire."""
         return self._wire.divisor / original.headroom
-
-    def _whole(self, name: str, grad: Tensor) -> Tensor:
-        if self._owners.optimizer_state is Owner.WHOLE:
-            return grad
-        return gather(grad, self._originals[name].layout, self._wire.comm)
 
     def finite(self) -> bool:
         """Whether every element of what ``reduced`` gave last is finite, on every rank. Collective: one byte."""

@@ -25,7 +25,8 @@ from zharness.reference.gradients import Gradients
 from zharness.reference.layout import STAGES, originals
 from zharness.reference.loss_scale import LossScale
 from zharness.reference.optimizer import Builder, ParameterGroups, build, build_schedule, group_facts
-from zharness.reference.parameters import Parameters, refuse_taken, share
+from zharness.reference.packed import share
+from zharness.reference.parameters import Parameters, refuse_taken
 from zharness.reference.shelf import Shelf
 from zharness.reference.together import alike
 from zharness.reference.uneven import Channel
@@ -62,7 +63,7 @@ def initialize(
         refuse_taken(model)
         return configuration.read(configuration.load(config), comm.world_size, device.type)
 
-    settings = alike(comm, read, lambda found: _facts(found, model, training_data))
+    settings = alike(comm, device, read, lambda found: _facts(found, model, training_data))
     loader = None
     if training_data is not None:
         loader = MicroBatches(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
@@ -79,8 +80,7 @@ def initialize(
     with ExitStack() as undo:  # an optimizer that is refused leaves the model as it was
         given = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         undo.callback(_give_back, [(each, each.data, each.detach().clone()) for each in given])
-        for tensor in given:
-            share(tensor, comm)
+        share(given, comm)
         parameters = Parameters(model, found, owners, wire, travelling)
         undo.callback(parameters.close)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -92,7 +92,7 @@ def initialize(
             chosen = build(optimizer, settings, model_parameters, found, parameters.leaves)
             return chosen, build_schedule(lr_scheduler, settings.scheduler, chosen)
 
-        chosen, schedule = alike(comm, choose, lambda both: group_facts(both[0], parameters.leaves))
+        chosen, schedule = alike(comm, device, choose, lambda both: group_facts(both[0], parameters.leaves))
         undo.pop_all()
     parameters.take()
     scale = LossScale(settings.precision.scaling, model.parameters())

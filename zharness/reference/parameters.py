@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.comm import Comm
 from zharness.errors import ConfigError, UsageError
 from zharness.reference.buckets import Bucket
 from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
-from zharness.reference.layout import Original, Owner, Owners, gather
+from zharness.reference.layout import Original, Owner, Owners
+from zharness.reference.packed import gather_all, share
 from zharness.reference.reading import Exchange, Reader
 
 # The modules whose own parameters an engine has.
@@ -71,8 +71,9 @@ class Parameters:
         waiting: dict[Tensor, Original] = {original.parameter: original for original in self._originals.values()}
         home = device_of(module, self._comm)
         for each in deferred(module):
-            for tensor in each.materialise(home):
-                share(tensor, self._comm)
+            made = each.materialise(home)
+            share(made, self._comm)
+            for tensor in made:
                 if tensor in waiting:
                     yield waiting.pop(tensor)
         yield from waiting.values()
@@ -179,7 +180,7 @@ class Parameters:
 
         A master keeps the elements that were not edited: they are finer than what the model holds of them.
         """
-        share(value, self._comm, source)
+        share([value], self._comm, source)
         if self._owners.parameters is Owner.WHOLE:
             original.parameter.detach().copy_(value)
         start, stop = original.layout.bounds(self._comm.rank)
@@ -198,22 +199,17 @@ class Parameters:
     @torch.no_grad()
     def full(self) -> dict[str, Tensor]:
         """The current weights, copied to CPU. Collective where parameters are sharded."""
-        return {name: self._whole(original).to("cpu", copy=True) for name, original in self._originals.items()}
-
-    def _whole(self, original: Original) -> Tensor:
-        values = original.parameter.detach()
-        if self._owners.parameters is Owner.WHOLE:
-            return values
-        return gather(values, original.layout, self._comm)
+        return self._wholes({name: o.parameter for name, o in self._originals.items()}, self._owners.parameters)
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
         """The masters where there are any, original shapes, copied to CPU. Collective where they are sharded."""
-        whole = self._owners.optimizer_state is Owner.WHOLE
-        return {
-            name: (leaf if whole else gather(leaf, self._originals[name].layout, self._comm)).to("cpu", copy=True)
-            for name, leaf in self.masters.items()
-        }
+        return self._wholes(self.masters, self._owners.optimizer_state)
+
+    def _wholes(self, tensors: Mapping[str, Tensor], owner: Owner) -> dict[str, Tensor]:
+        if owner is Owner.WHOLE:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        return gather_all({name: (each, self._originals[name].layout) for name, each in tensors.items()}, self._comm)
 
     def close(self) -> None:
         """Give the modules their classes back. Sharded parameters stay shards: no collective runs here."""
@@ -225,15 +221,6 @@ class Parameters:
     def take(self) -> None:
         """From now on no other engine gets these parameters: until ``close``, and for good where they are shards."""
         TAKEN.update(self._holders)
-
-
-@torch.no_grad()
-def share(tensor: Tensor, comm: Comm, source: int = 0) -> None:
-    """Make ``tensor`` on every rank what it is on rank ``source``. Collective."""
-    if tensor.numel():
-        whole = tensor.detach().contiguous()
-        comm.broadcast(whole, source)
-        tensor.copy_(whole)
 
 
 def _keep_shard(original: Original, rank: int) -> None:

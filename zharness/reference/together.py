@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zharness.comm import Comm
@@ -46,8 +48,8 @@ def _settle(problem: str, comm: Comm) -> None:
         ) from None
 
 
-def alike(comm: Comm, attempt: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """What ``attempt`` returns, where it returned on every rank with the same ``facts``. Collective.
+def alike(comm: Comm, device: torch.device, attempt: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    """What ``attempt`` returns, where it returned on every rank with the same ``facts``. Collective, from ``device``.
 
     Where it raised on all ranks alike, its error; else one ConfigError on all ranks, which names the first difference.
     """
@@ -57,12 +59,19 @@ def alike(comm: Comm, attempt: Callable[[], T], facts: Callable[[T], Mapping[str
         told = facts(value)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
         told, failed = {"outcome": f"{type(error).__name__}: {error}"}, error
-    everyone = exchange(dict(told), comm)
-    if any(other != everyone[0] for other in everyone):
-        raise ConfigError(_difference(everyone)) from failed
+    if not _same(told, comm, device):
+        raise ConfigError(_difference(exchange(dict(told), comm))) from failed
     if failed is not None:
         raise failed
     return value
+
+
+def _same(told: Mapping[str, str], comm: Comm, device: torch.device) -> bool:
+    """Whether all ranks were ``told`` the same: by a digest, since to send objects takes several collectives."""
+    digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
+    mine = torch.tensor([*digest], dtype=torch.uint8, device=device)
+    rows = comm.all_gather(mine.new_empty(comm.world_size * len(digest)), mine).view(comm.world_size, -1)
+    return bool((rows == mine).all())
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:

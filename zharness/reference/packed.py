@@ -1,0 +1,68 @@
+"""Tensors that cross the wire for a caller, many at once: a collective costs the same for one element as for many.
+
+What is gathered to be looked at, and what rank 0 gives to all. Training's own way over the wire is in ``buckets``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zharness.comm import Comm
+from zharness.reference.buckets import SIZE
+from zharness.reference.layout import Layout, padded
+
+K = TypeVar("K")
+
+
+@torch.no_grad()
+def gather_all(shards: Mapping[K, tuple[Tensor, Layout]], comm: Comm) -> dict[K, Tensor]:
+    """The full tensors on the CPU, in the order of ``shards``, from every rank's shard of each (padded or not).
+
+    Collective: ``shards`` has the same keys in the same order on every rank.
+    """
+    full: dict[K, Tensor] = {}
+    for keys in _packs({key: shard for key, (shard, _) in shards.items()}, SIZE // comm.world_size):
+        layouts = [shards[key][1] for key in keys]
+        row = torch.cat([padded(shards[key][0], layout.length) for key, layout in zip(keys, layouts, strict=True)])
+        rows = row.new_empty(comm.world_size, row.numel())
+        if row.numel():
+            comm.all_gather(rows.view(-1), row)
+        parts = torch.split(rows, [layout.length for layout in layouts], dim=1)
+        for key, layout, part in zip(keys, layouts, parts, strict=True):
+            whole = part.reshape(-1)[: layout.numel].view(layout.shape)
+            # A part one element wide is a column of the rows, whose stride a copy would keep.
+            full[key] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return {key: full[key] for key in shards}
+
+
+@torch.no_grad()
+def share(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
+    """Make each tensor on every rank what it is on rank ``source``. Collective."""
+    found = dict(enumerate(tensors))
+    for keys in _packs(found, SIZE):
+        flat = torch.cat([found[key].detach().reshape(-1) for key in keys])
+        if flat.numel():
+            comm.broadcast(flat, source)
+        for key, part in zip(keys, torch.split(flat, [found[key].numel() for key in keys]), strict=True):
+            found[key].copy_(part.view(found[key].shape))
+
+
+def _packs(tensors: Mapping[K, Tensor], size: int) -> Iterator[list[K]]:
+    """The keys of what crosses the wire together: one dtype and device, at most ``size`` elements or one tensor."""
+    alike: dict[tuple[torch.dtype, torch.device], list[K]] = {}
+    for key, tensor in tensors.items():
+        alike.setdefault((tensor.dtype, tensor.device), []).append(key)
+    for keys in alike.values():
+        pack: list[K] = []
+        elements = 0
+        for key in keys:
+            if pack and elements + tensors[key].numel() > size:
+                yield pack
+                pack, elements = [], 0
+            pack.append(key)
+            elements += tensors[key].numel()
+        yield pack
