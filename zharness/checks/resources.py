@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.checks.accumulation import FROZEN, number
-from zharness.checks.bench import Bench
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench, number
 from zharness.checks.calls import judge_hook_count, observe_hook_count
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
