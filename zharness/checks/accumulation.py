@@ -22,7 +22,7 @@ BOUNDARIES = 2
 # A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
 MOVING = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))
-OPTIMIZERS = {"frozen": FROZEN, "moving": MOVING}
+FROZEN_AND_MOVING = {"frozen": FROZEN, "moving": MOVING}
 CLIP = 0.1  # below the norm of the mean of a window's gradients
 
 
@@ -43,7 +43,7 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     clips = (
         chosen == "moving" and owner is AccumulationOwner.ENGINE and bench.capabilities.refusal(Feature.CLIP) is None
     )
-    clip, optimizer = CLIP if clips else None, OPTIMIZERS[chosen]
+    clip, optimizer = CLIP if clips else None, FROZEN_AND_MOVING[chosen]
     engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
     spellings = spellings_of(bench, engine, owner, steps)
     for boundary in range(BOUNDARIES):
@@ -89,7 +89,7 @@ def accumulate(
 
 
 def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
-    for chosen, optimizer in OPTIMIZERS.items():
+    for chosen, optimizer in FROZEN_AND_MOVING.items():
         for steps in ACCUMULATIONS:
             label = f"{chosen}-{steps}"
             if trial.recorded(f"grads-{label}"):
