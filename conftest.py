@@ -1,6 +1,7 @@
 """The suites' own settings; the fixtures come with the plugin that the package registers."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -21,3 +22,13 @@ def pytest_collect_file(file_path, parent):
     from zharness.releases.repro_items import ReproFile
 
     return [ReproFile.from_parent(parent, path=file_path)]
+
+
+@pytest.fixture
+def ctrl_c():
+    """Processes that the test starts hear Ctrl-C, though these tests may not: a shell that runs them in the background
+    has SIGINT ignored, and what is ignored stays so in every process below, which Python then leaves as it is.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -10,22 +13,68 @@ import torch
 from zharness.engines import deepspeed_process
 from zharness.engines.deepspeed_process import Leftovers
 
+OFF = (False, None)
+ON = (True, torch.bfloat16)
+
+
+class Process:
+    """A process in which DeepSpeed's autocast is off, and what an engine that is built sets in it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._module = SimpleNamespace(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
+        monkeypatch.setattr(deepspeed_process, "importlib", SimpleNamespace(import_module=lambda _name: self._module))
+        monkeypatch.setattr(Leftovers, "_open", WeakSet())
+        monkeypatch.setattr(Leftovers, "_before", None)
+        self.own = torch.nn.functional.linear
+        monkeypatch.setattr(torch.nn.functional, "linear", self.own)  # put back whatever a test leaves
+
+    @property
+    def linear(self) -> Callable[..., Any]:
+        return torch.nn.functional.linear
+
+    @property
+    def flags(self) -> tuple[bool, torch.dtype | None]:
+        return self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE
+
+    def build(self) -> Leftovers:
+        """An engine at stage 3 under torch_autocast."""
+        engine = Leftovers()
+        self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE = ON
+        torch.nn.functional.linear = replaced
+        return engine
+
+
+def replaced() -> None: ...
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
+
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first built is closed first", "and last"])
-def test_the_linear_of_stage_3_stays_until_the_last_engine_is_closed(
-    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = SimpleNamespace(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
-    monkeypatch.setattr(deepspeed_process, "importlib", SimpleNamespace(import_module=lambda _name: flags))
-    own = torch.nn.functional.linear
-
-    def replaced() -> None: ...
-
-    replaced.__module__ = "deepspeed.runtime.zero.linear"
-    engines = [Leftovers()]
-    monkeypatch.setattr(torch.nn.functional, "linear", replaced)
-    engines.append(Leftovers())
+def test_what_an_engine_sets_stays_until_the_last_one_is_closed(process: Process, order: tuple[int, int]) -> None:
+    engines = [process.build(), process.build()]
     engines[order[0]].undo()
-    assert torch.nn.functional.linear is replaced, "an engine lives on, with the kernels that it began with"
+    assert process.linear is replaced, "an engine lives on, with the kernels that it began with"
+    assert process.flags == ON, "an engine lives on, and communicates as it has from the start"
     engines[order[1]].undo()
-    assert torch.nn.functional.linear is own
+    assert process.linear is process.own
+    assert process.flags == OFF
+
+
+def test_what_was_there_before_an_engine_that_is_never_closed_is_put_back_by_the_next(process: Process) -> None:
+    process.build()  # forgotten at once
+    process.build().undo()
+    assert process.linear is process.own
+    assert process.flags == OFF
+
+
+def test_an_engine_closed_twice_puts_back_nothing_of_a_later_one(process: Process) -> None:
+    first = process.build()
+    first.undo()
+    second = process.build()
+    first.undo()
+    assert process.flags == ON
+    second.undo()
+    assert process.flags == OFF

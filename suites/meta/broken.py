@@ -65,6 +65,16 @@ class WrongShapes(Around):
         return {name: grad.flatten() for name, grad in self.right.full_grads().items()}
 
 
+class ShardsLeft(Around):
+    """Rank 0's first weight is still a shard when the engine is closed; the others' are whole again."""
+
+    def close(self) -> None:
+        self.right.close()
+        if torch.distributed.get_rank() == 0:
+            first = next(self.module.parameters())
+            first.data = first.detach().flatten()[:1].clone()
+
+
 class ChangesWeights(Around):
     """Initialises one weight anew, where there is more than one rank."""
 
@@ -184,6 +194,7 @@ changes_a_factor: Factory = ChangesAFactor
 lacks_a_method: Factory = LacksAMethod
 modest: Factory = Modest
 replaces_linear: Factory = ReplacesLinear
+leaves_a_shard: Factory = ShardsLeft
 
 
 def returns_no_engine(model: nn.Module, config: EngineConfig) -> NotAnEngine:

@@ -191,6 +191,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the list of processes is read from /proc")
 def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"

@@ -43,7 +43,11 @@ AT_ONCE = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    names = [*(BROKEN + fault for fault in (*FAULTS, *CHANGES)), BROKEN + "replaces_linear", MUTANTS + "steps_late"]
+    names = [
+        *(BROKEN + fault for fault in (*FAULTS, *CHANGES)),
+        *(BROKEN + name for name in ("replaces_linear", "leaves_a_shard")),
+        MUTANTS + "steps_late",
+    ]
     with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
         yield started
 
@@ -76,6 +80,13 @@ def test_an_engine_that_changes_the_model_it_was_given_is_refused_when_it_is_bui
 def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:
     record = run_one(runner, Case("training.grads", MUTANTS + "steps_late", 0, 2, "fp32", "mlp"))
     assert record.verdict is Verdict.PASS, record.cause
+
+
+def test_weights_that_are_whole_again_on_some_ranks_alone_are_told(runner: Runner) -> None:
+    record = run_one(runner, Case("resources.close", BROKEN + "leaves_a_shard", 0, 2, "fp32", "exact"))
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert record.divergence is not None
+    assert record.divergence.parameter == "whole"
 
 
 def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_knows_nothing_of_it(

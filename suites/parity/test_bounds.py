@@ -118,7 +118,7 @@ def test_a_step_of_torch_optim_stays_within_its_replay(name: str, seed: int, ste
 
 
 def test_every_optimizer_that_an_engine_can_be_configured_with_has_a_replay() -> None:
-    assert set(NAMES.values()) == set(FORMULAS) == set(built.OPTIMIZERS) == set(config.OPTIMIZERS)
+    assert set(NAMES.values()) == set(FORMULAS) == set(built.ELEMENTWISE) == set(config.OPTIMIZERS)
 
 
 @REPEATABLE

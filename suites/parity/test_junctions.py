@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from zharness.engines import fsdp2
-from zharness.parity.junctions import with_junctions
+from zharness.engines import EngineConfig, fsdp2
+from zharness.errors import EngineContractError
+from zharness.parity.baseline import names_of
+from zharness.parity.junctions import Choose, with_junctions
 from zharness.workload.models import Batch, ModelSpec
 
 LARGE = 2.0**25  # 1 + LARGE is LARGE in float32
@@ -47,13 +53,21 @@ def gradient(spec: ModelSpec) -> float:
     return float(weight.grad)
 
 
+def inner(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    return [model.get_submodule("inner.0")]
+
+
+def itself(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    return [model]
+
+
 def test_gradients_of_uses_behind_a_junction_are_added_before_the_others() -> None:
     assert gradient(SPEC) == 0.0, "(1 + LARGE) - LARGE"
-    assert gradient(with_junctions(SPEC, lambda model: [model.get_submodule("inner.0")])) == 1.0, "1 + (LARGE - LARGE)"
+    assert gradient(with_junctions(SPEC, inner, {})) == 1.0, "1 + (LARGE - LARGE)"
 
 
 def test_a_junction_around_the_whole_model_changes_nothing() -> None:
-    assert gradient(with_junctions(SPEC, lambda model: [model])) == gradient(SPEC)
+    assert gradient(with_junctions(SPEC, itself, {})) == gradient(SPEC)
 
 
 def test_fsdp2_has_one_at_each_of_its_groups_and_at_the_root() -> None:
@@ -61,3 +75,67 @@ def test_fsdp2_has_one_at_each_of_its_groups_and_at_the_root() -> None:
     assert fsdp2.sharded_apart(model, {"grouping": "block"}) == [model[0], model[2], model]
     assert fsdp2.sharded_apart(model, {"grouping": "root"}) == [model]
     assert fsdp2.CAPABILITIES.junctions is fsdp2.sharded_apart
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("grouping", ["leaf", "block", "root"])
+def test_fsdp2_puts_a_node_into_the_graph_at_the_modules_that_it_claims(grouping: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
+    model.register_parameter("of_the_root", nn.Parameter(torch.ones(2)))
+    claimed = fsdp2.sharded_apart(model, {"grouping": grouping})
+    engine = fsdp2.factory(model, EngineConfig(stage=3, options={"grouping": grouping}))
+    output = engine(torch.ones(1, 2, requires_grad=True))
+    assert nodes(output, "RegisterPostBackward") == len(claimed)
+    engine.close()
+
+
+def nodes(output: Tensor, name: str) -> int:
+    """How many nodes of the graph behind ``output`` have ``name`` in theirs."""
+    seen, ahead = set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [follower for follower, _ in node.next_functions]
+    return sum(name in node.name() for node in seen)
+
+
+def test_what_is_kept_for_a_model_with_junctions_is_found_again() -> None:
+    options = {"grouping": {"of": ["lists"]}}
+    first, again = (with_junctions(SPEC, inner, dict(options)) for _ in range(2))
+    assert first == again
+    assert names_of(first, 0) is names_of(again, 0)
+    assert first not in (SPEC, with_junctions(SPEC, itself, options), with_junctions(SPEC, inner, {}))
+
+
+def a_stranger(_model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    return [nn.Identity()]
+
+
+def one_twice(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    return [model, model]
+
+
+def halving(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    return [model]
+
+
+def hooking(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    model.register_forward_hook(lambda _module, _inputs, output: output / 2)
+    return [model]
+
+
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (a_stranger, "Identity"),
+        (one_twice, "each once"),
+        (halving, "changed the plain model"),
+        (hooking, "changed the plain model"),
+    ],
+)
+def test_an_engine_that_claims_junctions_cannot_change_what_it_is_held_against(choose: Choose, words: str) -> None:
+    with pytest.raises(EngineContractError, match=words):
+        with_junctions(SPEC, choose, {}).model(0)

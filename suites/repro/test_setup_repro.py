@@ -129,6 +129,7 @@ def test_an_install_that_fails_leaves_nothing_behind_nor_what_a_killed_one_left(
     assert not stage.left()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("moment", ["MEANWHILE", "MEANWHILE_RUNNING"])
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(stage: Stage, moment: str) -> None:
     never = stage.folder / "never"

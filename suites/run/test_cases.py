@@ -102,6 +102,20 @@ def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s
     assert all("tier C in training.kernels" in cell.unsupported for cell in left_out)
 
 
+@pytest.mark.parametrize(("world_size", "runs"), [(2, True), (3, False), (4, True)])
+def test_what_is_exact_by_the_sum_alone_is_not_judged_by_the_mean_over_three(world_size: int, runs: bool) -> None:
+    def mean_alone(engine: str, stage: int) -> Capabilities:
+        claimed = claims(engine, stage)
+        return replace(claimed, refuses={**claimed.refuses, Feature.SUM: "it averages"})
+
+    request = Request(patterns=("double_backward.weight_penalty",), stages=(3,), world_sizes=(world_size,))
+    cells = plan(request, mean_alone)
+    (reduced,) = (cell for cell in cells if cell.case.variant == "reduced")
+    assert (not reduced.unsupported) is runs
+    assert runs or "claims no sum: it averages" in reduced.unsupported
+    assert not any(cell.unsupported for cell in plan(request, claims) if cell.case.variant == "reduced")
+
+
 def test_another_order_has_the_same_cells_and_follows_from_its_seed() -> None:
     cells = plan(Request(patterns=("training",)), claims)
     assert shuffled(cells, 1) == shuffled(cells, 1)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zharness.checks.bench import Bench
+from zharness.checks.bench import Bench, number
 from zharness.checks.course import norm_and_bound
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, norm_told, published
 from zharness.checks.trial import Trial, divided_by
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.parity import Comparison, Part, within
@@ -22,7 +22,7 @@ BOUNDARIES = 2
 # A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
 MOVING = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))
-OPTIMIZERS = {"frozen": FROZEN, "moving": MOVING}
+FROZEN_AND_MOVING = {"frozen": FROZEN, "moving": MOVING}
 CLIP = 0.1  # below the norm of the mean of a window's gradients
 
 
@@ -43,7 +43,7 @@ def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, step
     clips = (
         chosen == "moving" and owner is AccumulationOwner.ENGINE and bench.capabilities.refusal(Feature.CLIP) is None
     )
-    clip, optimizer = CLIP if clips else None, OPTIMIZERS[chosen]
+    clip, optimizer = CLIP if clips else None, FROZEN_AND_MOVING[chosen]
     engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
     spellings = spellings_of(bench, engine, owner, steps)
     for boundary in range(BOUNDARIES):
@@ -89,7 +89,7 @@ def accumulate(
 
 
 def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
-    for chosen, optimizer in OPTIMIZERS.items():
+    for chosen, optimizer in FROZEN_AND_MOVING.items():
         for steps in ACCUMULATIONS:
             label = f"{chosen}-{steps}"
             if trial.recorded(f"grads-{label}"):
@@ -104,26 +104,22 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
                     yield from published(trial, after, f"params-{label}")
 
 
-def number(value: float) -> Tensor:
-    """Counts, flags and the like, as they are recorded and compared."""
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def clipped(
-    trial: Trial, label: str, boundary: int, grads: Mapping[str, Tensor], limit: float = CLIP
+    trial: Trial, label: str, step: int, grads: Mapping[str, Tensor], limit: float = CLIP
 ) -> Generator[Comparison, None, float]:
-    """The norm recorded under ``label`` is that of the whole window's gradients; what clips them to ``limit``.
+    """On every rank the norm recorded under ``label`` is that of all ``grads`` together; the factor by which
+    torch.nn.utils.clip_grad_norm_ clips them to ``limit``, 1 where it does not.
 
-    That an engine which clips reports none is told by training.clip_and_norm.
+    That an engine which clips reports none is told by training.clip_and_norm, which records it as NaN.
     """
     if not trial.recorded(label):
         return 1.0
     norm, error = norm_and_bound(grads)
-    reported = [copy.get("norm") for copy in trial.copies(label, boundary)]
+    reported = [copy.get("norm") for copy in trial.copies(label, step)]
     for rank, each in enumerate(reported):
         if each is not None:
-            yield within(trial.place("norm", Part.REDUCTION, boundary, rank), norm, each, error)
-    return limit / (float(norm if reported[0] is None else reported[0]) + 1e-6)
+            yield norm_told(within(trial.place("norm", Part.REDUCTION, step, rank), norm, each, error))
+    return min(1.0, limit / (float(norm if reported[0] is None else reported[0]) + 1e-6))
 
 
 def divided_by_engine(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.checks.accumulation import FROZEN, number
-from zharness.checks.bench import Bench
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench, number
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import norm_told
 from zharness.checks.single_step import evaluating

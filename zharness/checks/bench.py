@@ -29,6 +29,11 @@ from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import SAMPLES
 
 
+def number(value: float) -> Tensor:
+    """Counts, flags and the like, as they are recorded and compared."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
 class Bench:
     """One rank of a cell.
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zharness.checks.accumulation import FROZEN, number
-from zharness.checks.bench import Bench
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench, number
 from zharness.checks.trial import Trial
 from zharness.parity import Comparison, Part, between
 

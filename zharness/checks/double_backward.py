@@ -222,6 +222,7 @@ CHECKS = (
             variants=((OWN, (Feature.OWN_WEIGHT_GRADIENTS,)), (REDUCED, (Feature.REDUCED_WEIGHT_GRADIENTS,))),
         ),
         judge=judge_weight_penalty,
+        summed=(REDUCED,),
     ),
     Check(
         name="double_backward.retained_then_zero_grad",

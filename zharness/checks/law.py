@@ -25,6 +25,7 @@ class Check:
     or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
+    ``summed`` are the variants that are exact by the sum over ranks, and by the mean only over a power of two of them.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
     a variant is a number of steps of the training as configured, and any other number is one as well.
     """
@@ -41,6 +42,7 @@ class Check:
     own_numbers: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = tuple(DTYPES)
     courses: Mapping[str, Course] = field(default_factory=dict, hash=False)
+    summed: tuple[str, ...] = ()
     any_model: tuple[str, ...] = ()
     counted: bool = False
 

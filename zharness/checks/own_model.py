@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zharness.checks.accumulation import accumulate, divided_by_engine
+from zharness.checks.accumulation import accumulate, clipped, divided_by_engine
 from zharness.checks.bench import Bench
-from zharness.checks.course import Course, norm_and_bound
+from zharness.checks.course import Course
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights
@@ -20,7 +20,7 @@ from zharness.checks.trial import Trial, divided_by
 from zharness.checks.usual import Training
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.errors import UsageError
-from zharness.parity import Comparison, Part, Tier, within
+from zharness.parity import Comparison, Tier
 from zharness.workload import ModelSpec
 
 STEPS = "3"
@@ -75,10 +75,7 @@ def judge_configured(trial: Trial) -> Iterator[Comparison]:
             yield from gradients(trial, step)
         grads, factor = trial.copies("grads", step)[0], 1.0
         if trial.training.clip is not None:
-            norm, error = norm_and_bound(grads)
-            reported = trial.copies("norm", step)[0].get("norm", norm)
-            yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
-            factor = trial.training.clip / (float(reported) + 1e-6)
+            factor = yield from clipped(trial, "norm", step, grads, trial.training.clip)
         yield from judge_step(trial, trial.training.optimizer, grads, Moment(step, "masters"), factor)
         yield from everyone_agrees(trial, Moment(step + 1))
         yield from published(trial, Moment(step + 1, "masters"), "params")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.checks import autocast
-from zharness.checks.accumulation import FROZEN, number
+from zharness.checks.accumulation import FROZEN
 from zharness.checks.autocast import (
     AUTOCAST,
     LOW,
@@ -27,7 +27,7 @@ from zharness.checks.autocast import (
     reduced,
     same,
 )
-from zharness.checks.bench import Bench
+from zharness.checks.bench import Bench, number
 from zharness.checks.dtypes import DTYPES
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.state import same_records, shared_folder

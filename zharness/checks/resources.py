@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.checks.accumulation import FROZEN, number
-from zharness.checks.bench import Bench
+from zharness.checks.accumulation import FROZEN
+from zharness.checks.bench import Bench, number
 from zharness.checks.calls import judge_hook_count, observe_hook_count
 from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
@@ -27,7 +27,7 @@ from zharness.checks.trial import Trial
 from zharness.checks.variations import ADAMW
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Resources, Traffic
 from zharness.errors import EngineContractError
-from zharness.parity import Comparison, Part, Tier, between, identical
+from zharness.parity import Comparison, Part, Tier, between, identical, ranks_agree
 
 T = TypeVar("T")
 ACCUMULATIONS = (1, 2, 3)
@@ -177,7 +177,9 @@ def observe_close(bench: Bench) -> None:
     model = bench.spec.model(bench.seed)
     left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
     live_once(bench, bench.around(model, optimizer=ADAMW))
-    if all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters()):
+    whole = all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters())
+    bench.record("whole", {"whole": number(whole)})
+    if everywhere(bench, whole):  # a hook that was left may call its peers, who have to be there then
         bench.record("params", dict(model.named_parameters()))
         model.zero_grad()
         bench.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
@@ -187,10 +189,21 @@ def observe_close(bench: Bench) -> None:
     bench.record("left", {"model": number(left() is not None)})
 
 
+def everywhere(bench: Bench, here: bool) -> bool:
+    """Whether it is so on every rank. Collective."""
+    verdict = torch.tensor(int(here), device=bench.device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict)
+
+
 def judge_close(trial: Trial) -> Iterator[Comparison]:
-    """A model whose weights are whole is a plain one again: its backward is this rank's own."""
+    """A model whose weights are whole, alike on all ranks, is a plain one again: its backward is a rank's own."""
+    yield from ranks_agree(trial.place("whole", Part.GATHER), [copy["whole"] for copy in trial.copies("whole")])
     if trial.recorded("own"):
-        local = trial.locals(STEPS, trial.copies("params")[0])
+        copies = trial.copies("params")
+        for name in copies[0]:
+            yield from ranks_agree(trial.place(name, Part.GATHER), [copy[name] for copy in copies])
+        local = trial.locals(STEPS, copies[0])
         yield from trial.same_value("own", [one.grads for one in local])
     for rank, copy in enumerate(trial.copies("left")):
         yield identical(trial.place("model", Part.GATHER, 0, rank), number(0), copy["model"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zharness.checks.trial import Trial
 from zharness.parity import Comparison, Part, identical
+from zharness.reference import torch_private as private
 
 RANDOM_STATE = "random state"
 PRECISIONS = ("highest", "high", "medium")
@@ -30,7 +31,7 @@ def switches() -> dict[str, Tensor]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "detection of anomalies": torch.is_anomaly_enabled(),
         "precision of matrix products": PRECISIONS.index(torch.get_float32_matmul_precision()),
-        "threads of a backward": torch._C._is_multithreading_enabled(),
+        "threads of a backward": private.backward_has_threads(),
         "collection of garbage": gc.isenabled(),
         "number of threads": torch.get_num_threads(),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),

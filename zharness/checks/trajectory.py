@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zharness.checks.accumulation import clipped
 from zharness.checks.bench import Bench
-from zharness.checks.course import Course, norm_and_bound
+from zharness.checks.course import Course
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.optimizers import param_groups
 from zharness.engines.protocol import Absent, Engine, GroupSpec, OptimizerSpec
-from zharness.parity import Comparison, Mismatch, Part, identical, within
+from zharness.parity import Comparison, Mismatch, Part, identical
 from zharness.parity.baseline import Local
 from zharness.parity.compare import check_names
 
@@ -163,10 +164,7 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
         yield from trial.reduced("grads", [local], step)
         grads, factor = trial.copies("grads", step)[0], 1.0
         if course.clip is not None:
-            norm, error = norm_and_bound(grads)
-            reported = trial.copies("norm", step)[0].get("norm", norm)
-            yield within(trial.place("norm", Part.REDUCTION, step), norm, reported, error)
-            factor = course.clip / (float(reported) + 1e-6)
+            factor = yield from clipped(trial, "norm", step, grads, course.clip)
         yield from judge_step(trial, course.optimizer, grads, Moment(step, "masters"), factor)
         yield from facts_told(trial, course.optimizer, step, step + 1)
         yield from everyone_agrees(trial, Moment(step + 1))

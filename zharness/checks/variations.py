@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zharness.checks.accumulation import FROZEN
+from zharness.checks.accumulation import FROZEN, clipped
 from zharness.checks.bench import Bench
-from zharness.checks.course import norm_of
 from zharness.checks.law import Check
 from zharness.checks.looks import judge_looked_at, observe_looked_at
 from zharness.checks.modes import judge_modes, observe_modes
-from zharness.checks.optimizer_step import Clipped, norm_told
+from zharness.checks.optimizer_step import Clipped
 from zharness.checks.pairwise import rows
 from zharness.checks.several_backwards import judge_several_backwards, observe_several_backwards
 from zharness.checks.single_step import SGD, evaluating, judge_sgd_step, observe_sgd_step
 from zharness.checks.trajectory import forward
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec, Reduction
-from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.bounds import of_many
+from zharness.parity import Comparison, Part, Tier, identical, ranks_agree
 
 Observe = Callable[[Bench], None]
 Judge = Callable[[Trial], Iterator[Comparison]]
@@ -181,13 +179,7 @@ def judge_clip_and_norm(trial: Trial) -> Iterator[Comparison]:
     """The norm of the union of all gradients, and w - factor x g, with torch.nn.utils.clip_grad_norm_'s factor."""
     for at, clip in enumerate(CLIPS):
         grads, before = trial.copies("grads", at)[0], trial.copies("masters-before", at)[0]
-        whole = norm_of(grads)
-        # A sum of squares in fp32 or wider: in bf16 so many terms have no bound.
-        wide = reduce(torch.promote_types, [grad.dtype for grad in grads.values()], torch.float32)
-        error = whole * of_many(sum(grad.numel() for grad in grads.values()), wide)
-        for rank, copy in enumerate(trial.copies("norm", at)):
-            yield norm_told(within(trial.place("norm", Part.REDUCTION, at, rank), whole, copy["norm"], error))
-        factor = min(1.0, clip / (float(trial.copies("norm", at)[0]["norm"]) + 1e-6))
+        factor = yield from clipped(trial, "norm", at, grads, clip)
         after = trial.copies("masters-after", at)
         for name, weight in before.items():
             step = Clipped(weight, grads.get(name, torch.zeros_like(weight)), factor)

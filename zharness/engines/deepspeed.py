@@ -91,6 +91,7 @@ class DeepSpeedEngine:
                 config=json_config(config),
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as refused:
+            self._leftovers.undo()
             raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):

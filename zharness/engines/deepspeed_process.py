@@ -23,26 +23,29 @@ class Leftovers:
     """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
     stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
 
-    The function is put back by the engine that is closed last, whichever was built first: one that lives on computes
-    with the kernels that it has had from the start. An engine that is forgotten and never closed counts no more.
+    What was there before the first engine is put back by the engine that is closed last, whichever was built first: one
+    that lives on computes and communicates as it has from the start. An engine that is forgotten and never closed
+    counts no more, but what was there before it is not forgotten.
     """
 
     _open: ClassVar[WeakSet[Leftovers]] = WeakSet()
+    _before: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two flags of autocast
 
     def __init__(self) -> None:
-        self._linear: Callable[..., Any] = next(
-            (other._linear for other in Leftovers._open), torch.nn.functional.linear
-        )
-        Leftovers._open.add(self)
         self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
-        self._was = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
+        if Leftovers._before is None:
+            flags = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
+            Leftovers._before = (torch.nn.functional.linear, *flags)
+        Leftovers._open.add(self)
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Put back what was there before, unless another engine is still open; a second call does nothing."""
         Leftovers._open.discard(self)
-        if not Leftovers._open and self._linear.__module__.partition(".")[0] != "deepspeed":
-            torch.nn.functional.linear = self._linear
-        self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = self._was
+        if Leftovers._open or Leftovers._before is None:
+            return
+        linear, self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = Leftovers._before
+        torch.nn.functional.linear = linear
+        Leftovers._before = None
 
 
 def prepare(device_type: str) -> Any:

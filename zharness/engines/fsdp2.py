@@ -85,7 +85,7 @@ def without(torch_version: str) -> str:
 
 def sharded_apart(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
     """The modules that ``fully_shard`` is applied to, the root last: at their inputs it puts RegisterPostBackward's
-    node into the graph.
+    node into the graph. A root without parameters of its own has none, where one would change nothing either.
     """
     return [*groups(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
 

@@ -13,7 +13,7 @@ from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import UsageError
 
 # torch's elementwise ones: the update of a shard is the shard of the update.
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     kind.__name__.lower(): kind
     for kind in (
         *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
@@ -42,9 +42,9 @@ def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Opti
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """torch.optim's class of that name. Raises UsageError for an unknown one."""
-    if name not in OPTIMIZERS:
-        raise UsageError.unknown("optimizer", name, sorted(OPTIMIZERS))
-    return OPTIMIZERS[name]
+    if name not in ELEMENTWISE:
+        raise UsageError.unknown("optimizer", name, sorted(ELEMENTWISE))
+    return ELEMENTWISE[name]
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:

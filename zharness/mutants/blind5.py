@@ -1,6 +1,7 @@
 """The fifth blind set: by somebody else again, who knew the Engine protocol alone.
 
-Two of its 24 are as an earlier set has them, by name even (mean_over_users, backward_under_autocast), and are left out.
+Three of its 24 are as an earlier set has them and are left out: mean_over_users and backward_under_autocast, by name
+even, and masters_from_weights, which the third set calls masters_from_model_at_load.
 """
 
 from __future__ import annotations
@@ -40,13 +41,6 @@ MUTANTS = (
         ALL,
         Kind.STATE,
         Target("state.resume", OPTIMIZER, variant="adamw", parameter="learning rate*"),
-    ),
-    blind(
-        sharded.masters_from_weights,
-        "reference",
-        ALL,
-        Kind.STATE,
-        Target("state.resume", OPTIMIZER, variant="adamw", dtype="bf16"),
     ),
     blind(
         sharded.load_keeps_gradients,

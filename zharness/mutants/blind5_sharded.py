@@ -1,4 +1,4 @@
-"""Thirteen bugs over the reference engine."""
+"""Twelve bugs over the reference engine."""
 
 from __future__ import annotations
 
@@ -99,25 +99,6 @@ def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEn
     """
     made = reference.factory(model, config)
     made.__class__ = _OldRates
-    return made
-
-
-class _RoundedMasters(ReferenceEngine):
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        super().load(path)
-        parameters = self.engine._parameters
-        for name, master in parameters.masters.items():
-            master.copy_(parameters._leaf(self.engine._originals[name]))
-
-
-def masters_from_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` makes the fp32 masters anew from the low-precision weights, in place of those in the checkpoint.
-
-    Wrong: training does not continue from the checkpoint; updates too small for the model's dtype are lost.
-    """
-    made = reference.factory(model, config)
-    made.__class__ = _RoundedMasters
     return made
 
 

@@ -8,17 +8,18 @@ where, the baseline's gradients are those of its own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten  # as FSDP2 walks over what a module is called with
 
+from zharness.errors import EngineContractError
 from zharness.workload import ModelSpec
 
-Choose = Callable[[nn.Module], Sequence[nn.Module]]
+Choose = Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]]  # of a model and the engine's options
 
 
 class Junction(torch.autograd.Function):
@@ -44,13 +45,55 @@ def joined(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(leaves, tree)
 
 
-def with_junctions(spec: ModelSpec, choose: Choose) -> ModelSpec:
-    """``spec`` with a node at the inputs of every module that ``choose`` names of its model."""
+@dataclass(frozen=True)
+class Joined:
+    """Builds a model with nodes in it. Two of the same are equal: what is kept for a spec is found again."""
 
-    def build() -> nn.Module:
-        model = spec.build()
-        for module in choose(model):
+    build: Callable[[], nn.Module]
+    choose: Choose
+    options: Mapping[str, Any] = field(hash=False)
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        for module in chosen(model, self.choose, self.options):
             module.register_forward_pre_hook(joined, with_kwargs=True)
         return model
 
-    return replace(spec, build=build)
+
+def chosen(model: nn.Module, choose: Choose, options: Mapping[str, Any]) -> list[nn.Module]:
+    """The modules of ``model`` that ``choose`` names.
+
+    It is the engine's own function, run on what the engine is held against. Raises EngineContractError where it names
+    anything else than modules of this model, one of them twice, or changes the model: then plain PyTorch's numbers
+    would no longer be plain PyTorch's.
+    """
+    before = parts_of(model)
+    modules = list(choose(model, options))
+    if parts_of(model) != before:
+        raise EngineContractError("junctions: the engine changed the plain model; expected modules of it, and no more")
+    known = {id(module) for module in model.modules()}
+    places = [id(module) for module in modules]
+    if not known.issuperset(places) or len(set(places)) < len(places):
+        raise EngineContractError(
+            f"junctions: got {len(modules)} modules ({', '.join(type(module).__name__ for module in modules)}); "
+            "expected modules of the model that it was given, each once"
+        )
+    return modules
+
+
+def parts_of(model: nn.Module) -> list[tuple[object, ...]]:
+    """Of what ``model`` consists: its modules, their hooks and forwards, and the tensors with the version of each."""
+    modules = [
+        (name, id(module), len(module._forward_pre_hooks), len(module._forward_hooks), "forward" in vars(module))
+        for name, module in model.named_modules()
+    ]
+    tensors = [
+        (name, id(tensor), tensor.data_ptr(), tensor._version)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return [*modules, *tensors]
+
+
+def with_junctions(spec: ModelSpec, choose: Choose, options: Mapping[str, Any]) -> ModelSpec:
+    """``spec`` with a node at the inputs of every module that ``choose`` names of its model under ``options``."""
+    return replace(spec, build=Joined(spec.build, choose, options))

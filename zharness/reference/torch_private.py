@@ -113,6 +113,14 @@ def graph_task() -> int:
     return number
 
 
+def backward_has_threads() -> bool:
+    """Whether a backward may run on threads of its own, for each device one (_is_multithreading_enabled, torch 1.10).
+
+    ``torch.autograd.set_multithreading_enabled`` switches it, and nothing public tells how it is.
+    """
+    return bool(torch._C._is_multithreading_enabled())
+
+
 def can_queue() -> bool:
     """Whether the end of a backward calls back (queue_callback, torch 0.4); ``fallback`` counts where it does not."""
     return hasattr(torch.autograd.Variable._execution_engine, "queue_callback")

@@ -139,8 +139,7 @@ def spec_beside(case: Case, capabilities: Capabilities) -> ModelSpec:
     spec, junctions = model_spec(case.model), capabilities.junctions
     if junctions is None or not is_foreign(case.model):
         return spec
-    options = options_of(case, capabilities)
-    return with_junctions(spec, lambda model: junctions(model, options))
+    return with_junctions(spec, junctions, options_of(case, capabilities))
 
 
 def judge(case: Case, salt: int, room: str, capabilities: Capabilities) -> Judgement:

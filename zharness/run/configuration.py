@@ -16,7 +16,7 @@ import torch
 
 from zharness.checks.dtypes import DTYPES
 from zharness.checks.usual import AS_USUAL, USUAL, Training
-from zharness.engines.optimizers import OPTIMIZERS
+from zharness.engines.optimizers import ELEMENTWISE
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
 
@@ -144,21 +144,21 @@ def optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
         params.setdefault("weight_decay", 0.0)
-    if kind not in OPTIMIZERS:
+    if kind not in ELEMENTWISE:
         raise ConfigError(
-            f"config {name!r}: " + str(ConfigError.unknown("optimizer.type", section.get("type"), sorted(OPTIMIZERS)))
+            f"config {name!r}: " + str(ConfigError.unknown("optimizer.type", section.get("type"), sorted(ELEMENTWISE)))
         )
     if not params.get("bias_correction", True):
         raise ConfigError(
-            f"config {name!r}: optimizer.params.bias_correction is false, which torch's {OPTIMIZERS[kind].__name__}, "
+            f"config {name!r}: optimizer.params.bias_correction is false, which torch's {ELEMENTWISE[kind].__name__}, "
             "that each step is held against, does not have; leave it out"
         )
     params = {key: value for key, value in params.items() if key not in FLAT}
     args: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     try:
-        OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(()))], **args)
+        ELEMENTWISE[kind]([torch.nn.Parameter(torch.zeros(()))], **args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"config {name!r}: torch's {OPTIMIZERS[kind].__name__} refuses {args}: {error}") from error
+        raise ConfigError(f"config {name!r}: torch's {ELEMENTWISE[kind].__name__} refuses {args}: {error}") from error
     return OptimizerSpec(kind, {"lr": 1e-3, **args})
 
 

@@ -12,6 +12,7 @@ from zharness.checks import DTYPES, LOSS_SCALES, Check, check_named, find_checks
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.parity import Tier
+from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import configuration, is_file
 from zharness.workload import MODELS, model_spec
 from zharness.workload.foreign import is_foreign
@@ -213,4 +214,7 @@ def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
     own = check.tier is Tier.CALIBRATED or check.own(case.variant)
     if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
+    refusal = capabilities.refusal(Feature.SUM)
+    if refusal is not None and case.variant in check.summed and not is_power_of_two(case.world_size):
+        return f"the mean over {case.world_size} ranks is not exact, and {case.engine} claims no sum: {refusal}"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +38,7 @@ def tell(path: Path, number: int) -> None:
 def session(folder: Path, arguments: list[str], variables: dict[str, str], typed: str) -> NoReturn:
     """pytest, leading a session of processes, by which all that it starts can be found."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored below a shell's background
     os.chdir(folder)
     output = os.open("output.txt", os.O_CREAT | os.O_WRONLY)
     for descriptor, target in ((os.open(typed, os.O_RDONLY), 0), (output, 1), (output, 2)):
