@@ -21,6 +21,7 @@ from zharness.engines.protocol import (
     EngineConfig,
     EngineFactory,
     Feature,
+    Observations,
     Piece,
 )
 from zharness.parity.contamination import Conditions, conditions
@@ -101,10 +102,13 @@ class Bench:
         told = as_dict(label, tensors)
         self._records.keep(label, step, {name: on_cpu(label, name, tensor) for name, tensor in told.items()})
 
-    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> None:
-        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does."""
+    def record_weights(self, engine: Engine, step: int, suffix: str = "", seen: Observations | None = None) -> None:
+        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does.
+
+        ``seen`` is what the engine says of itself now, for a caller who has asked: masters are gathered to say it.
+        """
         weights = as_dict("full_params", engine.full_params())
-        apart = engine.observe().masters
+        apart = (seen or engine.observe()).masters
         masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
         self.record(f"params{suffix}", weights, step)
         own = {name: on_cpu("observe().masters", name, tensor) for name, tensor in masters.items()}
@@ -117,13 +121,7 @@ class Bench:
 
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
-        state = as_dict("full_optimizer_state", engine.full_optimizer_state())
-        flat = {
-            f"{name}/{key}": value
-            for name, entries in state.items()
-            for key, value in as_dict(f"full_optimizer_state()[{name!r}]", entries).items()
-        }
-        self.record(label, flat, step)
+        self.record(label, flattened(engine.full_optimizer_state()), step)
 
     def owners(self) -> tuple[AccumulationOwner, ...]:
         """Who may own the accumulation, by the engine's claims."""
@@ -136,3 +134,12 @@ class Bench:
     def finish(self) -> None:
         """Complete the file of everything recorded."""
         self._records.finish(self._layout, self._conditions)
+
+
+def flattened(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """An engine's optimizer state with one entry ``parameter/key`` for each tensor."""
+    return {
+        f"{name}/{key}": value
+        for name, entries in as_dict("full_optimizer_state", state).items()
+        for key, value in as_dict(f"full_optimizer_state()[{name!r}]", entries).items()
+    }

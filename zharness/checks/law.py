@@ -26,7 +26,8 @@ class Check:
     hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
     ``courses`` are the trainings of those variants that are one, to show how it went.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
-    a variant is a number of steps of the training as configured, and any other number is one as well.
+    a variant is a number of steps of the training as configured, and any other number is one as well. ``by_verb``: the
+    step of a mismatch is a verb's place in a program, and no micro-batch that could be run again on its own.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Check:
     courses: Mapping[str, Course] = field(default_factory=dict, hash=False)
     any_model: tuple[str, ...] = ()
     counted: bool = False
+    by_verb: bool = False
 
     def own(self, variant: str) -> bool:
         """Whether cells of ``variant`` hold the engine against its own numbers alone."""
