@@ -102,22 +102,28 @@ class Bench:
         told = as_dict(label, tensors)
         self._records.keep(label, step, {name: on_cpu(label, name, tensor) for name, tensor in told.items()})
 
-    def record_weights(self, engine: Engine, step: int, suffix: str = "", seen: Observations | None = None) -> None:
+    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
         """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does.
 
-        ``seen`` is what the engine says of itself now, for a caller who has asked: masters are gathered to say it.
+        Returns what the engine said of itself, as masters are gathered to say it.
         """
         weights = as_dict("full_params", engine.full_params())
-        apart = (seen or engine.observe()).masters
+        seen = engine.observe()
+        apart = seen.masters
         masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
         self.record(f"params{suffix}", weights, step)
         own = {name: on_cpu("observe().masters", name, tensor) for name, tensor in masters.items()}
         self._records.keep(f"masters{suffix}", step, own, beside=f"params{suffix}")
+        return seen
 
-    def record_trained(self, engine: Engine, step: int, suffix: str = "") -> None:
-        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``."""
-        self.record_weights(engine, step, suffix)
+    def record_trained(self, engine: Engine, step: int, suffix: str = "") -> Observations:
+        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``.
+
+        Returns what the engine said of itself.
+        """
+        seen = self.record_weights(engine, step, suffix)
         self.record_state(f"state{suffix}", engine, step)
+        return seen
 
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""

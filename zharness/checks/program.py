@@ -267,10 +267,8 @@ class Player:
 
     def keep(self) -> None:
         """Record weights, optimizer state and what the engine tells of itself, as they are now."""
-        self.bench.record_state("state", self.engine, self.era)
-        # Once: masters are gathered to say it. Behind other collectives: gloo lets go of what it sent a moment later.
-        seen = self.engine.observe()
-        self.bench.record_weights(self.engine, self.era, seen=seen)
+        # What was gathered is counted behind other collectives: gloo lets go of what it has sent a moment later.
+        seen = self.bench.record_trained(self.engine, self.era)
         self.bench.record("told", facts_of(seen), self.era)
         held = seen.gathered_bytes
         counted = {} if isinstance(held, Absent) else {"gathered": torch.tensor(held)}

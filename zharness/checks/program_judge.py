@@ -52,6 +52,7 @@ from zharness.parity.replay import replay
 from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, done, played
 
 AGAIN = "the sum of all, those before the last summed over the ranks once more"
+KEPT = "the backwards that zero_grad forgot are still in it"
 STALE = "the forward used the weights from before the last change"
 CHANGED = "a tensor of the caller's is another than before the backward"
 EARLY = "a step was made before the window was full"
@@ -78,6 +79,7 @@ class Judge:
     era: int = 0
     forwards: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
     micros: list[list[Local]] = field(default_factory=list)  # local gradients since the last step, by rank
+    forgotten: list[list[Local]] = field(default_factory=list)  # those that a zero_grad forgot since the last step
     taken: Taken = Taken()
     saves: list[tuple[Taken, int]] = field(default_factory=list)  # each with the era that was saved
     reduced: int = 0  # the place of the last verb that recorded reduced gradients
@@ -108,8 +110,10 @@ class Judge:
             self.saves[at:] = [(self.taken, self.era), *self.saves[at + 1 :]]
         elif act is Act.LOAD:
             yield from self.loaded(*self.saves[0 if Mark.OLD in verb.marks else -1])
-        if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD) or (act is Act.STEP and book.boundary):
-            self.micros = []
+        if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
+            self.forgotten, self.micros = [*self.forgotten, *self.micros], []
+        if act is Act.STEP and book.boundary:
+            self.forgotten, self.micros = [], []
 
     def module(self, era: int) -> torch.nn.Module:
         """The plain model in the engine's own weights of ``era``, training, without any gradient."""
@@ -165,6 +169,8 @@ class Judge:
         self.reduced = place
         ranks = self.summed
         suspects = {AGAIN: summed_again(self.micros, ranks)} if ranks > 1 and len(self.micros) > 1 else {}
+        if self.forgotten:
+            suspects[KEPT] = times([*self.forgotten, *self.micros], ranks / self.program.window)
         yield from self.trial.reduced("grads", self.micros, place, scale=self.scale, suspects=suspects)
 
     @property
@@ -288,9 +294,14 @@ class Judge:
 def summed_again(micros: Sequence[Sequence[Local]], ranks: int) -> list[list[Local]]:
     """What adds up to the gradient where every backward sums over the ranks what has been summed already."""
     factors = [float(ranks) ** (len(micros) - at) for at in range(len(micros))]
+    return [row for factor, each in zip(factors, micros, strict=True) for row in times([each], factor)]
+
+
+def times(micros: Sequence[Sequence[Local]], factor: float) -> list[list[Local]]:
+    """The same with every gradient times ``factor``."""
     return [
         [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
-        for factor, row in zip(factors, micros, strict=True)
+        for row in micros
     ]
 
 

@@ -91,7 +91,9 @@ REPERTOIRES = {
         "sgd",
         needs=(Feature.RETAIN_GRAPH, ADDS_UP),
     ),
-    "inputs": Repertoire(("g", "t", "f g b s", "f t b:unseen s"), "sgd", needs=(Feature.AUTOGRAD,)),
+    "inputs": Repertoire(
+        ("g", "t", "f g b s", "f t b:unseen s"), "sgd", needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD)
+    ),
     "saved": Repertoire(
         ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
         "adam",
@@ -101,7 +103,7 @@ REPERTOIRES = {
     ),
     "saved_first": Repertoire(("f b s", "load"), "adamw", needs=(Feature.CHECKPOINT,), begins="save f b s"),
     "windows": Repertoire(
-        ("f b:scale s e f:few b:unseen s", "n s f b l s", "f b z", "load"),
+        ("f b:scale s e f:few b:unseen s", "n s f b l s", "load"),
         "nesterov",
         clip=0.4,
         window=2,
@@ -110,8 +112,11 @@ REPERTOIRES = {
         ends="v l f b s f b s",
     ),
     "given_up": Repertoire(("f b s z",), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), ends="f b s f b s"),
+    "forgotten": Repertoire(
+        ("f b z", "f b s f b s"), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), ends="f b s f b s"
+    ),
     "two_losses": Repertoire(
-        ("f b:retain b:other s f b s",),
+        ("f b:retain b:other s f b:retain b:other s",),
         "sgd",
         window=2,
         needs=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
