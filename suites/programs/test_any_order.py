@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from zharness.case import Case
 from zharness.checks import CHECKS
-from zharness.checks.program import ACTS, MARKS, Kept, fed, features, interrupting
+from zharness.checks.program import ACTS, MARKS, Kept, features, fed, interrupting
 from zharness.checks.repertoires import BY_MODEL, Repertoire
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
@@ -75,11 +76,12 @@ def test_a_micro_batch_that_was_written_over_is_another(name: str) -> None:
 
 def test_an_exception_that_an_engine_keeps_to_itself_is_the_engines_fault() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(EngineContractError, match="did not reach"), interrupting(net, Act.FAILED_FORWARD):
-        try:
-            net(torch.ones(1, 2))
-        except InterruptedError:
-            pass
+    with (
+        pytest.raises(EngineContractError, match="did not reach"),
+        interrupting(net, Act.FAILED_FORWARD),
+        suppress(InterruptedError),
+    ):
+        net(torch.ones(1, 2))
 
 
 def test_a_backward_that_is_not_run_is_the_engines_fault() -> None:

@@ -139,7 +139,7 @@ BRANCHES = {
     ),
     "saved": Repertoire(
         ("f b s e save", "load f b s", "edit", "f b l s"),
-        "adam",
+        "adamw",
         needs=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
         begins="f b s save",
     ),
