@@ -85,7 +85,7 @@ REPERTOIRES = {
     ),
     "graphs": Repertoire(
         (
-            *("f f:few b:old b:tensor s", "f b:retain b:other s", "f b:retain,tensor z b:other s"),
+            *("f f:few b:old b s", "f b:retain b:other s", "f b:retain,tensor z b:other s"),
             "f f f b:old e b:old,other,retain b b:scale s",
         ),
         "sgd",
