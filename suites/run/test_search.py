@@ -25,7 +25,7 @@ class Alone:
 
 
 def test_a_wrong_number_does_not_shrink_into_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "smaller_batches", lambda batch, _outputs: [batch[:1], batch[:-1]] if batch[1:] else [])
+    monkeypatch.setattr(module, "smaller_batches", lambda batch, _limits: [batch[:1], batch[:-1]] if batch[1:] else [])
     found = search(Alone(), "reference", Search(stages=(0,), batches=3))  # type: ignore[arg-type]
     assert found.outcome.verdict is Verdict.FAIL
     assert len(found.smallest) == 2

@@ -21,6 +21,7 @@ from zharness.engines.protocol import (
     EngineConfig,
     EngineFactory,
     Feature,
+    Observations,
     Piece,
 )
 from zharness.parity.contamination import Conditions, conditions
@@ -106,29 +107,32 @@ class Bench:
         told = as_dict(label, tensors)
         self._records.keep(label, step, {name: on_cpu(label, name, tensor) for name, tensor in told.items()})
 
-    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> None:
-        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does."""
+    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
+        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does.
+
+        Returns what the engine said of itself, as masters are gathered to say it.
+        """
         weights = as_dict("full_params", engine.full_params())
-        apart = engine.observe().masters
+        seen = engine.observe()
+        apart = seen.masters
         masters = {} if isinstance(apart, Absent) else as_dict("observe().masters", apart)
         self.record(f"params{suffix}", weights, step)
         own = {name: on_cpu("observe().masters", name, tensor) for name, tensor in masters.items()}
         self._records.keep(f"masters{suffix}", step, own, beside=f"params{suffix}")
+        return seen
 
-    def record_trained(self, engine: Engine, step: int, suffix: str = "") -> None:
-        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``."""
-        self.record_weights(engine, step, suffix)
+    def record_trained(self, engine: Engine, step: int, suffix: str = "") -> Observations:
+        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``.
+
+        Returns what the engine said of itself.
+        """
+        seen = self.record_weights(engine, step, suffix)
         self.record_state(f"state{suffix}", engine, step)
+        return seen
 
     def record_state(self, label: str, engine: Engine, step: int) -> None:
         """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
-        state = as_dict("full_optimizer_state", engine.full_optimizer_state())
-        flat = {
-            f"{name}/{key}": value
-            for name, entries in state.items()
-            for key, value in as_dict(f"full_optimizer_state()[{name!r}]", entries).items()
-        }
-        self.record(label, flat, step)
+        self.record(label, flattened(engine.full_optimizer_state()), step)
 
     def owners(self) -> tuple[AccumulationOwner, ...]:
         """Who may own the accumulation, by the engine's claims."""
@@ -141,3 +145,12 @@ class Bench:
     def finish(self) -> None:
         """Complete the file of everything recorded."""
         self._records.finish(self._layout, self._conditions)
+
+
+def flattened(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """An engine's optimizer state with one entry ``parameter/key`` for each tensor."""
+    return {
+        f"{name}/{key}": value
+        for name, entries in as_dict("full_optimizer_state", state).items()
+        for key, value in as_dict(f"full_optimizer_state()[{name!r}]", entries).items()
+    }

@@ -27,7 +27,8 @@ class Check:
     ``courses`` are the trainings of those variants that are one, to show how it went.
     ``summed`` are the variants that are exact by the sum over ranks, and by the mean only over a power of two of them.
     ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
-    a variant is a number of steps of the training as configured, and any other number is one as well.
+    a variant is a number of steps of the training as configured, and any other number is one as well. ``by_verb``: the
+    step of a mismatch is a verb's place in a program, and no micro-batch that could be run again on its own.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Check:
     summed: tuple[str, ...] = ()
     any_model: tuple[str, ...] = ()
     counted: bool = False
+    by_verb: bool = False
 
     def own(self, variant: str) -> bool:
         """Whether cells of ``variant`` hold the engine against its own numbers alone."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.checks.bench import Bench
+from zharness.checks.bench import Bench, flattened
 from zharness.checks.double_backward import second_loss
-from zharness.checks.looks import look
 from zharness.checks.single_step import evaluating
 from zharness.checks.state import shared_folder
-from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, told_by
-from zharness.checks.trajectory import OPTIMIZERS as TRAINED_BY
+from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, facts_of
+from zharness.checks.trajectory import TRAINED_BY
 from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, OptimizerSpec, Reduction
+from zharness.errors import EngineContractError, HarnessFault
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.models import tensors_in
-from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Pending, Program, Verb, done, played
+from zharness.workload.programs import NEW_GRAPH, Act, Book, Kind, Mark, Program, Verb, accumulates, done, played
 
 OPTIMIZERS = {**TRAINED_BY, "adam": replace(ADAM, schedule=SCHEDULE), "nesterov": replace(NESTEROV, schedule=SCHEDULE)}
 
@@ -85,22 +85,39 @@ def features(program: Program) -> list[Feature]:
     used += [MARKS.get(mark) for verb in program.verbs for mark in verb.marks]
     # Where reduction is armed by the newest forward, a backward of an older one is not reduced, as a second one is not.
     used += [Feature.RETAIN_GRAPH for _, verb, book in played(program) if verb.act in NEW_GRAPH and book.kept]
+    used += [Feature.CALLER_ACCUMULATION for _, verb, book in played(program) if accumulates(book, verb)]
     used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)
     used += [Feature.SUM] * (program.reduction == Reduction.SUM.value)
     return list(dict.fromkeys(feature for feature in used if feature is not None))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """An output in a caller's hand, the micro-batch that it was made of, and a copy of that from before."""
+
+    output: Tensor
+    batch: Batch
+    before: Batch
+
+    def changed(self) -> bool:
+        """Whether the micro-batch is another than it was, or wants gradients."""
+        now, then = (tensors_in([batch.inputs, batch.target]) for batch in (self.batch, self.before))
+        return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
+
+
 @dataclass
 class Player:
-    """One rank's caller: its engine, the outputs in hand with their inputs, and how many weights there have been
-    (``era``). Behind every step it trains the engines ``beside``, of which nothing is recorded."""
+    """One rank's caller: its engine, its outputs in hand by micro-batch, and how many weights there were (``era``).
+
+    Behind every step it trains the engines ``beside``, of which nothing is recorded.
+    """
 
     bench: Bench
     program: Program
     engine: Engine
     folder: Path
     beside: Sequence[Engine] = ()
-    outputs: dict[int, tuple[Tensor, Batch]] = field(default_factory=dict)
+    outputs: dict[int, Kept] = field(default_factory=dict)
     era: int = 0
 
     def play(self, place: int, verb: Verb, book: Book) -> None:
@@ -110,7 +127,7 @@ class Player:
             self.forward(place, verb, book.drawn)
         elif act is Act.BACKWARD:
             micro = book.chosen(verb)
-            self.backward(place, verb, *self.outputs[micro])
+            self.backward(place, verb, self.outputs[micro])
             if Mark.RETAIN not in verb.marks:
                 del self.outputs[micro]
             if done(book, verb).ready and Mark.UNSEEN not in verb.marks:
@@ -118,7 +135,7 @@ class Player:
         elif act is Act.NO_SYNC:
             batch = self.batch(verb, book.drawn)
             with self.engine.no_sync():
-                self.backward(place, verb, self.call(batch, book.drawn), batch)
+                self.backward(place, verb, self.kept(batch, book.drawn))
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
             grad = input_gradient(act, lambda x: self.engine(x, **self.words(book.drawn)), self.leaf(book.drawn))
             self.bench.record("input", {"input": grad}, place)
@@ -150,18 +167,24 @@ class Player:
         output: Tensor = through(batch, self.engine, self.words(micro))
         return output
 
+    def kept(self, batch: Batch, micro: int) -> Kept:
+        """The same, with what a backward needs."""
+        before = batch.mapped(torch.clone)
+        return Kept(self.call(batch, micro), batch, before)
+
     def forward(self, place: int, verb: Verb, micro: int) -> None:
         """A forward in the verb's mode; the output of a plain one is kept."""
         batch = self.batch(verb, micro)
         with evaluating(self.engine) if verb.act in EVALUATED else nullcontext(), mode(verb.act):
-            output = self.call(batch, micro)
-        self.bench.record("output", {"output": output}, place)
+            kept = self.kept(batch, micro)
+        self.bench.record("output", {"output": kept.output}, place)
         if verb.act is Act.FORWARD:
-            self.outputs[micro] = output, batch
+            self.outputs[micro] = kept
 
-    def backward(self, place: int, verb: Verb, output: Tensor, batch: Batch) -> None:
+    def backward(self, place: int, verb: Verb, kept: Kept) -> None:
         """Backward of the verb's loss in the verb's spelling; and what has become of the caller's own tensors."""
-        loss = second_loss(output) if Mark.OTHER in verb.marks else self.bench.spec.loss(output, batch.target)
+        output = kept.output
+        loss = second_loss(output) if Mark.OTHER in verb.marks else self.bench.spec.loss(output, kept.batch.target)
         own = {"output": output, "loss": loss}
         before = {name: tensor.detach().clone() for name, tensor in own.items()}
         retain = Mark.RETAIN in verb.marks
@@ -172,36 +195,36 @@ class Player:
         else:
             self.engine.backward(loss, retain_graph=retain)
         changed = {name: not tensor.equal(before[name]) for name, tensor in own.items()}
-        changed["inputs"] = any(tensor.requires_grad for tensor in tensors_in([batch.inputs, batch.target]))
+        changed["inputs"] = kept.changed()
         self.bench.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, place)
 
     def fail(self, verb: Verb, micro: int) -> None:
         """A micro-batch that raises halfway; after a backward that did, what it has left is forgotten."""
         batch = self.batch(verb, micro)
-        with suppress(InterruptedError), interrupting(self.engine.module, verb.act):
+        with interrupting(self.engine.module, verb.act):
             output = self.call(batch, micro)
             self.engine.backward(self.bench.spec.loss(output, batch.target))
         if verb.act is Act.FAILED_BACKWARD:
             self.engine.zero_grad()
 
     def look(self, place: int, book: Book) -> None:
-        """Ask for everything, twice; the second gradients and weights are recorded, and all of it written over."""
+        """Ask for everything, twice; what is shown the second time is recorded, and all of it written over."""
         shown: list[Any] = []
         for _ in range(2):
-            look(self.engine)
+            masters = self.engine.observe().masters
             grads = self.engine.full_grads() if book.ready else {}
-            shown += [grads, self.engine.full_params(), self.engine.full_optimizer_state()]
-        self.bench.record("grads", shown[-3], place)
-        self.bench.record("looked", shown[-2], place)
-        masters = self.engine.observe().masters
-        for tensor in tensors_in([*shown, {} if isinstance(masters, Absent) else masters]):
+            shown += [{} if isinstance(masters, Absent) else masters, grads]
+            shown += [self.engine.full_params(), self.engine.full_optimizer_state()]
+            self.engine.layout()
+            self.engine.grad_norm()
+        for label, second in zip(("grads", "looked", "looked-state"), shown[-3:], strict=True):
+            self.bench.record(label, flattened(second) if label == "looked-state" else second, place)
+        for tensor in tensors_in(shown):
             tensor.fill_(SCRIBBLE)
 
     def step(self, place: int, book: Book) -> None:
         """A step; before a boundary nothing may move."""
         self.outputs.clear()
-        if book.boundary and book.pending is Pending.UNSEEN:
-            self.bench.record("grads", self.engine.full_grads(), place)
         self.engine.step()
         if not book.boundary:
             self.bench.record("early", self.engine.full_params(), place)
@@ -244,9 +267,10 @@ class Player:
 
     def keep(self) -> None:
         """Record weights, optimizer state and what the engine tells of itself, as they are now."""
-        self.bench.record_trained(self.engine, self.era)
-        self.bench.record("told", told_by(self.engine), self.era)
-        held = self.engine.observe().gathered_bytes
+        # What was gathered is counted behind other collectives: gloo lets go of what it has sent a moment later.
+        seen = self.bench.record_trained(self.engine, self.era)
+        self.bench.record("told", facts_of(seen), self.era)
+        held = seen.gathered_bytes
         counted = {} if isinstance(held, Absent) else {"gathered": torch.tensor(held)}
         self.bench.record("held", counted, self.era)
 
@@ -262,7 +286,7 @@ def fed(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
     """A micro-batch of ``rank`` as the marks of ``verb`` have it."""
     if Mark.FEW in verb.marks:
         # Not one alone: a product with a vector rounds otherwise where its weights begin at another address.
-        rows = 2 + (rank + micro) % (batch.samples - 2)
+        rows = 2 + (rank + micro) % max(1, batch.samples - 2)
         batch = batch.mapped(lambda tensor: tensor[:rows])
     return replace(batch, inputs={"x": batch.inputs}) if Mark.KEYWORD in verb.marks else batch
 
@@ -290,27 +314,43 @@ def input_gradient(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor) -> 
 
 @contextmanager
 def interrupting(module: nn.Module, act: Act) -> Iterator[None]:
-    """A block in which the second of the module's children that runs raises InterruptedError: behind its own forward,
-    or, where a backward is to fail, in front of its own backward."""
-    calls = count(1)
+    """A block that an InterruptedError ends: behind the forward of the second of the module's children that runs, or of
+    the only one; or, where a backward is to fail, in front of the backward of that one, or of the next that has one.
+
+    Raises EngineContractError where the engine kept the exception from its caller, or ran no backward through that
+    child; HarnessFault where no such child ran, so that nothing was there to be interrupted.
+    """
+    children = [*module.children()]
+    calls, chosen, raised = count(1), list[nn.Module](), list[Act]()
 
     def interrupt(*_: object) -> None:
+        raised.append(act)
         raise InterruptedError
 
-    def behind_forward(_child: nn.Module, _inputs: object, output: Any) -> None:
-        if next(calls) != 2:
+    def behind_forward(child: nn.Module, _inputs: object, output: Any) -> None:
+        if next(calls) < min(2, len(children)) or chosen:
             return
         if act is Act.FAILED_FORWARD:
             interrupt()
         if isinstance(output, Tensor) and output.requires_grad:
+            chosen.append(child)
             output.register_hook(interrupt)  # type: ignore[no-untyped-call]
 
-    hooks = [child.register_forward_hook(behind_forward) for child in module.children()]
+    hooks = [child.register_forward_hook(behind_forward) for child in children]
     try:
         yield
+    except InterruptedError:
+        if not raised:
+            raise
+        return
     finally:
         for hook in hooks:
             hook.remove()
+    if raised:
+        raise EngineContractError("an exception within a forward or a backward did not reach the engine's caller")
+    if chosen:
+        raise EngineContractError("a backward returned without having run through the module's children")
+    raise HarnessFault(f"none of {len(children)} children of the engine's module ran, so nothing was interrupted")
 
 
 def edited(spec: ModelSpec, seed: int, era: int) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from zharness.checks.accumulation import clipped
+from zharness.checks.course import norm_and_bound, norm_of
 from zharness.checks.double_backward import second_loss
+from zharness.checks.free_running import ENDLESS
 from zharness.checks.optimizer_step import (
     CLIPPING,
     Moment,
@@ -40,16 +41,18 @@ from zharness.checks.program import (
 )
 from zharness.checks.state import same_records
 from zharness.checks.trajectory import facts_told, initial_weights
-from zharness.checks.trial import Trial
+from zharness.checks.trial import Means, Trial
 from zharness.engines.protocol import OptimizerSpec, Reduction
+from zharness.errors import HarnessFault
 from zharness.parity import Comparison, Part, Tier, identical, within
 from zharness.parity.baseline import Local, differentiated
-from zharness.parity.bounds import Bounded
+from zharness.parity.bounds import Bounded, gamma
 from zharness.parity.compare import check_names
 from zharness.parity.replay import replay
 from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, done, played
 
 AGAIN = "the sum of all, those before the last summed over the ranks once more"
+KEPT = "the backwards that zero_grad forgot are still in it"
 STALE = "the forward used the weights from before the last change"
 CHANGED = "a tensor of the caller's is another than before the backward"
 EARLY = "a step was made before the window was full"
@@ -76,9 +79,12 @@ class Judge:
     era: int = 0
     forwards: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
     micros: list[list[Local]] = field(default_factory=list)  # local gradients since the last step, by rank
+    forgotten: list[list[Local]] = field(default_factory=list)  # those that a zero_grad forgot since the last step
     taken: Taken = Taken()
     saves: list[tuple[Taken, int]] = field(default_factory=list)  # each with the era that was saved
     reduced: int = 0  # the place of the last verb that recorded reduced gradients
+    clipped: int = 0  # steps whose gradients were over the norm
+    plain: tuple[int, torch.nn.Module] | None = None  # the plain model in the weights of an era
 
     def judge(self, place: int, verb: Verb, book: Book) -> Iterator[Comparison]:
         """What can be compared after one verb."""
@@ -96,7 +102,7 @@ class Judge:
         elif act is Act.STEP:
             yield from self.stepped(place, book)
         elif act is Act.IDLE:
-            yield from self.moved(place, {}, 1.0)
+            yield from self.moved(place, {})
         elif act is Act.EDIT:
             yield from self.written()
         elif act is Act.SAVE:
@@ -104,12 +110,18 @@ class Judge:
             self.saves[at:] = [(self.taken, self.era), *self.saves[at + 1 :]]
         elif act is Act.LOAD:
             yield from self.loaded(*self.saves[0 if Mark.OLD in verb.marks else -1])
-        if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD) or (act is Act.STEP and book.boundary):
-            self.micros = []
+        if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
+            self.forgotten, self.micros = [*self.forgotten, *self.micros], []
+        if act is Act.STEP and book.boundary:
+            self.forgotten, self.micros = [], []
 
-    def module(self) -> torch.nn.Module:
-        """The plain model in the engine's own weights of now."""
-        return self.trial.baseline.module(self.trial.copies("params", self.era)[0])
+    def module(self, era: int) -> torch.nn.Module:
+        """The plain model in the engine's own weights of ``era``, training, without any gradient."""
+        if self.plain is None or self.plain[0] != era:
+            self.plain = era, self.trial.baseline.module(self.trial.copies("params", era)[0])
+        _, module = self.plain
+        module.zero_grad(set_to_none=True)
+        return module.train()
 
     def same_output(self, place: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Every rank's output equals plain PyTorch's, bitwise."""
@@ -130,7 +142,7 @@ class Judge:
     def output(self, era: int, verb: Verb, micro: int, rank: int) -> Tensor:
         """What the plain model makes of a micro-batch in the weights of ``era``."""
         baseline = self.trial.baseline
-        module = baseline.module(self.trial.copies("params", era)[0]).train(verb.act not in EVALUATED)
+        module = self.module(era).train(verb.act not in EVALUATED)
         with mode(verb.act):
             output: Tensor = through(
                 fed(baseline.batch(rank, micro), verb, rank, micro),
@@ -155,15 +167,25 @@ class Judge:
     def gradients(self, place: int) -> Iterator[Comparison]:
         """The gradients recorded at ``place`` are those of all backwards since the last step."""
         self.reduced = place
-        ranks = self.trial.world_size if self.program.reduction == Reduction.SUM.value else 1
+        ranks = self.summed
         suspects = {AGAIN: summed_again(self.micros, ranks)} if ranks > 1 and len(self.micros) > 1 else {}
-        yield from self.trial.reduced(
-            "grads", self.micros, place, scale=len(self.micros) * ranks / self.program.window, suspects=suspects
-        )
+        if self.forgotten:
+            suspects[KEPT] = times([*self.forgotten, *self.micros], ranks / self.program.window)
+        yield from self.trial.reduced("grads", self.micros, place, scale=self.scale, suspects=suspects)
+
+    @property
+    def summed(self) -> int:
+        """Over how many ranks gradients are summed, beyond their mean."""
+        return self.trial.world_size if self.program.reduction == Reduction.SUM.value else 1
+
+    @property
+    def scale(self) -> float:
+        """The factor of the gradients since the last step over their mean."""
+        return len(self.micros) * self.summed / self.program.window
 
     def local(self, rank: int, verb: Verb, micro: int) -> Local:
         """One rank's loss and gradients of one backward, as plain PyTorch has them."""
-        baseline, module = self.trial.baseline, self.module()
+        baseline, module = self.trial.baseline, self.module(self.era)
         batch = fed(baseline.batch(rank, micro), self.forwards[micro], rank, micro)
         output = through(batch, module, words_for(self.program, baseline.spec, micro))
         loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
@@ -171,7 +193,7 @@ class Judge:
 
     def input_gradient(self, act: Act, rank: int, micro: int) -> Tensor:
         """That of one rank's summed output."""
-        baseline, module = self.trial.baseline, self.module()
+        baseline, module = self.trial.baseline, self.module(self.era)
         words = words_for(self.program, baseline.spec, micro)
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
         return input_gradient(act, lambda x: module(x, **words), leaf)
@@ -181,6 +203,7 @@ class Judge:
         if book.ready:
             yield from self.gradients(place)
         yield from same_records(self.trial, "params", "looked", self.era, place, Part.GATHER)
+        yield from same_records(self.trial, "state", "looked-state", self.era, place, Part.OPTIMIZER)
 
     def stepped(self, place: int, book: Book) -> Iterator[Comparison]:
         """At a boundary a step with the gradients of the whole window, clipped by their norm; before it, nothing."""
@@ -189,23 +212,43 @@ class Judge:
                 for found in same_records(self.trial, kept, early, self.era, place, Part.OPTIMIZER):
                     yield told(found, EARLY)
             return
-        if book.pending is Pending.UNSEEN:
-            yield from self.gradients(place)
-        grads = self.trial.copies("grads", self.reduced)[0]
-        factor = yield from self.factor(place, grads)
-        yield from self.moved(place, grads, factor)
+        grads = yield from self.clip(place, self.taken_in(book))
+        yield from self.moved(place, grads)
 
-    def factor(self, place: int, grads: Mapping[str, Tensor]) -> Generator[Comparison, None, float]:
-        """By what the gradients are clipped."""
+    def taken_in(self, book: Book) -> Means:
+        """The gradients that a step is made with: the engine's own, or where nobody asked for them what they may be."""
+        shown = self.trial.copies("grads", self.reduced)[0] if self.reduced else {}
+        if book.pending is not Pending.UNSEEN:
+            return {name: Bounded.exact(grad) for name, grad in shown.items()}
+        return self.trial.means(self.micros, self.scale, {name: grad.dtype for name, grad in shown.items()})
+
+    def clip(self, place: int, grads: Means) -> Generator[Comparison, None, Means]:
+        """The norm reported is that of the gradients; and what clipping makes of them.
+
+        That an engine which clips reports none is told by training.clip_and_norm.
+        """
         if self.program.clip is None:
-            return 1.0
-        factor = yield from clipped(self.trial, "norm", place, grads, self.program.clip)
-        return factor
+            return grads
+        norm, rounding = norm_and_bound({name: grad.value for name, grad in grads.items()})
+        error = rounding + norm_of({name: grad.error for name, grad in grads.items()})
+        reported = [copy.get("norm") for copy in self.trial.copies("norm", place)]
+        for rank, each in enumerate(reported):
+            if each is not None:
+                yield within(self.trial.place("norm", Part.REDUCTION, place, rank), norm, each, error)
+        used, unknown = (norm, error / norm) if reported[0] is None else (reported[0].double(), torch.zeros(()))
+        factor = self.program.clip / (used + 1e-6)
+        if factor >= 1:
+            return grads
+        self.clipped += 1
+        return {
+            name: grad * Bounded(factor, factor * (gamma(CLIPPING - 1, grad.dtype) + unknown), grad.dtype)
+            for name, grad in grads.items()
+        }
 
-    def moved(self, place: int, grads: Mapping[str, Tensor], factor: float) -> Iterator[Comparison]:
+    def moved(self, place: int, grads: Means) -> Iterator[Comparison]:
         """The new weights and state are the replay of the formula on the engine's own numbers before."""
         spec = OPTIMIZERS[self.program.optimizer]
-        yield from updated(self.trial, spec, grads, self.era, self.taken, place, factor)
+        yield from updated(self.trial, spec, grads, self.era, self.taken, place)
         self.taken, self.era = self.taken.with_one(grads), self.era + 1
         yield from self.agreed()
 
@@ -251,25 +294,26 @@ class Judge:
 def summed_again(micros: Sequence[Sequence[Local]], ranks: int) -> list[list[Local]]:
     """What adds up to the gradient where every backward sums over the ranks what has been summed already."""
     factors = [float(ranks) ** (len(micros) - at) for at in range(len(micros))]
+    return [row for factor, each in zip(factors, micros, strict=True) for row in times([each], factor)]
+
+
+def times(micros: Sequence[Sequence[Local]], factor: float) -> list[list[Local]]:
+    """The same with every gradient times ``factor``."""
     return [
         [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
-        for factor, row in zip(factors, micros, strict=True)
+        for row in micros
     ]
 
 
 def updated(
     trial: Trial,
     spec: OptimizerSpec,
-    grads: Mapping[str, Tensor],
+    grads: Means,
     era: int,
     taken: Taken,
     place: int,
-    factor: float = 1.0,
 ) -> Iterator[Comparison]:
-    """Each parameter made the step that its own count of steps asks for; one without a gradient made none.
-
-    The step is made with the gradients times ``factor``.
-    """
+    """Each parameter made the step that its own count of steps asks for; one without a gradient made none."""
     before, after = trial.copies("masters", era)[0], trial.copies("masters", era + 1)[0]
     kept, state = (unflatten(trial.copies("state", at)[0]) for at in (era, era + 1))
     check_names("full_params", before, after)
@@ -283,9 +327,7 @@ def updated(
         own = dict(kept.get(name, {})) | {"step": torch.tensor(float(steps))}
         # Before the first step torch.optim has no state; an engine that has made it already has zeros.
         moments = own if steps else {"step": own["step"]}
-        grad = Bounded.exact(grads[name])
-        grad = grad * grad.scalar(factor, CLIPPING) if factor < 1 else grad
-        expected, wanted = replay(spec.name, weight, grad, moments, hyper(spec, name, taken.steps))
+        expected, wanted = replay(spec.name, weight, grads[name], moments, hyper(spec, name, taken.steps))
         found = state.get(name, {})
         if "step" in found:
             counted = trial.place(f"{name}/step", Part.OPTIMIZER, place)
@@ -295,8 +337,10 @@ def updated(
             yield within(
                 trial.place(f"{name}/{key}", Part.OPTIMIZER, place), value.value, moment, value.error, Tier.STAGED
             )
+        # Of a gradient that nobody saw, and that may be zero, Adam's first step may have either sign.
+        error = expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS)
         moved = expected.value - weight.double()
-        yield hinted(within(here, expected.value, after[name], expected.error, signal=moved), weight, after[name])
+        yield hinted(within(here, expected.value, after[name], error, signal=moved), weight, after[name])
 
 
 def unmoved(
@@ -321,6 +365,8 @@ def judge_program(trial: Trial, program: Program) -> Iterator[Comparison]:
     for place, verb, book in played(program):
         for comparison in judge.judge(place, verb, book):
             yield at_verb(comparison, place)
+    if program.clip is not None and not judge.clipped:
+        raise HarnessFault(f"no gradient came to a norm of {program.clip}, so nothing was clipped")
 
 
 def at_verb(comparison: Comparison, place: int) -> Comparison:

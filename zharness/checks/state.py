@@ -19,7 +19,7 @@ from zharness.checks.law import Check
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.single_step import evaluating
 from zharness.checks.switches import left_alone, switches
-from zharness.checks.trajectory import OPTIMIZERS, told_by
+from zharness.checks.trajectory import TRAINED_BY, told_by
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, Feature, Keeping, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical
@@ -27,7 +27,7 @@ from zharness.parity.compare import check_names
 
 SAVED_AT = 2  # steps
 CONTINUED = range(SAVED_AT, SAVED_AT + 2)
-RESHARDED = OPTIMIZERS["adamw"]
+RESHARDED = TRAINED_BY["adamw"]
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def counting(bench: Bench, optimizer: OptimizerSpec) -> Engine:
 
 def observe_resume(bench: Bench) -> None:
     own = bench.variant == "buffers"  # as running statistics are, each rank's own
-    optimizer = replace(RESHARDED if own else OPTIMIZERS[bench.variant], schedule=FALLING)
+    optimizer = replace(RESHARDED if own else TRAINED_BY[bench.variant], schedule=FALLING)
     never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")

@@ -18,7 +18,7 @@ from zharness.checks.course import Course
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.optimizers import param_groups
-from zharness.engines.protocol import Absent, Engine, GroupSpec, OptimizerSpec
+from zharness.engines.protocol import Absent, Engine, GroupSpec, Observations, OptimizerSpec
 from zharness.parity import Comparison, Mismatch, Part, identical
 from zharness.parity.baseline import Local
 from zharness.parity.compare import check_names
@@ -38,8 +38,8 @@ SGD = OptimizerSpec(
     groups=(NO_DECAY,),
     schedule=SCHEDULE,
 )
-OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
-TRAJECTORIES = {name: Course(spec, STEPS) for name, spec in OPTIMIZERS.items()}
+TRAINED_BY = {"adamw": ADAMW, "sgd": SGD}
+TRAJECTORIES = {name: Course(spec, STEPS) for name, spec in TRAINED_BY.items()}
 FIRST = GroupSpec("first.*", {"lr": 3e-2, "maximize": True})
 # Of its own in all that Adam is told.
 APART = GroupSpec("first.*", {**FIRST.overrides, "betas": (0.7, 0.9), "eps": 1e-4, "weight_decay": 0.2})
@@ -112,7 +112,11 @@ def observe_course(bench: Bench, course: Course) -> None:
 
 def told_by(engine: Engine) -> dict[str, Tensor]:
     """Learning rates, loss scale and skipped steps, as far as the engine tells them."""
-    seen = engine.observe()
+    return facts_of(engine.observe())
+
+
+def facts_of(seen: Observations) -> dict[str, Tensor]:
+    """``told_by`` of an engine that says this of itself."""
     rates = () if isinstance(seen.learning_rates, Absent) else seen.learning_rates
     told = {rate_of(group): rate for group, rate in enumerate(rates)}
     facts = {SCALE: seen.loss_scale, SKIPPED: seen.skipped_steps}

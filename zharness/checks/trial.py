@@ -13,10 +13,12 @@ from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective, Weigh
-from zharness.parity.bounds import mean_and_bound, mean_bound_at_most, mean_of, torchs_means
+from zharness.parity.bounds import Bounded, mean_and_bound, mean_bound_at_most, mean_of, torchs_means
 from zharness.parity.certificate import Exactness, certified
 from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
+
+Means = Mapping[str, Bounded]  # gradients by parameter, with how far an engine's may be off
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,19 @@ class Trial:
             if not bool(((copy[name].double() - mean).abs() <= bound).all()):
                 return False
         return True
+
+    def means(self, micros: Sequence[Sequence[Local]], scale: float, held: Mapping[str, torch.dtype]) -> Means:
+        """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
+
+        For a step of whose gradients nothing was recorded. A parameter that ``held`` does not name has the cell's.
+        """
+        found = {}
+        for name in self.baseline.names:
+            if any(name in local.grads for row in micros for local in row):
+                dtype = held.get(name, self.dtype)
+                terms = [scale * term.double() for row in self._known(name, micros) for term in row]
+                found[name] = Bounded(*mean_and_bound(terms, self.reduced_in, dtype), dtype)
+        return found
 
     def _known(self, name: str, micros: Sequence[Sequence[Local]]) -> list[list[Tensor]]:
         """Local gradients of one parameter by rank and micro-step; a rank on which it was not used counts as zero."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from zharness.checks.trajectory import OPTIMIZERS
+from zharness.checks.trajectory import TRAINED_BY
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
 from zharness.export.frame import Script, Setting, Writing, quoted
@@ -153,7 +153,7 @@ def steps_of(writing: Writing, program: Program) -> str:
         if verb.act is Act.STEP:
             era += 1
             lines.append(f"bench.record_trained(engine, {era})")
-    assert OPTIMIZERS[program.optimizer], "a name of the steps' own"
+    assert TRAINED_BY[program.optimizer], "a name of the steps' own"
     return "def observe(bench):\n" + textwrap.indent("\n".join([*lines, "engine.close()"]), "    ")
 
 

@@ -20,7 +20,7 @@ from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.search import PASSED, Found, Search, search, shrunk
 from zharness.workload.foreign import is_foreign
-from zharness.workload.legal import MANY, Batch
+from zharness.workload.legal import NO_LIMITS, Batch
 from zharness.workload.program_text import parse
 from zharness.workload.programs import SOURCES, Program
 from zharness.world import Isolation
@@ -213,7 +213,7 @@ def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
         ]
         batch = tuple(program for program in written if not missing(program, claims))
         if batch and runner.run(case.engine, batch).verdict.broken:
-            return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), outputs=MANY))
+            return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), NO_LIMITS))
     if time.monotonic() > runner.until:
         return ()
     wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES, without=WITHOUT)

@@ -89,7 +89,7 @@ MUTANTS = (
         "reference",
         ALL,
         Kind.STATE,
-        Target("training.any_order", None, variant="interrupted", words="reports as state has the wrong names"),
+        Target("training.any_order", None, variant="saved_first", words="reports as state has the wrong names"),
     ),
     blind(
         sharded.load_gives_rank_0s_buffers,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zharness.case import Case
+from zharness.checks import check_named
 from zharness.engines import Capabilities
 from zharness.parity import Mismatch, Part
 from zharness.parity.baseline import differentiated
@@ -18,8 +19,13 @@ LOCAL = (Part.FORWARD, Part.LOCAL_GRADIENT)  # what a rank computes on its own, 
 
 
 def worth_locating(mismatch: Mismatch | None, case: Case, claims: Capabilities) -> bool:
-    """Whether modules can be held against the baseline's: not where the engine's kernels differ from torch's."""
-    return mismatch is not None and mismatch.part in LOCAL and case.stage not in claims.own_kernels
+    """Whether modules can be held against the baseline's, in the mismatch's micro-batch and the initial weights.
+
+    Not where the engine's kernels differ from torch's, nor where a program led there, in other weights.
+    """
+    if mismatch is None or check_named(case.check).by_verb:
+        return False
+    return mismatch.part in LOCAL and case.stage not in claims.own_kernels
 
 
 def trace_path(room: str, rank: int) -> Path:

@@ -13,7 +13,7 @@ from zharness.engines.protocol import Feature
 from zharness.errors import HarnessFault, UsageError
 from zharness.run.programs import Outcome, ProgramRunner, command
 from zharness.run.record import Verdict
-from zharness.workload.legal import MANY, Batch, smaller_batches
+from zharness.workload.legal import MANY, Batch, Limits, smaller_batches
 from zharness.workload.programs import Act, Kind, Mark
 
 BATCH = 8  # programs in the same ranks, one after the other: what ranks cost is paid once for all
@@ -100,14 +100,14 @@ def search(runner: ProgramRunner, engine: str, wanted: Search) -> Found:
         # A wrong number that shrinks into a hang is another bug, and each try of it takes the time-out.
         return fails(batch) and seen[batch].verdict is known
 
-    smallest = shrunk(failing, fails_alike, can[failing[0].stage].outputs)
+    smallest = shrunk(failing, fails_alike, can[failing[0].stage].limits)
     return Found(sum(map(len, seen)), smallest, seen[smallest])
 
 
-def shrunk(batch: Batch, fails: Callable[[Batch], bool], outputs: int) -> Batch:
-    """A failing batch of which nothing more can be cut; no caller in it has more ``outputs`` in hand."""
+def shrunk(batch: Batch, fails: Callable[[Batch], bool], limits: Limits) -> Batch:
+    """A failing batch of which nothing more can be cut; every caller in it stays within ``limits``."""
     while True:
-        less = next(filter(fails, smaller_batches(batch, outputs)), None)
+        less = next(filter(fails, smaller_batches(batch, limits)), None)
         if less is None:
             return batch
         batch = less
@@ -123,7 +123,10 @@ def allowed(wanted: Search, claims: Capabilities) -> dict[str, Any]:
     if not dtypes:
         raise UsageError.unknown("dtype of this engine", ",".join(wanted.dtypes), sorted(claims.dtypes))
     return {
-        "outputs": 1 if claims.refusal(Feature.RETAIN_GRAPH) else wanted.outputs,
+        "limits": Limits(
+            outputs=1 if claims.refusal(Feature.RETAIN_GRAPH) else wanted.outputs,
+            accumulates=claims.refusal(Feature.CALLER_ACCUMULATION) is None,
+        ),
         "kinds": rest(Kind, LAYERS, wanted, claims),
         "acts": rest(Act, ACTS, wanted, claims),
         "marks": rest(Mark, MARKS, wanted, claims),

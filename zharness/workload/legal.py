@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zharness.errors import UsageError
 from zharness.workload.programs import (
@@ -17,12 +17,29 @@ from zharness.workload.programs import (
     Program,
     Verb,
     Widths,
+    accumulates,
     behind,
     done,
     refusal,
 )
 
 MANY = 100  # outputs in a caller's hand: more than any program has
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine allows its caller: outputs in hand at once, and several backwards before a step or not."""
+
+    outputs: int = MANY
+    accumulates: bool = True
+
+    def allow(self, book: Book, verb: Verb) -> bool:
+        """Whether a caller with ``book`` in hand may do ``verb``, as far as these go."""
+        crowded = verb.act in NEW_GRAPH and len(book.kept) >= self.outputs
+        return not crowded and (self.accumulates or not accumulates(book, verb))
+
+
+NO_LIMITS = Limits()
 Batch = tuple[Program, ...]  # programs that run one after the other in the same ranks
 
 
@@ -57,33 +74,32 @@ def filled(block: Layer, widths: Widths) -> Layer:
 
 
 def legal_verbs(
-    layers: Sequence[Layer], wishes: Sequence[Verb], outputs: int = MANY, window: int = 1
+    layers: Sequence[Layer], wishes: Sequence[Verb], limits: Limits = NO_LIMITS, window: int = 1
 ) -> tuple[Verb, ...]:
-    """The wishes that are legal where they come, with at most so many ``outputs`` in hand, and ``window`` a step."""
+    """The wishes that are legal where they come, and within ``limits``, with ``window`` micro-batches a step."""
     book, kept = Book(window=window), []
     for wish in wishes:
-        crowded = wish.act in NEW_GRAPH and len(book.kept) >= outputs
-        if not crowded and not refusal(layers, book, wish):
+        if limits.allow(book, wish) and not refusal(layers, book, wish):
             kept.append(wish)
             book = done(book, wish)
     return tuple(kept)
 
 
-def smaller_batches(batch: Batch, outputs: int = MANY) -> Iterator[Batch]:
+def smaller_batches(batch: Batch, limits: Limits = NO_LIMITS) -> Iterator[Batch]:
     """Batches that are smaller by one cut, those that may be much smaller first."""
     if len(batch) > 1:
         yield from ((program,) for program in batch)
         yield from (batch[:at] + batch[at + 1 :] for at in range(len(batch)))
     for at, program in enumerate(batch):
-        for less in smaller(program, outputs):
+        for less in smaller(program, limits):
             yield (*batch[:at], less, *batch[at + 1 :])
 
 
-def smaller(program: Program, outputs: int = MANY) -> Iterator[Program]:
+def smaller(program: Program, limits: Limits = NO_LIMITS) -> Iterator[Program]:
     """Legal programs with some verbs less, a layer less, a mark less, or smaller sizes."""
     for candidate in cuts(program):
         layers = tuple(legal_layers(candidate.layers))
-        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, outputs, program.window))
+        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, limits, program.window))
         if layers[0].kind in SOURCES and size(legal) < size(program):
             yield legal
 

@@ -73,6 +73,7 @@ DRAWS = (  # those that take a micro-batch
     *(Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD),
     *(Act.INPUT_GRAD, Act.TRANSFORM, Act.FAILED_FORWARD, Act.FAILED_BACKWARD),
 )
+BACKWARDS = (Act.BACKWARD, Act.NO_SYNC, Act.FAILED_BACKWARD)
 BETWEEN_STEPS = (Act.SAVE, Act.LOAD, Act.EDIT, Act.IDLE)  # no output is kept, and nothing waits for a step
 
 
@@ -87,7 +88,7 @@ class Mark(Enum):
     SCALE = "scale"  # engine.scale(loss).backward()
     OTHER = "other"  # another loss of the same output
     RETAIN = "retain"  # the graph is retained, and the output stays
-    UNSEEN = "unseen"  # its gradients are asked for no sooner than right before the step
+    UNSEEN = "unseen"  # nobody asks for its gradients, unless it is with a look or after another backward
     FEW = "few"  # fewer samples, on each rank another number
     KEYWORD = "kw"  # inputs by keyword
 
@@ -295,6 +296,11 @@ def without_input_gradient(layers: Sequence[Layer]) -> str:
         return "token ids have no gradient"
     reentrant = any(layer.kind is Kind.REENTRANT for outer in layers for layer in outer.walk())
     return "torch's reentrant checkpoint takes no autograd.grad" if reentrant else ""
+
+
+def accumulates(book: Book, verb: Verb) -> bool:
+    """Whether ``verb`` runs a backward on top of gradients that wait for a step, of which no engine was told."""
+    return verb.act in BACKWARDS and book.pending is not Pending.NOTHING and book.window == 1
 
 
 def done(book: Book, verb: Verb) -> Book:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from zharness.workload.legal import MANY, legal_layers, legal_verbs
+from zharness.workload.legal import NO_LIMITS, Limits, legal_layers, legal_verbs
 from zharness.workload.programs import ARITY, BLOCKS, MARKED, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
 
 WIDEST = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
@@ -29,7 +29,7 @@ class Repertoire:
     marks: tuple[Mark, ...] = tuple(Mark)
     dtypes: tuple[str, ...] = ("fp32",)
     optimizers: tuple[str, ...] = ("sgd", "adamw")
-    outputs: int = MANY  # that a caller may have in hand at once
+    limits: Limits = NO_LIMITS
 
 
 @st.composite
@@ -43,7 +43,7 @@ def batches(
     setting = draw(st.tuples(st.sampled_from(can.dtypes), st.sampled_from(can.optimizers)))
     texts = st.tuples(models(can), st.lists(phrases(can), min_size=2, max_size=MOST_PHRASES).map(joined))
     return tuple(
-        Program(tuple(layers), legal_verbs(layers, wishes, can.outputs), stage, world_size, *setting)
+        Program(tuple(layers), legal_verbs(layers, wishes, can.limits), stage, world_size, *setting)
         for layers, wishes in draw(st.lists(texts, min_size=programs, max_size=programs))
     )
 

@@ -1,0 +1,85 @@
+"""zero_grad at ZeRO stage 2 keeps the gradients that wait for the end of a window: they are in the next step.
+
+id: partitions-survive-zero-grad
+engine: deepspeed
+symptom: at stage 2 the gradient of a micro-batch that zero_grad forgot is in the next step
+reported: no report known
+affects: ==0.19.8
+fixed: not yet
+ranks: 1
+law: training.any_order
+signature: the weight moved by 35.0 after 2 of 2 micro-batches
+ok: repro: zero_grad forgets the gradients of a window at ZeRO stage 2 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_partitions_survive_zero_grad.py
+
+What was reduced waits for the end of its window in the optimizer's all_grad_tensors, which neither the engine's
+zero_grad nor the optimizer's clears: they clear the parameters' own gradients. A backward is forgotten before its step,
+so that it does not count; the window that follows has losses with the gradients 2 and 4, whose mean is 3, and the rate
+is 1. With the forgotten 64 it is 35. Stage 1 does not.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the weight moved by 35.0 after 2 of 2 micro-batches"
+OK = "repro: zero_grad forgets the gradients of a window at ZeRO stage 2 OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 2},
+}
+FACTORS = (2.0, 4.0)  # what each loss multiplies the output by
+WANTED = 3.0  # the mean of their gradients
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    model, inputs = nn.Linear(1, 1, bias=False).to(device), torch.ones(1, 1).to(device)
+    nn.init.zeros_(model.weight)  # so that every weight that follows is exact
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+
+    engine.backward(64.0 * engine(inputs).sum())
+    engine.optimizer.zero_grad()
+    engine.zero_grad()
+    for micro_batches, factor in enumerate(FACTORS, start=1):
+        engine.backward(factor * engine(inputs).sum())
+        engine.step()
+        moved = -model.weight.item()
+        told = f"the weight moved by {moved} after {micro_batches} of {len(FACTORS)} micro-batches"
+        if SIGNATURE in told:
+            print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+            return 1
+    assert moved == WANTED, told
+    print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)

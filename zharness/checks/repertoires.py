@@ -1,0 +1,147 @@
+"""What callers say in the laws of any order: phrases for programs, and an engine of which configuration hears them.
+
+A phrase that is known to go wrong on some engine stands in a variant of its own, so that in whatever order a seed draws
+them, the others are judged to their end there, and what goes wrong is always that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from zharness.checks.program import ACTS, MARKS
+from zharness.engines.protocol import Capabilities, Feature
+from zharness.workload.legal import legal_verbs
+from zharness.workload.program_text import parse_verb
+from zharness.workload.programs import Mark, Program, Verb
+
+ADDS_UP = Feature.CALLER_ACCUMULATION
+
+
+@dataclass(frozen=True)
+class Repertoire:
+    """What a caller of one variant says, and to an engine of which configuration; ``needs`` as in Check.
+
+    ``others`` are further engines in the process, of the plainest configuration, that train in turn with this one.
+    """
+
+    phrases: tuple[str, ...]
+    optimizer: str
+    clip: float | None = None
+    window: int = 1
+    reduction: str = "mean"
+    needs: tuple[Feature, ...] = ()
+    begins: str = ""
+    ends: str = "z f b s"
+    others: int = 0
+
+    def spoken(self, seed: int) -> list[Verb]:
+        """All phrases in an order of ``seed``, between those with which it begins and ends."""
+        random = Random(f"{seed} {self.optimizer} {self.phrases}")  # noqa: S311 - an order, no secret
+        drawn = random.sample(self.phrases, len(self.phrases))
+        return [parse_verb(word) for phrase in (self.begins, *drawn, self.ends) for word in phrase.split()]
+
+    def program(self, seed: int, dtype: str, claims: Capabilities) -> Program:
+        """What is spoken, without the verbs and marks that the engine does not claim, nor what they leave illegal."""
+        wishes = [possible(verb, dtype, claims) for verb in self.spoken(seed) if claimed(verb, claims)]
+        return self.saying(legal_verbs((), wishes, window=self.window), dtype)
+
+    def saying(self, verbs: tuple[Verb, ...], dtype: str = "fp32") -> Program:
+        """The program of these verbs in this repertoire's configuration."""
+        return Program((), verbs, 0, 0, dtype, self.optimizer, self.clip, self.window, self.reduction)
+
+
+def claimed(verb: Verb, claims: Capabilities) -> bool:
+    """Whether the engine claims what the act of ``verb`` takes, its marks left aside."""
+    return verb.act not in ACTS or claims.refusal(ACTS[verb.act]) is None
+
+
+def possible(verb: Verb, dtype: str, claims: Capabilities) -> Verb:
+    """``verb`` without the marks that the engine does not claim, or that mean something else in ``dtype``."""
+    refused = {mark for mark, feature in MARKS.items() if claims.refusal(feature) is not None}
+    refused |= {Mark.TENSOR} if dtype == "fp16" else set()
+    return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))
+
+
+REPERTOIRES = {
+    "steps": Repertoire(
+        ("f:kw z b:scale s", "f:few e b:tensor s", "f v b:unseen s", "f b l s", "f b z", "e", "i", "l", "vg"),
+        "adamw",
+        clip=0.6,
+        needs=(Feature.CLIP,),
+        begins="f b s",
+        others=1,
+    ),
+    "evaluated": Repertoire(("f:kw b e s", "f b l v s"), "sgd"),
+    "sums": Repertoire(
+        (
+            *("f b:unseen f:few b s", "n:few n:scale f b:scale s", "n z v f b s", "f b z idle"),
+            *("f:kw b l f b s", "f b xf f b s", "xf"),
+        ),
+        "nesterov",
+        clip=1.2,
+        reduction="sum",
+        needs=(ADDS_UP, Feature.SUM, Feature.CLIP),
+    ),
+    "graphs": Repertoire(
+        (
+            *("f f:few b:old b s", "f b:retain b:other s", "f b:retain,tensor z b:other s"),
+            "f f f b:old e b:old,other,retain b b:scale s",
+        ),
+        "sgd",
+        needs=(Feature.RETAIN_GRAPH, ADDS_UP),
+    ),
+    "inputs": Repertoire(
+        ("g", "t", "f g b s", "f t b:unseen s"), "sgd", needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD)
+    ),
+    "saved": Repertoire(
+        ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
+        "adam",
+        needs=(Feature.CHECKPOINT,),
+        begins="f b s save",
+        ends="f b l s",
+    ),
+    "saved_first": Repertoire(("f b s", "load"), "adamw", needs=(Feature.CHECKPOINT,), begins="save f b s"),
+    "windows": Repertoire(
+        ("f b:scale s e f:few b:unseen s", "n s f b l s", "load"),
+        "nesterov",
+        clip=0.4,
+        window=2,
+        needs=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
+        begins="f b s f b s save",
+        ends="v l f b s f b s",
+    ),
+    "given_up": Repertoire(("f b s z",), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), ends="f b s f b s"),
+    "forgotten": Repertoire(
+        ("f b z", "f b s f b s"), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), ends="f b s f b s"
+    ),
+    "two_losses": Repertoire(
+        ("f b:retain b:other s f b:retain b:other s",),
+        "sgd",
+        window=2,
+        needs=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
+        ends="",
+    ),
+    "interrupted": Repertoire(
+        ("xb f b s", "xb load", "f b xb f b s", "n xb"),
+        "sgd",
+        needs=(Feature.AUTOGRAD, Feature.CHECKPOINT, ADDS_UP),
+        begins="f b s save f b s",
+    ),
+}
+# Of a model with a part that is used in every second micro-batch, one that never is, a frozen and a tied one.
+BRANCHES = {
+    "": Repertoire(
+        ("f b s", "f b f b s", "n n f b:unseen s", "f b z", "v", "idle", "edit", "e f b l s"),
+        "adamw",
+        clip=8.0,
+        needs=(Feature.NO_GRADIENT, Feature.CLIP, ADDS_UP),
+    ),
+    "saved": Repertoire(
+        ("f b s e save", "load f b s", "edit", "f b l s"),
+        "adamw",
+        needs=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
+        begins="f b s save",
+    ),
+}
+BY_MODEL = {"changing": BRANCHES, "mlp": REPERTOIRES}
