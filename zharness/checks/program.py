@@ -19,8 +19,7 @@ from zharness.checks.bench import Bench, flattened
 from zharness.checks.double_backward import second_loss
 from zharness.checks.single_step import evaluating
 from zharness.checks.state import shared_folder
-from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, facts_of
-from zharness.checks.trajectory import TRAINED_BY
+from zharness.checks.trajectory import ADAM, NESTEROV, SCHEDULE, TRAINED_BY, facts_of
 from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, OptimizerSpec, Reduction
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.workload import Batch, ModelSpec
