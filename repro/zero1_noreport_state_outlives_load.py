@@ -1,0 +1,90 @@
+"""ZeroRedundancyOptimizer.load_state_dict keeps the state of parameters that the checkpoint has none of.
+
+id: state-outlives-load
+engine: zero1
+symptom: after a checkpoint from before the first step is loaded, momentum of the steps since then is in the next step
+reported: no report known
+affects: ==2.13.0
+fixed: not yet
+ranks: 1
+law: training.any_order
+signature: the weight moved by -1.5 where -1.0 is right
+ok: repro: ZeroRedundancyOptimizer with a checkpoint from before the first step OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/zero1_noreport_state_outlives_load.py
+
+It copies the state that the checkpoint has over its own, parameter by parameter, and clears nothing. A checkpoint from
+before the first step has none, so all that the steps since then have left stays. torch.optim's own load_state_dict
+replaces all of the state. Here the gradient is always 1, the rate 1 and the momentum 0.5: a first step moves the weight
+by -1, and one on an old momentum by -1.5.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+SIGNATURE = "the weight moved by -1.5 where -1.0 is right"
+OK = "repro: ZeroRedundancyOptimizer with a checkpoint from before the first step OK."
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def step(weight, optimizer):
+    """A step with the gradient 1; by what it moves the weight."""
+    before = weight.item()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return weight.item() - before
+
+
+def after_a_load(optimizer_of):
+    """By what the first step after the load of a checkpoint from before the first step moves the weight."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = optimizer_of([weight])
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict()
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    step(weight, optimizer)
+    optimizer.load_state_dict(checkpoint)
+    return step(weight, optimizer)
+
+
+def main():
+    rank = start()
+    options = {"lr": 1.0, "momentum": 0.5}
+    wanted = after_a_load(lambda weights: torch.optim.SGD(weights, **options))
+    moved = after_a_load(lambda weights: ZeroRedundancyOptimizer(weights, torch.optim.SGD, **options))
+    if moved != wanted:
+        found = f"the weight moved by {moved} where {wanted} is right"
+        if found != SIGNATURE:
+            raise AssertionError(found)
+        print(f"repro: REPRODUCED: {found}\n", end="", flush=True)
+        return 1
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)
