@@ -17,8 +17,9 @@ from zharness.checks.repertoires import BY_MODEL, Repertoire
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity import Mismatch, Part
+from zharness.parity.baseline import Baseline
 from zharness.run.locate import worth_locating
-from zharness.workload import Batch
+from zharness.workload import Batch, model_spec
 from zharness.workload.programs import Act, Mark, Verb
 
 CLAIMS_ALL = Capabilities(stages=frozenset({0}))
@@ -58,6 +59,26 @@ def test_what_an_engine_does_not_claim_is_not_asked_of_it(feature: Feature) -> N
     for model, variant in SPOKEN:
         if feature not in CHECK_OF[model].features(variant):
             assert feature not in features(repertoire(model, variant).program(0, "fp32", claims))
+
+
+def norms(model: str, wished: Repertoire) -> list[float]:
+    """Of the gradients of two ranks' first window, as the caller's engine reduces them, one for each seed."""
+    found = []
+    for seed in SEEDS:
+        baseline = Baseline(model_spec(model), seed, world_size=2)
+        grads = [local.grads for step in range(wished.window) for local in baseline.locals(step)]
+        factor = 1.0 if wished.reduction == "sum" else 1.0 / len(grads)
+        total = [factor * torch.stack([local[name] for local in grads]).sum(dim=0) for name in grads[0]]
+        found.append(float(torch.stack([grad.double().square().sum() for grad in total]).sum().sqrt()))
+    return found
+
+
+@pytest.mark.parametrize(("model", "variant"), [pair for pair in SPOKEN if repertoire(*pair).clip is not None])
+def test_most_callers_who_clip_have_gradients_that_are_clipped(model: str, variant: str) -> None:
+    wished = repertoire(model, variant)
+    assert wished.clip is not None
+    over = [norm > wished.clip for norm in norms(model, wished)]
+    assert sum(over) > len(over) / 2
 
 
 def test_a_micro_batch_of_two_samples_is_left_whole() -> None:
