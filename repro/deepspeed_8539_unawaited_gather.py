@@ -10,7 +10,7 @@ broken: 0.19.7
 ranks: 2
 law: resources.poisoned_memory
 signature: weights read from memory that no all-gather has written
-ok: repro: weights kept whole at ZeRO stage 3, after a step, OK.
+ok: repro: the gathers that end a step at ZeRO stage 3 OK.
 
 Run it with nothing but torch and deepspeed installed:
 
@@ -45,7 +45,7 @@ import deepspeed
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "weights read from memory that no all-gather has written"
-OK = "repro: weights kept whole at ZeRO stage 3, after a step, OK."
+OK = "repro: the gathers that end a step at ZeRO stage 3 OK."
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 

@@ -36,10 +36,11 @@ class Process:
     def flags(self) -> tuple[bool, torch.dtype | None]:
         return self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE
 
-    def build(self) -> Leftovers:
-        """An engine at stage 3 under torch_autocast."""
-        engine = Leftovers()
-        self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE = ON
+    def build(self, autocast: bool = True) -> Leftovers:
+        """An engine at stage 3, under torch_autocast or not."""
+        engine = Leftovers(autocast)
+        if autocast:
+            self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE = ON
         torch.nn.functional.linear = replaced
         return engine
 
@@ -68,6 +69,17 @@ def test_what_was_there_before_an_engine_that_is_never_closed_is_put_back_by_the
     process.build().undo()
     assert process.linear is process.own
     assert process.flags == OFF
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["built first", "built last"])
+def test_autocast_ends_with_the_last_engine_that_asks_for_it(process: Process, first: bool) -> None:
+    one, other = process.build(first), process.build(not first)
+    asking, plain = (one, other) if first else (other, one)
+    asking.undo()
+    assert process.flags == OFF, "the engine that lives on did not ask for it"
+    assert process.linear is replaced
+    plain.undo()
+    assert process.linear is process.own
 
 
 def test_an_engine_closed_twice_puts_back_nothing_of_a_later_one(process: Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,15 +128,36 @@ def hooking(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
     return [model]
 
 
-@pytest.mark.parametrize(
-    ("choose", "words"),
-    [
-        (a_stranger, "Identity"),
-        (one_twice, "each once"),
-        (halving, "changed the plain model"),
-        (hooking, "changed the plain model"),
-    ],
-)
-def test_an_engine_that_claims_junctions_cannot_change_what_it_is_held_against(choose: Choose, words: str) -> None:
+def dressing_up(model: nn.Module, _options: Mapping[str, Any]) -> list[nn.Module]:
+    model.__class__ = Loud
+    return [model]
+
+
+class Loud(Behind):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return 2 * super().forward(inputs)
+
+
+@pytest.mark.parametrize(("choose", "words"), [(a_stranger, "Identity"), (one_twice, "each once")])
+def test_junctions_elsewhere_than_at_modules_of_the_model_are_refused(choose: Choose, words: str) -> None:
     with pytest.raises(EngineContractError, match=words):
         with_junctions(SPEC, choose, {}).model(0)
+
+
+@pytest.mark.parametrize("choose", [halving, hooking, dressing_up])
+def test_an_engine_that_claims_junctions_cannot_change_what_it_is_held_against(choose: Choose) -> None:
+    assert gradient(with_junctions(SPEC, choose, {})) == gradient(with_junctions(SPEC, itself, {}))
+    assert all(p.equal(torch.ones(1)) for p in with_junctions(SPEC, choose, {}).model(0).parameters())
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+def test_a_model_with_junctions_begins_with_the_weights_of_its_seed() -> None:
+    spec = replace(SPEC, build=Drawn)
+    at_inner = with_junctions(spec, lambda model, _options: [model.get_submodule("inner")], {})
+    for plain, hooked in zip(spec.model(3).parameters(), at_inner.model(3).parameters(), strict=True):
+        assert plain.equal(hooked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -103,6 +104,8 @@ def norm_of(grads: Mapping[str, Tensor]) -> Tensor:
 
 
 def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements together, in float64, and how far a float32 sum of squares may be from it."""
+    """The 2-norm of all elements together, in float64, and how far a sum of squares may be from it: in float32, or in
+    what is wider among them; in bf16 so many terms have no bound."""
     whole = norm_of(grads)
-    return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), torch.float32)
+    wide = reduce(torch.promote_types, [grad.dtype for grad in grads.values()], torch.float32)
+    return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), wide)

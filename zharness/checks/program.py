@@ -349,7 +349,9 @@ def interrupting(module: nn.Module, act: Act) -> Iterator[None]:
         raise EngineContractError("an exception within a forward or a backward did not reach the engine's caller")
     if chosen:
         raise EngineContractError("a backward returned without having run through the module's children")
-    raise HarnessFault(f"none of {len(children)} children of the engine's module ran, so nothing was interrupted")
+    raise HarnessFault(
+        f"of {len(children)} children of the engine's module none ran that could fail, so nothing was interrupted"
+    )
 
 
 def edited(spec: ModelSpec, seed: int, era: int) -> str:

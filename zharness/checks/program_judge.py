@@ -335,7 +335,9 @@ def updated(
                 trial.place(f"{name}/{key}", Part.OPTIMIZER, place), value.value, moment, value.error, Tier.STAGED
             )
         # Of a gradient that nobody saw, and that may be zero, Adam's first step may have either sign.
-        error = expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS)
+        grad = grads[name]
+        either = (grad.error > 0) & (grad.value.abs() <= grad.error)
+        error = expected.error.where(~either, expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS))
         moved = expected.value - weight.double()
         yield hinted(within(here, expected.value, after[name], error, signal=moved), weight, after[name])
 

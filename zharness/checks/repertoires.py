@@ -67,7 +67,7 @@ REPERTOIRES = {
     "steps": Repertoire(
         ("f:kw z b:scale s", "f:few e b:tensor s", "f v b:unseen s", "f b l s", "f b z", "e", "i", "l", "vg"),
         "adamw",
-        clip=0.45,
+        clip=0.2,
         needs=(Feature.CLIP,),
         begins="f b s",
         others=1,
@@ -105,7 +105,7 @@ REPERTOIRES = {
     "windows": Repertoire(
         ("f b:scale s e f:few b:unseen s", "n s f b l s", "load"),
         "nesterov",
-        clip=0.35,
+        clip=0.1,
         window=2,
         needs=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
         begins="f b s f b s save",

@@ -82,13 +82,14 @@ class DeepSpeedEngine:
         deepspeed = prepare(next(iter(params.values())).device.type)
         trained = {name: param for name, param in params.items() if param.requires_grad}
         optimizer = optimizers.build(trained, config.optimizer)
-        self._leftovers = Leftovers()
+        asked = json_config(config)
+        self._leftovers = Leftovers(autocast=bool(asked.get("torch_autocast", {}).get("enabled")))
         try:
             self._engine: Any = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
-                config=json_config(config),
+                config=asked,
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as refused:
             self._leftovers.undo()

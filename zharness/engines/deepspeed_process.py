@@ -23,15 +23,17 @@ class Leftovers:
     """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
     stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
 
-    What was there before the first engine is put back by the engine that is closed last, whichever was built first: one
-    that lives on computes and communicates as it has from the start. An engine that is forgotten and never closed
-    counts no more, but what was there before it is not forgotten.
+    What was there before the first engine is put back, the function by the engine that is closed last and autocast by
+    the last of those that ask for it (``autocast``), whichever was built first: one that lives on computes and
+    communicates as it asked to. An engine that is forgotten and never closed counts no more, but what was there before
+    it is not forgotten.
     """
 
     _open: ClassVar[WeakSet[Leftovers]] = WeakSet()
     _before: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two flags of autocast
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: bool) -> None:
+        self._asked = autocast
         self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         if Leftovers._before is None:
             flags = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
@@ -39,13 +41,16 @@ class Leftovers:
         Leftovers._open.add(self)
 
     def undo(self) -> None:
-        """Put back what was there before, unless another engine is still open; a second call does nothing."""
+        """Put back what was there before, unless another engine that is open needs it; a second call does nothing."""
         Leftovers._open.discard(self)
-        if Leftovers._open or Leftovers._before is None:
+        if Leftovers._before is None:
             return
-        linear, self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = Leftovers._before
-        torch.nn.functional.linear = linear
-        Leftovers._before = None
+        linear, *flags = Leftovers._before
+        if not any(other._asked for other in Leftovers._open):
+            self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = flags
+        if not Leftovers._open:
+            torch.nn.functional.linear = linear
+            Leftovers._before = None
 
 
 def prepare(device_type: str) -> Any:

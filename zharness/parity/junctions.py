@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,43 +56,30 @@ class Joined:
 
     def __call__(self) -> nn.Module:
         model = self.build()
-        for module in chosen(model, self.choose, self.options):
-            module.register_forward_pre_hook(joined, with_kwargs=True)
+        for name in names_of_chosen(self):
+            model.get_submodule(name).register_forward_pre_hook(joined, with_kwargs=True)
         return model
 
 
-def chosen(model: nn.Module, choose: Choose, options: Mapping[str, Any]) -> list[nn.Module]:
-    """The modules of ``model`` that ``choose`` names.
+@cache
+def names_of_chosen(of: Joined) -> tuple[str, ...]:
+    """The names of the modules that ``of.choose`` picks.
 
-    It is the engine's own function, run on what the engine is held against. Raises EngineContractError where it names
-    anything else than modules of this model, one of them twice, or changes the model: then plain PyTorch's numbers
-    would no longer be plain PyTorch's.
+    It is the engine's own function, run for what the engine is held against; so it is shown a model of its own, and
+    whatever it does to that one, plain PyTorch's stays plain. Raises EngineContractError where it picks anything else
+    than modules of the model that it was shown, or one of them twice.
     """
-    before = parts_of(model)
-    modules = list(choose(model, options))
-    if parts_of(model) != before:
-        raise EngineContractError("junctions: the engine changed the plain model; expected modules of it, and no more")
-    known = {id(module) for module in model.modules()}
+    with torch.random.fork_rng(devices=[]):  # the model that is hooked begins with the weights of the caller's seed
+        shown = of.build()
+    names = {id(module): name for name, module in shown.named_modules()}
+    modules = of.choose(shown, of.options)
     places = [id(module) for module in modules]
-    if not known.issuperset(places) or len(set(places)) < len(places):
+    if not names.keys() >= {*places} or len({*places}) < len(places):
         raise EngineContractError(
             f"junctions: got {len(modules)} modules ({', '.join(type(module).__name__ for module in modules)}); "
             "expected modules of the model that it was given, each once"
         )
-    return modules
-
-
-def parts_of(model: nn.Module) -> list[tuple[object, ...]]:
-    """Of what ``model`` consists: its modules, their hooks and forwards, and the tensors with the version of each."""
-    modules = [
-        (name, id(module), len(module._forward_pre_hooks), len(module._forward_hooks), "forward" in vars(module))
-        for name, module in model.named_modules()
-    ]
-    tensors = [
-        (name, id(tensor), tensor.data_ptr(), tensor._version)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
-    return [*modules, *tensors]
+    return tuple(names[place] for place in places)
 
 
 def with_junctions(spec: ModelSpec, choose: Choose, options: Mapping[str, Any]) -> ModelSpec:

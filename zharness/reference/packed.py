@@ -25,7 +25,9 @@ def gather_all(shards: Mapping[K, tuple[Tensor, Layout]], comm: Comm) -> dict[K,
     Collective: ``shards`` has the same keys in the same order on every rank.
     """
     full: dict[K, Tensor] = {}
-    for keys in _packs({key: shard for key, (shard, _) in shards.items()}, SIZE // comm.world_size):
+    # By the padded lengths, which the ranks agree in: what the last ones own is shorter.
+    lengths = {key: layout.length for key, (_, layout) in shards.items()}
+    for keys in _packs({key: shard for key, (shard, _) in shards.items()}, lengths, SIZE // comm.world_size):
         layouts = [shards[key][1] for key in keys]
         row = torch.cat([padded(shards[key][0], layout.length) for key, layout in zip(keys, layouts, strict=True)])
         rows = row.new_empty(comm.world_size, row.numel())
@@ -43,16 +45,22 @@ def gather_all(shards: Mapping[K, tuple[Tensor, Layout]], comm: Comm) -> dict[K,
 def share(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
     """Make each tensor on every rank what it is on rank ``source``. Collective."""
     found = dict(enumerate(tensors))
-    for keys in _packs(found, SIZE):
-        flat = torch.cat([found[key].detach().reshape(-1) for key in keys])
+    lengths = {key: tensor.numel() for key, tensor in found.items()}
+    for keys in _packs(found, lengths, SIZE):
+        flats = [found[key].detach().reshape(-1) for key in keys]
+        # One alone needs no copy, unless it is not contiguous: then reshape has made one.
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         if flat.numel():
             comm.broadcast(flat, source)
-        for key, part in zip(keys, torch.split(flat, [found[key].numel() for key in keys]), strict=True):
+        for key, part in zip(keys, torch.split(flat, [lengths[key] for key in keys]), strict=True):
             found[key].copy_(part.view(found[key].shape))
 
 
-def _packs(tensors: Mapping[K, Tensor], size: int) -> Iterator[list[K]]:
-    """The keys of what crosses the wire together: one dtype and device, at most ``size`` elements or one tensor."""
+def _packs(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], size: int) -> Iterator[list[K]]:
+    """The keys of what crosses the wire together: one dtype and device, at most ``size`` elements or one tensor.
+
+    ``lengths`` are the same on all ranks, or they would cut in different places.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[K]] = {}
     for key, tensor in tensors.items():
         alike.setdefault((tensor.dtype, tensor.device), []).append(key)
@@ -60,9 +68,9 @@ def _packs(tensors: Mapping[K, Tensor], size: int) -> Iterator[list[K]]:
         pack: list[K] = []
         elements = 0
         for key in keys:
-            if pack and elements + tensors[key].numel() > size:
+            if pack and elements + lengths[key] > size:
                 yield pack
                 pack, elements = [], 0
             pack.append(key)
-            elements += tensors[key].numel()
+            elements += lengths[key]
         yield pack

@@ -1,0 +1,78 @@
+"""Tensors that cross the wire many at once: whatever their sizes, the ranks pack them alike, and each arrives whole."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.comm import Comm
+from zharness.reference import initialize, packed
+from zharness.reference.layout import Layout
+
+SHAPES = [(5,), (3,), (0,), (1,), (7, 2), (), (2, 1), (4,)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def numbered(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(first, first + count).reshape(shape).to(dtype)
+
+
+@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.parametrize("size", [1, 6, 2**20])
+def test_every_shard_arrives_in_its_place_however_many_go_together(size: int) -> None:
+    comm, whole, shards = Comm(), {}, {}
+    for number, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            full = numbered(shape, dtype, 10 * number)
+            layout = Layout(full.shape, full.stride(), comm.world_size)
+            start, stop = layout.bounds(comm.rank)
+            whole[number, dtype] = full
+            shards[number, dtype] = (full.reshape(-1)[start:stop], layout)
+    with patch.object(packed, "SIZE", size):
+        found = packed.gather_all(shards, comm)
+    assert list(found) == list(whole)
+    for key, full in whole.items():
+        assert found[key].dtype == full.dtype
+        assert found[key].is_contiguous()
+        assert found[key].equal(full), key
+
+
+@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.parametrize("size", [1, 6, 2**20])
+def test_the_first_ranks_values_become_everyones_however_many_go_together(size: int) -> None:
+    comm = Comm()
+    wanted = [numbered(shape, dtype, 1) for shape in SHAPES for dtype in (*DTYPES, torch.int64)]
+    wanted += [torch.tensor([True, False]), numbered((3, 2), torch.float32, 1).t()]
+    mine = [torch.empty_like(tensor).copy_(tensor if comm.rank == 0 else torch.zeros_like(tensor)) for tensor in wanted]
+    with patch.object(packed, "SIZE", size):
+        packed.share(mine, comm)
+    for found, tensor in zip(mine, wanted, strict=True):
+        assert found.equal(tensor)
+        assert found.stride() == tensor.stride()
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_whose_shards_differ_in_length_pack_their_gradients_alike(stage: int) -> None:
+    """The last rank owns less of each: counted by what it owns, it would cut elsewhere than the first."""
+    module = nn.ParameterDict({str(n): nn.Parameter(torch.ones(n)) for n in (14, 3, 5, 1)})
+    engine, *_ = initialize(
+        model=module,
+        optimizer=lambda leaves: torch.optim.Adam(leaves.values()),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
+    )
+    sum(float(name) * weight.sum() for name, weight in module.items()).backward()  # type: ignore[union-attr]
+    for size in range(2, 16):
+        with patch.object(packed, "SIZE", size * dist.get_world_size()):
+            for name, grad in engine.full_grads().items():
+                assert grad.equal(torch.full_like(grad, float(name)))
+    engine.step()
+    with patch.object(packed, "SIZE", 8 * dist.get_world_size()):
+        assert {name: state["exp_avg"].shape for name, state in engine.full_optimizer_state().items()} == {
+            name: (int(name),) for name in ("14", "3", "5", "1")
+        }
