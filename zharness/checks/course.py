@@ -103,9 +103,13 @@ def norm_of(grads: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(norms).square().sum().sqrt()
 
 
-def norm_and_bound(grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements together, in float64, and how far a sum of squares may be from it: in float32, or in
-    what is wider among them; in bf16 so many terms have no bound."""
+def norm_and_bound(grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None) -> tuple[Tensor, Tensor]:
+    """The 2-norm of all elements together, in float64, and how far a sum of squares may be from it.
+
+    The sum is in float32, or in what is wider among ``dtypes``, the gradients' own unless they are given; in bf16 so
+    many terms have no bound.
+    """
     whole = norm_of(grads)
-    wide = reduce(torch.promote_types, [grad.dtype for grad in grads.values()], torch.float32)
+    own = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
+    wide = reduce(torch.promote_types, own, torch.float32)
     return whole, whole * of_many(sum(grad.numel() for grad in grads.values()), wide)

@@ -227,7 +227,8 @@ class Judge:
         """
         if self.program.clip is None:
             return grads
-        norm, rounding = norm_and_bound({name: grad.value for name, grad in grads.items()})
+        dtypes = [grad.dtype for grad in grads.values()]
+        norm, rounding = norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
         error = rounding + norm_of({name: grad.error for name, grad in grads.items()})
         reported = [copy.get("norm") for copy in self.trial.copies("norm", place)]
         for rank, each in enumerate(reported):
