@@ -16,7 +16,7 @@ from suites.reference.same import Breaking, assert_same
 from zharness.comm import Comm
 from zharness.reference import Engine, initialize
 from zharness.reference.buckets import buckets
-from zharness.reference.layout import Formats, originals
+from zharness.reference.layout import Formats, gather_rows, originals
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
 pytestmark = pytest.mark.collectives("trusted")
@@ -86,7 +86,7 @@ def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> Non
         fulls = [original.parameter.detach() * (1 + comm.rank) for original in bucket.members]
         row = bucket.reduce_scatter(fulls, comm)
         joined = bucket.join(bucket.shards(row, comm.rank))
-        bucket.spread(bucket.gather(joined, comm), fulls)
+        bucket.spread(gather_rows(joined, comm), fulls)
         for full, original in zip(fulls, bucket.members, strict=True):
             assert torch.equal(full, original.parameter.detach() * sum(range(1, comm.world_size + 1))), original.name
 

@@ -115,11 +115,19 @@ def clipped(
     if not trial.recorded(label):
         return 1.0
     norm, error = norm_and_bound(grads)
+    reported = yield from reported_norm(trial, label, step, norm, error)
+    return min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
+
+
+def reported_norm(
+    trial: Trial, label: str, step: int, norm: Tensor, error: Tensor
+) -> Generator[Comparison, None, Tensor | None]:
+    """On every rank the norm recorded under ``label`` is ``norm``, within ``error``; rank 0's, if there is one."""
     reported = [copy.get("norm") for copy in trial.copies(label, step)]
     for rank, each in enumerate(reported):
         if each is not None:
             yield norm_told(within(trial.place("norm", Part.REDUCTION, step, rank), norm, each, error))
-    return min(1.0, limit / (float(norm if reported[0] is None else reported[0]) + 1e-6))
+    return reported[0]
 
 
 def divided_by_engine(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from zharness.checks.accumulation import reported_norm
 from zharness.checks.course import norm_and_bound, norm_of
 from zharness.checks.double_backward import second_loss
 from zharness.checks.free_running import ENDLESS
@@ -230,11 +231,8 @@ class Judge:
         dtypes = [grad.dtype for grad in grads.values()]
         norm, rounding = norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
         error = rounding + norm_of({name: grad.error for name, grad in grads.items()})
-        reported = [copy.get("norm") for copy in self.trial.copies("norm", place)]
-        for rank, each in enumerate(reported):
-            if each is not None:
-                yield within(self.trial.place("norm", Part.REDUCTION, place, rank), norm, each, error)
-        used, unknown = (norm, error / norm) if reported[0] is None else (reported[0].double(), torch.zeros(()))
+        reported = yield from reported_norm(self.trial, "norm", place, norm, error)
+        used, unknown = (norm, error / norm) if reported is None else (reported.double(), torch.zeros(()))
         factor = self.program.clip / (used + 1e-6)
         if factor >= 1:
             return grads

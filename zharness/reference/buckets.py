@@ -69,13 +69,6 @@ class Bucket:
         """A rank's row, from its shard of each member."""
         return torch.cat([padded(s, length) for s, length in zip(shards, self.lengths, strict=True)])
 
-    def gather(self, row: Tensor, comm: Comm) -> Tensor:
-        """Every rank's row: shape (N, length of a row). Collective."""
-        rows = row.new_empty(comm.world_size, row.numel())
-        if row.numel():
-            comm.all_gather(rows.view(-1), row)
-        return rows
-
     def spread(self, rows: Tensor, fulls: Sequence[Tensor]) -> None:
         """Fill ``fulls``, one full tensor for each member, from every rank's row."""
         for part, full, original in zip(torch.split(rows, self.lengths, dim=1), fulls, self.members, strict=True):

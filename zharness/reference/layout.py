@@ -131,6 +131,14 @@ def padded(values: Tensor, length: int) -> Tensor:
     return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
 
 
+def gather_rows(row: Tensor, comm: Comm) -> Tensor:
+    """Every rank's ``row`` (1-D, as long on all of them): shape (N, length of a row). Collective."""
+    rows = row.new_empty(comm.world_size, row.numel())
+    if row.numel():
+        comm.all_gather(rows.view(-1), row)
+    return rows
+
+
 def gather(shard: Tensor, layout: Layout, comm: Comm) -> Tensor:
     """The full tensor, from every rank's shard (padded or not). Collective."""
     full = shard.new_empty(layout.length * layout.ranks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zharness.comm import Comm
 from zharness.reference.buckets import SIZE
-from zharness.reference.layout import Layout, padded
+from zharness.reference.layout import Layout, gather_rows, padded
 
 K = TypeVar("K")
 
@@ -28,13 +28,9 @@ def gather_all(shards: Mapping[K, tuple[Tensor, Layout]], comm: Comm) -> dict[K,
     # By the padded lengths, which the ranks agree in: what the last ones own is shorter.
     lengths = {key: layout.length for key, (_, layout) in shards.items()}
     for keys in _packs({key: shard for key, (shard, _) in shards.items()}, lengths, SIZE // comm.world_size):
-        layouts = [shards[key][1] for key in keys]
-        row = torch.cat([padded(shards[key][0], layout.length) for key, layout in zip(keys, layouts, strict=True)])
-        rows = row.new_empty(comm.world_size, row.numel())
-        if row.numel():
-            comm.all_gather(rows.view(-1), row)
-        parts = torch.split(rows, [layout.length for layout in layouts], dim=1)
-        for key, layout, part in zip(keys, layouts, parts, strict=True):
+        rows = gather_rows(torch.cat([padded(shards[key][0], lengths[key]) for key in keys]), comm)
+        for key, part in zip(keys, torch.split(rows, [lengths[key] for key in keys], dim=1), strict=True):
+            layout = shards[key][1]
             whole = part.reshape(-1)[: layout.numel].view(layout.shape)
             # A part one element wide is a column of the rows, whose stride a copy would keep.
             full[key] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)

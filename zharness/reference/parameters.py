@@ -14,7 +14,7 @@ from zharness.errors import ConfigError, UsageError
 from zharness.reference.buckets import Bucket
 from zharness.reference.deferred import deferred, device_of
 from zharness.reference.gathered import Wire
-from zharness.reference.layout import Original, Owner, Owners
+from zharness.reference.layout import Original, Owner, Owners, gather_rows
 from zharness.reference.packed import gather_all, share
 from zharness.reference.reading import Exchange, Reader
 
@@ -128,7 +128,7 @@ class Parameters:
             chosen = bucket.only(names)
             if chosen.members:
                 held = chosen.members[0].formats.held
-                rows = chosen.gather(chosen.join(self.leaves[o.name].to(held) for o in chosen.members), self._comm)
+                rows = gather_rows(chosen.join(self.leaves[o.name].to(held) for o in chosen.members), self._comm)
                 chosen.spread(rows, [original.parameter.detach() for original in chosen.members])
 
     def uneven(self) -> AbstractContextManager[None]:

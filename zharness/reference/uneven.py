@@ -20,7 +20,7 @@ from torch import Tensor
 from zharness.comm import Comm
 from zharness.errors import UsageError
 from zharness.reference.buckets import Bucket
-from zharness.reference.layout import Original, gather
+from zharness.reference.layout import Original, gather, gather_rows
 
 
 class Mode(Enum):
@@ -70,7 +70,7 @@ class Channel:
     def rows(self, bucket: Bucket, row: Tensor) -> Tensor:
         """Every rank's ``row`` of the bucket: shape (N, length of a row). Collective."""
         self._note(Kind.SHARDS, bucket.members, row.dtype)
-        return bucket.gather(row, self._comm)
+        return gather_rows(row, self._comm)
 
     def full(self, original: Original, dtype: torch.dtype) -> Tensor:
         """The full parameter, cast before it crosses the wire. Collective."""
