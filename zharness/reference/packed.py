@@ -43,9 +43,8 @@ def share(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
     found = dict(enumerate(tensors))
     lengths = {key: tensor.numel() for key, tensor in found.items()}
     for keys in _packs(found, lengths, SIZE):
-        flats = [found[key].detach().reshape(-1) for key in keys]
-        # One alone needs no copy, unless it is not contiguous: then reshape has made one.
-        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        # A copy also of one alone: gloo lets go of what it has sent a moment later, and what is lent is counted then.
+        flat = torch.cat([found[key].detach().reshape(-1) for key in keys])
         if flat.numel():
             comm.broadcast(flat, source)
         for key, part in zip(keys, torch.split(flat, [lengths[key] for key in keys]), strict=True):
