@@ -18,7 +18,7 @@ Run it with nothing but torch installed:
 Optimizers make a parameter's state when it has its first gradient. What is missing,
 torch.distributed.checkpoint.state_dict makes by a step on zero gradients (_init_optim_state), but only for an optimizer
 that has no state at all: get_state_dict of one that has some leaves the parameter out, and set_state_dict asks for it.
-torch.optim's own load_state_dict does not.
+torch.optim's own load_state_dict does not. torch 2.8.0 raises KeyError: 'unused.weight' instead.
 
 It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
 "repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits

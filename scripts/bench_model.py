@@ -33,7 +33,7 @@ from zharness.checks.bench import Bench
 from zharness.engines import Capabilities
 from zharness.errors import HarnessFault
 from zharness.parity.baseline import Baseline, Local
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.report.live import Options
 from zharness.report.own_model import Asked, run_model
 from zharness.run import cell

@@ -37,7 +37,7 @@ from zharness.checks import bench, construction, play
 from zharness.engines import Capabilities
 from zharness.parity import snapshot
 from zharness.parity.baseline import Baseline
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.run import Request, cell, plan
 from zharness.world import Group, Isolation, RankServer
 from zharness.world.work import Work

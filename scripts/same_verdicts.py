@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.report.live import Options, run_request
 from zharness.run import Record, Request, Verdict
 from zharness.world import Isolation

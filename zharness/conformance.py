@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.run.plan import Request, plan
 from zharness.run.record import Record
 from zharness.run.runner import Runner

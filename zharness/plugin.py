@@ -103,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
     if "cell" in metafunc.fixturenames:
-        from zharness.releases.place import surroundings
+        from zharness.releases.surroundings import surroundings
         from zharness.run.session import planned_for
 
         try:
@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
     if getattr(session.config.pluginmanager.getplugin("zharness-attached"), "engaged", False):
-        from zharness.releases.place import surroundings
+        from zharness.releases.surroundings import surroundings
         from zharness.run.attached import start_runner
 
         start_runner(session, surroundings)
@@ -152,7 +152,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
     if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
-        from zharness.releases.place import surroundings
+        from zharness.releases.surroundings import surroundings
         from zharness.run.session import start_servers
 
         start_servers(session, surroundings)

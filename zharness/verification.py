@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.report.live import Options
 from zharness.report.matrix import matrix
 from zharness.report.own_model import Asked, run_model

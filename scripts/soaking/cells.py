@@ -20,7 +20,7 @@ from zharness.case import numbers
 from zharness.checks import DTYPES
 from zharness.kills.clean import clean_record
 from zharness.kills.ledger import resumed
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.report.live import run_all
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.record import RecordFile, record_file

@@ -18,6 +18,7 @@ FLOORS = {
     "errors": 0,
     "case": 0,
     "comm": 0,
+    "step_summary": 0,
     "world": 1,
     "workload": 1,
     "reference": 1,

@@ -13,7 +13,8 @@ from zharness.case import Case
 from zharness.engines import checkouts, registry
 from zharness.errors import UsageError, WorldError
 from zharness.releases import checkout
-from zharness.releases.place import place, surroundings
+from zharness.releases.place import place
+from zharness.releases.surroundings import surroundings
 from zharness.world import RankServer
 
 VERSION_INFO = """

@@ -18,7 +18,7 @@ from zharness.cli import cli
 from zharness.cli.releases import Axes
 from zharness.errors import UsageError
 from zharness.releases import index, overlay
-from zharness.releases.place import surroundings
+from zharness.releases.surroundings import surroundings
 from zharness.report import live
 from zharness.run.session import planned_for
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from zharness import step_summary
 from zharness.case import Case
 from zharness.cli import cli
 from zharness.errors import UsageError
@@ -16,7 +17,7 @@ from zharness.report import page
 from zharness.report.junit import KINDS
 from zharness.report.matrix import ORDER
 from zharness.report.outputs import Outputs
-from zharness.run import Record, Verdict, step_summary
+from zharness.run import Record, Verdict
 
 CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
 PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)

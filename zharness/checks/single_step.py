@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zharness.checks.bench import Bench
+from zharness.checks.construction import is_dtensor
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step
 from zharness.checks.switches import left_alone, switches
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import Engine, OptimizerSpec, Piece
 from zharness.parity import Comparison, Part, identical
-from zharness.reference.torch_private import DTensor
 
 SGD = OptimizerSpec(name="sgd", args={"lr": 1.0})
 EVALUATED = 2  # the micro-batch of a forward that trains nothing
@@ -63,12 +64,12 @@ def held(engine: Engine) -> dict[str, Tensor]:
     The latter where the whole one has others. What holds nothing at all is kept elsewhere, and not looked at.
     """
     wholes = engine.full_params()
-    named = {name: p for name, p in engine.module.named_parameters() if name in wholes}
-    shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named.items()}
+    named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in wholes}
+    shards = {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
     return {
         name: shard.detach().flatten()
         for name, shard in shards.items()
-        if isinstance(named[name], DTensor) or (shard.numel() and shard.shape != wholes[name].shape)
+        if is_dtensor(named[name]) or (shard.numel() and shard.shape != wholes[name].shape)
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
@@ -63,19 +63,22 @@ def snapshot(bench: Bench, engine: Engine, step: int, label: str) -> None:
     bench.record(f"told-{label}", told_by(engine), step)
 
 
+IDLE = 3  # elements
 FALLING = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a factor of its own for every step, and for one more
 
 
 def counting(bench: Bench, optimizer: OptimizerSpec) -> Engine:
-    """An engine around a model with a buffer."""
+    """An engine around a model with a buffer, and in variant "idle" with a parameter that nothing uses."""
     model = bench.spec.model(bench.seed)
     model.register_buffer("seen", torch.zeros(()))
+    if bench.variant == "idle":
+        model.register_parameter("idle", nn.Parameter(torch.ones(IDLE)))
     return bench.around(model, optimizer=optimizer)
 
 
 def observe_resume(bench: Bench) -> None:
     own = bench.variant == "buffers"  # as running statistics are, each rank's own
-    optimizer = replace(RESHARDED if own else TRAINED_BY[bench.variant], schedule=FALLING)
+    optimizer = replace(TRAINED_BY.get(bench.variant, RESHARDED), schedule=FALLING)
     never, resumed = counting(bench, optimizer), counting(bench, optimizer)
     train(bench, never, range(SAVED_AT), "before")
     train(bench, resumed, range(CONTINUED.stop, CONTINUED.stop + 1), "forgotten")
@@ -233,8 +236,8 @@ CHECKS = (
         judge=judge_resume,
         needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         integral=False,
-        variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,))),
-        own_numbers=("adamw", "sgd", "buffers"),
+        variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,)), ("idle", (Feature.NO_GRADIENT,))),
+        own_numbers=("adamw", "sgd", "buffers", "idle"),
         any_model=("adamw",),
     ),
     Check(

@@ -11,12 +11,12 @@ from torch.autograd import backward
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
+from zharness.checks.construction import is_dtensor
 from zharness.checks.law import Check
 from zharness.checks.play import Play, Scene, Side, check
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.parity import Comparison, Tier
-from zharness.reference.torch_private import DTensor
 from zharness.workload import Batch, ModelSpec
 
 # Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
@@ -175,7 +175,7 @@ def through_transforms(side: Side) -> None:
 
 def placed(module: nn.Module) -> dict[str, Tensor]:
     """How far behind a multiple of ALIGNMENT bytes each weight lies; one that is not whole here is left out."""
-    weights = ((name, parameter) for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor))
+    weights = ((name, parameter) for name, parameter in module.named_parameters() if not is_dtensor(parameter))
     return {
         name: torch.tensor(weight.data_ptr() % ALIGNMENT)
         for name, weight in weights

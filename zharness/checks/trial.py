@@ -98,34 +98,6 @@ class Trial:
                 }
                 yield from self._reduced(name, copies, micros, step, exact, scale, known)
 
-    def fits(
-        self,
-        label: str,
-        micros: Sequence[Sequence[Local]],
-        step: int,
-        exact: bool | Exactness = False,
-        scale: float = 1.0,
-    ) -> bool:
-        """Whether ``reduced`` finds nothing wrong with rank 0's gradients; what is wrong with them takes longer to say.
-
-        Small ones are asked first, and the first that does not fit is the last.
-        """
-        copy = self.copies(label, step)[0]
-        if copy.keys() != {name for row in micros for local in row for name in local.grads}:
-            return False
-        for name in sorted(copy, key=lambda name: copy[name].numel()):
-            known = self._known(name, micros)
-            if any(term.shape != copy[name].shape for row in known for term in row):
-                return False
-            if self.right_in_pieces(name, known, [copy[name]], step, exact, scale):
-                continue
-            terms = [scale * term.double() for row in known for term in row]
-            mean, bound = mean_and_bound(terms, self.reduced_in, copy[name].dtype)
-            bound = torch.zeros_like(bound) if exact else bound
-            if not bool(((copy[name].double() - mean).abs() <= bound).all()):
-                return False
-        return True
-
     def means(self, micros: Sequence[Sequence[Local]], scale: float, held: Mapping[str, torch.dtype]) -> Means:
         """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
 

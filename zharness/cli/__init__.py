@@ -98,7 +98,7 @@ def check(
     A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report
     of a failure prints it. Without one, every check runs.
     """
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
     from zharness.report.live import Options
     from zharness.report.live import check as run
     from zharness.report.outputs import Outputs
@@ -246,7 +246,7 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l look at everything, xf and xb a
             forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
     from zharness.report.programs import run_given, run_search
     from zharness.run.search import Search
     from zharness.workload.legal import MANY

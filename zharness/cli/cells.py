@@ -29,7 +29,7 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
     """
     from zharness.case import Case
     from zharness.export import command
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
 
     if listing:
         click.echo(command.listed())
@@ -61,7 +61,7 @@ def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify:
     or the exception.
     """
     from zharness.export import command
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
 
     options = command.Options(seed, timeout, output)
     return command.shrink(case, options, seconds, surroundings, None if no_verify else runs)

@@ -45,7 +45,7 @@ def model(
     scalar. A model of the transformers package needs neither.
     """
     from zharness.errors import UsageError
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
     from zharness.report.live import Options
     from zharness.report.outputs import Outputs
     from zharness.report.own_model import Asked, command

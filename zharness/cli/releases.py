@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zharness.releases.history import Measure
     from zharness.run import Record, Request
     from zharness.run.excuses import Excuse
+    from zharness.run.record import RecordFile
 
 
 @click.command()
@@ -56,14 +57,13 @@ def repro(
     Exit codes: 0 every release showed what it should, 1 one did not, 3 a run failed otherwise or its release could not
     be had.
     """
+    from zharness import step_summary
     from zharness.releases import repro_runs, repro_table
-    from zharness.run import step_summary
-    from zharness.run.record import record_file
 
     runs = repro_runs.chosen(ids, every, on)
     began = time.monotonic()
     with ExitStack() as stack:
-        file = stack.enter_context(record_file(jsonl)) if jsonl else None
+        file = stack.enter_context(_records(jsonl)) if jsonl else None
         found = repro_runs.results(runs, jobs, file.add if file else None, timeout)
     if markdown:
         click.echo(repro_table.markdown(found))
@@ -73,6 +73,13 @@ def repro(
         "zharness repro", repro_table.summary(found, time.monotonic() - began), repro_table.markdown(found)
     )
     return repro_table.exit_code(found)
+
+
+def _records(path: Path) -> AbstractContextManager[RecordFile]:
+    """The file of records; apart, as torch comes with it, which takes longer to import than some bugs to show."""
+    from zharness.run.record import record_file
+
+    return record_file(path)
 
 
 def axes(command: Callable[..., int]) -> Callable[..., int]:
@@ -128,7 +135,7 @@ class Axes:
 
         Excuses that match nothing are told on standard error, each once.
         """
-        from zharness.releases.place import surroundings
+        from zharness.releases.surroundings import surroundings
         from zharness.report.live import Options, opened, run_request
         from zharness.world import Isolation
 
@@ -272,7 +279,7 @@ def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path
     zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml
     """
     from zharness.releases import watch
-    from zharness.releases.place import surroundings
+    from zharness.releases.surroundings import surroundings
     from zharness.run.excuses import read_excuses
 
     chosen, own = Axes(**options), read_excuses(excuses)

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class AccumulationOwner(Enum):
@@ -267,4 +268,4 @@ class Keeping(Protocol):
         """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""
 
 
-EngineFactory = Callable[[nn.Module, EngineConfig], Engine]
+EngineFactory: TypeAlias = "Callable[[nn.Module, EngineConfig], Engine]"

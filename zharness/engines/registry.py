@@ -28,8 +28,8 @@ class EngineInfo:
     """Where an engine comes from.
 
     ``target`` is ``module:factory``. ``distribution`` is the installed package whose version is the engine's;
-    ``install`` the command that brings it. ``warm_up`` (``module:function``) is run once in a rank server, so that each
-    rank is forked with the engine's modules imported.
+    ``install`` the command that brings it. ``warm_up`` (``module``, or ``module:function``) is run once in a rank
+    server, so that each rank is forked with the engine's modules imported.
     """
 
     name: str
@@ -88,6 +88,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",
             distribution="torch",
             install="pip install torch",
+            warm_up="torch.distributed.optim",
         ),
         EngineInfo(
             name="fsdp2",
@@ -95,6 +96,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.fsdp.fully_shard",
             distribution="torch",
             install="pip install torch",
+            warm_up="torch.distributed.fsdp",
         ),
         EngineInfo(
             name="deepspeed",

@@ -45,11 +45,9 @@ def save_file(path: Path, kept: Kept) -> None:
 
     Raises CheckpointError, on every rank, where it cannot be written.
     """
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     comm = Comm()
-    if isinstance(kept.optimizer, ZeroRedundancyOptimizer):
-        kept.optimizer.consolidate_state_dict(to=0)
+    if (consolidate := getattr(kept.optimizer, "consolidate_state_dict", None)) is not None:
+        consolidate(to=0)  # of ZeroRedundancyOptimizer
     with together(comm):
         if comm.rank == 0:
             content = {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zharness.engines import ddp, optimizers
 from zharness.engines.common import TorchEngine, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 # Gradients are DDP's, whole on every rank; each parameter's optimizer state lives on one rank, which updates the
 # parameter and broadcasts it.
@@ -38,12 +40,16 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOptimizer:
     """The sharded form of the optimizer that ``spec`` describes. Raises UsageError for an unknown name."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     groups = optimizers.param_groups(params, spec)
     return ZeroRedundancyOptimizer(groups, optimizers.optimizer_class(spec.name), **spec.args)
 
 
 def states(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Any]]:
     """State by parameter, from all ranks, by the optimizer's own consolidation. Collective."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     assert isinstance(optimizer, ZeroRedundancyOptimizer), "made by build"
     found: dict[int, Mapping[str, Any]] = {}
     for rank in range(dist.get_world_size()):

@@ -43,7 +43,7 @@ def source(module: str) -> Source:
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
     ours: dict[str, tuple[str, str]] = {}
-    for statement in ast.parse(text).body:
+    for statement in at_the_top(text):
         for name in defined(statement):
             definitions[name] = statement
         for name, origin, spelled in imported(statement):
@@ -52,6 +52,14 @@ def source(module: str) -> Source:
             else:
                 imports[name] = spelled
     return Source(module, text, definitions, imports, ours)
+
+
+def at_the_top(text: str) -> Iterator[ast.stmt]:
+    """The statements at the top of a module, with those that are for type checkers alone: annotations name them."""
+    for statement in ast.parse(text).body:
+        yield statement
+        if isinstance(statement, ast.If) and isinstance(statement.test, ast.Name):
+            yield from statement.body if statement.test.id == "TYPE_CHECKING" else ()
 
 
 def defined(statement: ast.stmt) -> Iterator[str]:

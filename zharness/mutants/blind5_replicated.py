@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zharness.engines import ddp, fsdp2, zero1
 from zharness.engines.common import TorchEngine, nothing
@@ -151,6 +150,8 @@ def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngi
 
     Wrong: the masters are promised in fp32; updates below the spacing of bf16 are lost instead of adding up.
     """
+    from torch.distributed.tensor import DTensor
+
     made = fsdp2.factory(model, config)
     if config.dtype != "bf16":
         return made

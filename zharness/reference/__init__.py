@@ -19,8 +19,8 @@ numbers that come out are those of plain PyTorch. Read in this order:
    what this takes of torch that is not public, ``fallback`` what runs where torch lacks it. ``shelf`` is where a
    bucket's worth of parameters is gathered ahead of its readers, and ``uneven`` holds the collectives themselves, for
    ranks that read the same and for ranks that do not.
-7. ``state``, ``saving`` and ``unpickling``: checkpoints, which any stage at any world size reads; ``universal`` reads
-   DeepSpeed's. ``together`` makes one rank's failure everyone's.
+7. ``state``, ``saving``, ``pieces`` and ``unpickling``: checkpoints, which any stage at any world size reads;
+   ``universal`` reads DeepSpeed's. ``together`` makes one rank's failure everyone's.
 
 ``linear`` is the layer that other engines put in the place of torch's at stage 3, and ``deferred`` builds models that
 are too large to build first and shard afterwards.

@@ -19,10 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as read_pieces
-from torch.distributed.checkpoint.state_dict_saver import save as write_pieces
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
@@ -45,6 +41,8 @@ def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Values, ow
     Everything is written and synced under another name first, and ``latest`` is replaced last: whatever interrupts,
     the checkpoint before is whole, and is the one that is found. Raises CheckpointError on every rank.
     """
+    from zharness.reference import pieces as tensors
+
     target, draft, tags = folder / tag, folder / DRAFT, exchange(tag, comm)
     with together(comm):
         _check_tag(tag)
@@ -57,7 +55,7 @@ def save(folder: Path, tag: str, pieces: Mapping[str, Tensor], facts: Values, ow
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
     try:
-        _write(dict(pieces), draft)
+        tensors.write(pieces, draft)
         with together(comm):
             for name, content in encoded.items():
                 _write_file(draft / name, content)
@@ -82,10 +80,9 @@ class Checkpoint:
 
     def fill(self, pieces: Mapping[str, Tensor]) -> None:
         """Read the tensors of those names, in place. Collective; raises CheckpointError on every rank."""
-        try:
-            read_pieces(dict(pieces), storage_reader=unpickling.TensorReader(self.path, self.files))
-        except CheckpointException as error:
-            raise _one_error("read", self.path, error) from None
+        from zharness.reference import pieces as tensors
+
+        tensors.read(pieces, self.path, self.files)
 
 
 def find(folder: Path, tag: str | None, comm: Comm) -> Checkpoint:
@@ -122,18 +119,6 @@ def _encoded(facts: Values) -> bytes:
     buffer.seek(0)
     unpickling.load(buffer, "client_state, a module's extra state, or the state of a schedule,")
     return buffer.getvalue()
-
-
-def _write(pieces: dict[str, Tensor], draft: Path) -> None:
-    try:
-        write_pieces(pieces, storage_writer=FileSystemWriter(draft))
-    except CheckpointException as error:
-        raise _one_error("written", draft, error) from None
-
-
-def _one_error(verb: str, path: Path, error: CheckpointException) -> CheckpointError:
-    causes = "; ".join(f"{type(e).__name__}: {e} (rank {rank})" for rank, (e, _) in error.failures.items())
-    return CheckpointError(f"{path} could not be {verb}: {causes}")
 
 
 def _write_manifest(draft: Path, comm: Comm) -> None:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.layout import Original, Owner, Owners
 from zharness.reference.parameters import Parameters
-from zharness.reference.torch_private import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:
+    from zharness.reference.pieces import DTensor
 
 # What torch.optim keeps as one number for a whole parameter (the last three are NAdam's and ASGD's).
 SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
@@ -104,7 +105,7 @@ class TrainingState:
         Raises CheckpointError for state that cannot be cut, and for a schedule that does not tell its state.
         """
         for key, each in self._stateful.items():
-            if not isinstance(each, Stateful):
+            if not all(callable(getattr(each, verb, None)) for verb in ("state_dict", "load_state_dict")):
                 raise CheckpointError(
                     f"the {key}, a {type(each).__name__}, has no state_dict and load_state_dict, so no checkpoint "
                     "could tell where it was; give it both"
@@ -200,6 +201,8 @@ class TrainingState:
 
     def piece(self, name: str, values: Tensor) -> DTensor:
         """``values`` of this rank's leaf (any shape) as its part of the flat parameter ``name``."""
+        from zharness.reference.pieces import DTensor, Replicate, Shard
+
         placement = Shard(0) if self._sharded else Replicate()
         flat = torch.Size([self._originals[name].layout.numel])
         local, mesh = values.detach().reshape(-1), self._mesh(values.device.type)
@@ -266,6 +269,8 @@ def _elementwise(key: str, value: Any, shape: torch.Size) -> bool:
 
 def _like(leaf: Tensor, piece: Tensor | None) -> Tensor:
     """A piece in the shape and strides of ``leaf``; of an empty parameter there is none."""
+    from zharness.reference.pieces import DTensor
+
     if piece is None:
         return torch.empty_like(leaf)
     values = piece.to_local() if isinstance(piece, DTensor) else piece

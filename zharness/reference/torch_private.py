@@ -13,13 +13,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-try:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-except ImportError:  # public since torch 2.5
-    from torch.distributed._tensor import DTensor, Replicate, Shard  # type: ignore[attr-defined]
-
-__all__ = ["DTensor", "Replicate", "Shard"]  # beside what is defined here
-
 
 class WeakStorage:
     """A weak reference to a tensor's bytes (StorageWeakRef, torch 1.0).

@@ -17,10 +17,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import filelock
-import torch
 from tqdm import tqdm
 
 from zharness.errors import UsageError
@@ -117,6 +117,10 @@ def environment(path: Path, room: Path | None = None) -> dict[str, str]:
 
 def has_cuda() -> bool:
     """Whether there is a GPU; asked by NVML, as a process that forks ranks must not touch CUDA."""
+    if torch_version().endswith("+cpu"):
+        return False
+    import torch
+
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -127,6 +131,11 @@ def has_cuda() -> bool:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def torch_version() -> str:
+    """The release of torch in use with its build, by its package: to import it takes seconds."""
+    return metadata.version(TORCH)
 
 
 def check_name(distribution: str) -> None:
@@ -141,7 +150,7 @@ def _stamp(distribution: str, release: str) -> Stamp:
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     # A release of torch stands on none but itself.
-    beneath = release if distribution == TORCH else str(torch.__version__)
+    beneath = release if distribution == TORCH else torch_version()
     return Stamp(distribution, release, python, beneath)
 
 
@@ -233,7 +242,7 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str, re
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        beneath = "" if module == TORCH else f"with torch {torch.__version__} "
+        beneath = "" if module == TORCH else f"with torch {torch_version()} "
         raise UsageError(f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; {remedy}")
     told = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if told is None or not Path(told[2]).is_relative_to(folder):

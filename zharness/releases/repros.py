@@ -19,7 +19,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from packaging.version import InvalidVersion, Version
 
 from zharness.engines import registry
@@ -134,7 +133,7 @@ class ReproResult:
             "repro": self.repro.id,
             "engine": self.repro.engine,
             "release": self.release,
-            "torch_version": torch.__version__,
+            "torch_version": overlay.torch_version(),
             "verdict": self.verdict.value,
             "expected": self.expected.value if self.expected is not None else None,
             "as_expected": self.as_expected,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import click
 from packaging.version import InvalidVersion, Version
 
-from zharness import engines
+from zharness import engines, step_summary
 from zharness.case import Case
 from zharness.engines.registry import split
 from zharness.errors import UsageError
@@ -18,7 +18,7 @@ from zharness.releases.history import Column, Measure
 from zharness.releases.history_words import differences, overview
 from zharness.releases.place import place
 from zharness.releases.repros import Repro
-from zharness.run import Record, Request, step_summary
+from zharness.run import Record, Request
 from zharness.run.changes import FAILURES, Change, Standing, bare, signature, standing
 from zharness.run.excuses import Excuse
 from zharness.run.record import Verdict

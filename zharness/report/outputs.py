@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zharness import step_summary
 from zharness.report.comparison import Comparison
 from zharness.report.comparison import text as differences
 from zharness.report.junit import write_junit
 from zharness.report.matrix import matrix
 from zharness.report.page import check_page, write_page
 from zharness.report.words import failures, summary
-from zharness.run import Record, step_summary
+from zharness.run import Record
 from zharness.run.files import check_writable
 
 
