@@ -106,6 +106,12 @@ def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
     assert "step 0, optimizer: " in done.stdout
 
 
+@pytest.mark.parametrize("module", ["cli", "engines", "releases.repro_runs", "releases.repro_table"])
+def test_what_finds_and_shows_bugs_starts_without_torch(module: str) -> None:
+    code = f"import sys, zharness.{module}; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
+
+
 WRONG = {
     "an unknown engine": (
         ["--engine", "zero9"],

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from zharness.errors import UsageError
 from zharness.releases import index, launch, overlay
@@ -35,6 +36,14 @@ def made_up(folder: Path, wanted: overlay.Stamp, body: str = "") -> None:
 
 def left_in(cache: Path) -> list[str]:
     return [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")]
+
+
+def test_the_release_of_torch_is_told_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    told = overlay.torch_version()
+    assert "torch" not in sys.modules
+    monkeypatch.undo()
+    assert told == torch.__version__
 
 
 def test_an_unknown_release_names_the_newest_ones(cache: Path) -> None:

@@ -17,8 +17,8 @@ from zharness.parity.baseline import Local
 from zharness.parity.certificate import Exactness, is_power_of_two
 from zharness.workload.foreign import is_foreign
 
-# A window of one is what every other law of training has. Of two, one divides exactly; of three, one rounds.
-ACCUMULATIONS = (2, 3)
+# Of two, a division is exact; of three, it rounds. A caller's window of one is what every other law of training has.
+ACCUMULATIONS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 BOUNDARIES = 2
 # A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
@@ -33,7 +33,7 @@ def observe_accumulation(bench: Bench) -> None:
     # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
     chosen = "frozen" if own_kernels else "moving"
     # Of anyone's model, which may be large, the hardest alone: a third is rounded.
-    for steps in ACCUMULATIONS[-1:] if is_foreign(bench.spec.name) else ACCUMULATIONS:
+    for steps in ACCUMULATIONS[owner][-1:] if is_foreign(bench.spec.name) else ACCUMULATIONS[owner]:
         if is_power_of_two(steps) or not own_kernels:
             observe_boundaries(bench, owner, chosen, steps)
 
@@ -91,7 +91,7 @@ def accumulate(
 
 def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
     for chosen, optimizer in FROZEN_AND_MOVING.items():
-        for steps in ACCUMULATIONS:
+        for steps in ACCUMULATIONS[AccumulationOwner(trial.variant)]:
             label = f"{chosen}-{steps}"
             if trial.recorded(f"grads-{label}"):
                 for boundary in range(BOUNDARIES):
@@ -142,16 +142,28 @@ def divided_by_engine(
 ) -> Iterator[Comparison]:
     """Gradients of the micro-steps ``window`` where the engine divides: the loss, as ``divided`` is, or the gradient.
 
-    The undivided ones are computed only where the others do not fit.
+    The undivided ones are computed only where the others do not fit. Where neither do, those are told that agree for
+    longer: an engine that is wrong on one rank is still held against what it does on the others.
     """
+    found = until_wrong(trial.reduced(label, divided, at, exact, scale=len(window)))
+    if not found or found[-1].mismatch is None:
+        yield from found
+        return
+    whole = [trial.locals(micro, params) for micro in window]
+    if len(found) > len(until_wrong(trial.reduced(label, whole, at, exact))):
+        yield from trial.reduced(label, divided, at, exact, scale=len(window))
+    else:
+        yield from trial.reduced(label, whole, at, exact)
+
+
+def until_wrong(comparisons: Iterator[Comparison]) -> list[Comparison]:
+    """Up to the first that found something, itself included."""
     found = []
-    for comparison in trial.reduced(label, divided, at, exact, scale=len(window)):
-        if comparison.mismatch is not None:
-            whole = [trial.locals(micro, params) for micro in window]
-            yield from trial.reduced(label, whole, at, exact)
-            return
+    for comparison in comparisons:
         found.append(comparison)
-    yield from found
+        if comparison.mismatch is not None:
+            break
+    return found
 
 
 def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:

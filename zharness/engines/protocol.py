@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -268,4 +268,4 @@ class Keeping(Protocol):
         """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""
 
 
-EngineFactory: TypeAlias = "Callable[[nn.Module, EngineConfig], Engine]"
+EngineFactory = Callable[["nn.Module", EngineConfig], Engine]

@@ -17,7 +17,7 @@ from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 
 ENTRY_POINTS = "zharness.engines"
-# Imported in this process before any engine is asked for, so that no other release of them can be put in front.
+# Imported in every process that forks ranks, so that no other release of them can be put in front.
 IN_USE = ("torch", "zharness")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")

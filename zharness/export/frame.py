@@ -23,7 +23,6 @@ PROTOCOL = "zharness.engines.protocol"
 # What scripts have of their own, by the names that checks know it by.
 GIVEN = frozenset({"Bench", "Side", "Check", "Trial", "Feature", "Observe", "Scene", "SPEC"})
 INSTEAD = {
-    "DTensor": "from torch.distributed.tensor import DTensor",
     # Of older torch alone it says more than torch's own.
     "_mse": "from torch.nn.functional import mse_loss as _mse",
 }

@@ -49,6 +49,17 @@ class RestartsCounts(Spoiled):
                 state["step"].zero_()
 
 
+class MakesUpState(Spoiled):
+    """Gives moments of zero to a parameter of which the checkpoint has none, as it had no gradient yet."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            for leaf in group["params"]:
+                if leaf not in self.optimizer.state:
+                    zeros = {key: torch.zeros_like(leaf) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[leaf] = {"step": torch.zeros(()), **zeros}
+
+
 class RestartsTheSchedule(Spoiled):
     """Goes back to the learning rate of the first step."""
 
@@ -153,6 +164,7 @@ MUTANTS = (
         ),
     ),
     Mutant(RestartsCounts, Kind.STATE, (state("resume", OPTIMIZER, "adamw", parameter="*/step"),)),
+    Mutant(MakesUpState, Kind.STATE, (Target("state.resume", None, variant="idle", words="unknown ['idle/exp_avg'"),)),
     Mutant(
         RestartsTheSchedule,
         Kind.STATE,

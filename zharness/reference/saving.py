@@ -94,6 +94,8 @@ def find(folder: Path, tag: str | None, comm: Comm) -> Checkpoint:
         for name in sorted(files)[comm.rank :: comm.world_size]:
             _check_file(path / name, files[name])
     with together(comm):
+        from zharness.reference import pieces  # noqa: F401 - here first: a rank that cannot import it tells all
+
         facts = unpickling.load(path / FACTS, str(path / FACTS))
         if facts.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}, the only one that this engine reads")

@@ -104,6 +104,8 @@ class TrainingState:
 
         Raises CheckpointError for state that cannot be cut, and for a schedule that does not tell its state.
         """
+        from zharness.reference import pieces  # noqa: F401 - within ``together``: who cannot import it tells all ranks
+
         for key, each in self._stateful.items():
             if not all(callable(getattr(each, verb, None)) for verb in ("state_dict", "load_state_dict")):
                 raise CheckpointError(

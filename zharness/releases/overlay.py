@@ -7,6 +7,7 @@ network.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import filelock
@@ -134,8 +134,20 @@ def has_cuda() -> bool:
 
 
 def torch_version() -> str:
-    """The release of torch in use with its build, by its package: to import it takes seconds."""
-    return metadata.version(TORCH)
+    """``torch.__version__`` of the torch in use, with its build, read from its file: to import it takes seconds.
+
+    Its package's metadata do not name the build of a wheel from PyPI, and those of a source tree are of its install.
+    """
+    if TORCH not in sys.modules:
+        spec = importlib.util.find_spec(TORCH)
+        assert spec is not None, "zharness requires it"
+        assert spec.origin is not None, "a package with files"
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        if told := re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE):
+            return told[1]
+    import torch
+
+    return str(torch.__version__)
 
 
 def check_name(distribution: str) -> None:

@@ -30,7 +30,7 @@ def place(text: str, distribution: str) -> Place:
 
     ``text`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package that NAME is part of. Raises
     MissingEngine, or UsageError for a release that cannot be had. A process that began without the place's search path
-    and has imported another release, as this one has of torch, cannot run there, nor can its forks.
+    and has imported another release, as one that forks ranks has of torch, cannot run there, nor can its forks.
     """
     found = registry.checkout(text)
     if found is not None:
