@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,17 @@ def judged(fault: Fault, place: Place, done: Done, folder: Path) -> Iterator[str
     else:
         yield from complaints(fault, place, told, folder)
     if told is not None and told.seconds > fault.bar:
-        # The other sessions share these cores: what takes too long among them is measured again by itself.
-        again = (
-            start(folder / f"again_{fault.name}", (fault,), place)
-            .done()
-            .tests.get(f"test_{fault.name}[w{place.world_size}]")
-        )
-        if again is None or again.seconds > fault.bar:
-            yield f"took {told.seconds:.1f} s, and {again and again.seconds:.1f} s by itself; the bar is {fault.bar} s"
+        # The other sessions share these cores: what takes too long among them is measured again by itself. The least of
+        # some times is the fault's own, what is above it is the machine's.
+        again = (alone(fault, place, folder / f"again_{fault.name}_{at}") for at in range(3))
+        if not any(seconds <= fault.bar for seconds in again):
+            yield f"took {told.seconds:.1f} s, and three times by itself more than {fault.bar} s"
+
+
+def alone(fault: Fault, place: Place, folder: Path) -> float:
+    """The seconds that ``fault`` takes in a session of its own."""
+    told = start(folder, (fault,), place).done().tests.get(f"test_{fault.name}[w{place.world_size}]")
+    return inf if told is None else told.seconds
 
 
 def of_session(done: Done, faults: tuple[Fault, ...], status: int) -> Iterator[str]:

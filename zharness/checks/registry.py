@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cache
 
 from zharness.checks import (
     any_order,
@@ -44,6 +45,7 @@ def find_checks(patterns: tuple[str, ...]) -> list[Check]:
     return [check for name, check in CHECKS.items() if not patterns or any(matches(name, p) for p in patterns)]
 
 
+@cache
 def matches(name: str, pattern: str) -> bool:
     """Whether a check's name matches a glob, or lies in the group of that name."""
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

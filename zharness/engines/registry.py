@@ -162,6 +162,7 @@ def version(text: str) -> str | None:
     return found.version if found is not None else split(text)[1] or info(text).version()
 
 
+@cache
 def _parsed(text: str) -> re.Match[str]:
     match = _NAME.fullmatch(text)
     if match is None:

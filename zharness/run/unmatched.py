@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
+from zharness.case import Case
 from zharness.checks import DTYPES
 from zharness.engines import registry
 from zharness.run.excuses import Excuse, excuses_for, find
@@ -16,28 +17,30 @@ def unmatched(cells: Sequence[Planned], claims: Claims, own: Sequence[Excuse] = 
     Only a run that has every cell of which an excuse speaks may say so. An excuse that is met but no longer needed is
     no matter of the plan: its cell's record says that it is stale.
     """
-    return [
-        f"{excuse.place}: no cell of {excuse.engine} {version} meets the excuse for {excuse.check} "
-        f"({excuse.upstream}), or an entry before it meets them all; delete it, or narrow its releases"
-        for engine in dict.fromkeys(cell.case.engine for cell in cells)
-        for version in [registry.version(engine) or "(no release)"]
-        for excuse in excuses_for(engine, own)
-        if excuse.speaks_of(version) and idle(excuse, engine, version, cells, claims, own)
-    ]
-
-
-def idle(
-    excuse: Excuse, engine: str, version: str, cells: Sequence[Planned], claims: Claims, own: Sequence[Excuse]
-) -> bool:
-    """Whether ``cells`` hold all that the excuse speaks of, and it is the first to cover none of them."""
     run = {cell.case for cell in cells}
-    spoken = list(spoken_of(excuse, engine, version, claims))
-    supported = [cell for cell in spoken if not cell.unsupported]
+    found = []
+    for engine in dict.fromkeys(cell.case.engine for cell in cells):
+        version = registry.version(engine) or "(no release)"
+        supported = [cell.case for cell in cells if cell.case.engine == engine and not cell.unsupported]
+        met = [find(case, version, own) for case in supported]
+        found += [
+            f"{excuse.place}: no cell of {excuse.engine} {version} meets the excuse for {excuse.check} "
+            f"({excuse.upstream}), or an entry before it meets them all; delete it, or narrow its releases"
+            for excuse in excuses_for(engine, own)
+            if excuse.speaks_of(version)
+            and not any(excuse is one for one in met)
+            and whole(spoken_of(excuse, engine, version, claims), run)
+        ]
+    return found
+
+
+def whole(spoken: Iterator[Planned], run: Set[Case]) -> bool:
+    """Whether all cells that an excuse speaks of were run, or any of them where none is supported."""
+    told = list(spoken)
+    supported = [cell for cell in told if not cell.unsupported]
     if supported:
-        covered = all(cell.case in run for cell in supported)
-    else:
-        covered = not spoken or any(cell.case in run for cell in spoken)
-    return covered and not any(not cell.unsupported and find(cell.case, version, own) is excuse for cell in cells)
+        return all(cell.case in run for cell in supported)
+    return not told or any(cell.case in run for cell in told)
 
 
 def spoken_of(excuse: Excuse, engine: str, version: str, claims: Claims) -> Iterator[Planned]:
