@@ -15,7 +15,8 @@ from zharness import engines
 from zharness.case import Case
 from zharness.checks import CHECKS
 from zharness.checks.pairwise import rows
-from zharness.engines import Capabilities, Feature
+from zharness.checks.play import reduced_by
+from zharness.engines import Capabilities, Feature, Reduction
 from zharness.engines.options import laid_over
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part, Tier
@@ -112,7 +113,7 @@ def test_what_is_exact_by_the_sum_alone_is_not_judged_by_the_mean_over_three(wor
     cells = plan(request, mean_alone)
     (reduced,) = (cell for cell in cells if cell.case.variant == "reduced")
     assert (not reduced.unsupported) is runs
-    assert runs or "claims no sum: it averages" in reduced.unsupported
+    assert runs or "has no exact sum: it averages" in reduced.unsupported
     assert not any(cell.unsupported for cell in plan(request, claims) if cell.case.variant == "reduced")
 
 
@@ -345,3 +346,13 @@ def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
     assert MISMATCH.words() in words
     assert f"again: zharness check '{CASE.id}'" in words
     assert summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size", "reduction"),
+    [("ddp", 2, Reduction.SUM), ("ddp", 3, Reduction.MEAN), ("reference", 3, Reduction.SUM)],
+)
+def test_what_an_engine_sums_by_averages_is_held_to_the_exact_sum_of_a_power_of_two_of_ranks_alone(
+    engine: str, world_size: int, reduction: Reduction
+) -> None:
+    assert reduced_by(Reduction.SUM, world_size, claims(engine, 0)) is reduction

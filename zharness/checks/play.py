@@ -24,7 +24,7 @@ from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
 from zharness.checks.law import Check
 from zharness.checks.trial import Trial
-from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduction
+from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, Feature, Reduction
 from zharness.errors import HarnessFault
 from zharness.parity import Comparison, Part, Tier, identical
 from zharness.parity.baseline import Baseline, Local
@@ -110,6 +110,13 @@ class Scene:
     reduction: Reduction = Reduction.SUM
 
 
+def reduced_by(wanted: Reduction, world_size: int, claims: Capabilities) -> Reduction:
+    """Sum or mean, of what an engine claims the exact one: a mean of three is not, nor is a sum made of such means."""
+    if not is_power_of_two(world_size):
+        wanted = Reduction.MEAN if claims.scaled_sum else Reduction.SUM
+    return wanted if claims.refusal(Feature.SUM) is None else Reduction.MEAN
+
+
 def observing(scene: Scene) -> Callable[[Bench], None]:
     """Play on the engine, on every rank."""
 
@@ -117,8 +124,7 @@ def observing(scene: Scene) -> Callable[[Bench], None]:
         owns = scene.accumulation > 1 and AccumulationOwner.ENGINE in bench.owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scene.accumulation if owns else 1
-        wanted = scene.reduction if is_power_of_two(bench.world_size) else Reduction.SUM  # a third is not exact
-        reduction = wanted if bench.capabilities.refusal(Feature.SUM) is None else Reduction.MEAN
+        reduction = reduced_by(scene.reduction, bench.world_size, bench.capabilities)
         bench.record(reduction.value, {})
         engines = [
             bench.engine(

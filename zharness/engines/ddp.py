@@ -56,7 +56,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
 }
-CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS)
+# What has accumulated is in each further mean, so over three ranks a sum of several backwards comes a bit off.
+SCALED = "it averages, whatever its caller wants; the sum is its mean of gradients times the number of ranks"
+CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED)
 
 OPTIONS = {
     "broadcast_buffers": "rank 0's buffers before each forward; default true",

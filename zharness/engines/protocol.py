@@ -82,7 +82,8 @@ class Capabilities:
     further options of the engine, by name, that must not change a number. ``absent`` says why the engine cannot be
     built here at all, where it cannot: then no cell is run. ``own_model`` are options for a model of anyone's.
     ``junctions(model, options)`` are the modules of a plain model at whose inputs the engine puts a node into
-    autograd's graph, by which gradients are added in another order than the plain model's.
+    autograd's graph, by which gradients are added in another order than the plain model's. ``scaled_sum`` says where a
+    sum over ranks is their mean times their number, which rounds unless that is a power of two.
     """
 
     stages: frozenset[int]
@@ -94,6 +95,7 @@ class Capabilities:
     absent: str = ""
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
+    scaled_sum: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
         """Why ``feature`` is not claimed; None when it is."""

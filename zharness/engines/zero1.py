@@ -26,7 +26,7 @@ REFUSES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS)
+CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS, scaled_sum=ddp.SCALED)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from zharness.case import Case
 from zharness.checks import DTYPES, check_named
-from zharness.checks.play import AFTER
+from zharness.checks.play import AFTER, reduced_by
 from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
 from zharness.errors import UsageError
 from zharness.export.collect import source
@@ -148,8 +148,7 @@ def told_steps(writing: Writing, case: Case, steps: Steps, claims: Capabilities)
     assert steps.scene is not None, "a play has a scene"
     scene = steps.scene
     owned = scene.accumulation > 1 and owner_claimed(AccumulationOwner.ENGINE, claims)
-    wanted = scene.reduction if is_power_of_two(case.world_size) else Reduction.SUM
-    reduction = wanted if claims.refusal(Feature.SUM) is None else Reduction.MEAN
+    reduction = reduced_by(scene.reduction, case.world_size, claims)
     yield "\n".join(
         [
             f"PLAY, ENGINES, AFTER = {function.__name__}, {scene.engines}, {AFTER}",
@@ -161,8 +160,8 @@ def told_steps(writing: Writing, case: Case, steps: Steps, claims: Capabilities)
 
 def exactly(case: Case, steps: Steps, claims: Capabilities) -> bool:
     """Whether the script compares bitwise: a sum of integers is exact, a mean where it divides by a power of two."""
-    summed = steps.scene is not None and steps.scene.reduction is Reduction.SUM
-    if summed and claims.refusal(Feature.SUM) is None and case.dtype == "fp32":
+    scene = steps.scene
+    if scene and reduced_by(scene.reduction, case.world_size, claims) is Reduction.SUM and case.dtype == "fp32":
         return True
     return case.dtype == "fp32" and model_spec(case.model).exact and is_power_of_two(case.world_size)
 

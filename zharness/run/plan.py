@@ -214,7 +214,7 @@ def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
     own = check.tier is Tier.CALIBRATED or check.own(case.variant)
     if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
-    refusal = capabilities.refusal(Feature.SUM)
-    if refusal is not None and case.variant in check.summed and not is_power_of_two(case.world_size):
-        return f"the mean over {case.world_size} ranks is not exact, and {case.engine} claims no sum: {refusal}"
+    refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
+    if refusal and case.variant in check.summed and not is_power_of_two(case.world_size):
+        return f"the mean over {case.world_size} ranks is not exact, and {case.engine} has no exact sum: {refusal}"
     return ""
