@@ -152,6 +152,17 @@ def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_en
     assert "EXACT = False" in text
 
 
+@pytest.mark.parametrize(
+    ("check", "variant", "exact"),
+    [("grads", "", True), ("accumulation", "-caller", False), ("trajectory", "-sgd", False)],
+)
+def test_a_script_compares_bitwise_where_weights_stay_integers_and_nothing_divides_by_three(
+    check: str, variant: str, exact: bool
+) -> None:
+    case = Case.parse(f"training.{check}[ddp-zero0-w2-fp32-exact{variant}]")
+    assert f"EXACT = {exact}" in script_of(record_of(case), claims_of("ddp", 0), "x.py").text
+
+
 def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_optimizer_has() -> None:
     case = Case.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
     text = script_of(record_of(case), claims_of("deepspeed", 1), "x.py").text

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-from zharness.checks.accumulation import divided_by_engine, until_wrong
-from zharness.checks.trial import Trial
+from zharness.checks.accumulation import divided_by_engine
+from zharness.checks.trial import Trial, until_wrong
+from zharness.parity import Mismatch
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.contamination import Conditions
 from zharness.parity.snapshot import Evidence, Snapshot
@@ -30,6 +30,9 @@ def local(step: int, rank: int, divisor: int = 1) -> Local:
     return Local(torch.zeros(()), {name: drawn(name, step, rank) / divisor for name in NAMES})
 
 
+APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits both: thirds alone round within the bound
+
+
 @dataclass(frozen=True)
 class Drawn(Baseline):
     """A baseline whose local gradients are drawn; these tests run no model."""
@@ -37,7 +40,8 @@ class Drawn(Baseline):
     names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
 
     def locals(self, step: int = 0, *_: object) -> list[Local]:  # type: ignore[override]  # whatever the weights are
-        return [local(step, rank) for rank in RANKS]
+        whole = [local(step, rank) for rank in RANKS]
+        return [Local(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
 
 
 def by_loss() -> Grads:
@@ -46,8 +50,8 @@ def by_loss() -> Grads:
 
 
 def by_gradient() -> Grads:
-    """The mean over ranks of the sum over micro-steps, divided by three."""
-    return {name: sum_of(name, 1) / len(RANKS) / 3 for name in NAMES}
+    """The mean over ranks and micro-steps of the undivided gradients."""
+    return {name: sum_of(name, 1) * APART / len(RANKS) / 3 for name in NAMES}
 
 
 def sum_of(name: str, divisor: int) -> Tensor:
@@ -58,29 +62,42 @@ def wrong_in(grads: Grads, name: str) -> Grads:
     return {**grads, name: grads[name] * torch.tensor([1.5] + 49 * [1.0])}
 
 
-def judged(*copies: Mapping[str, Tensor]) -> tuple[str, str, int | None]:
-    """The first that is wrong, of what ranks report: the parameter, what is said of it, and the rank; or nothing."""
-    seen = [Evidence((Snapshot("grads", 0, dict(copy)),), {}, Conditions({}, ())) for copy in copies]
+def first_wrong(*copies: Grads) -> Mismatch | None:
+    """In what the ranks report."""
+    seen = [Evidence((Snapshot("grads", 0, copy),), {}, Conditions({}, ())) for copy in copies]
     trial = Trial(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
     divided = [[local(step, rank, 3) for rank in RANKS] for step in STEPS]
-    found = until_wrong(divided_by_engine(trial, "grads", 0, STEPS, {}, divided))
-    wrong = found[-1].mismatch
-    return ("", "", None) if wrong is None else (wrong.parameter, wrong.hint, wrong.seen_on)
+    return list(until_wrong(divided_by_engine(trial, "grads", 0, STEPS, {}, divided)))[-1].mismatch
 
 
-@pytest.mark.parametrize("grads", [by_loss(), by_gradient()], ids=["loss", "gradient"])
+EITHER = pytest.mark.parametrize("grads", [by_loss(), by_gradient()], ids=["loss", "gradient"])
+
+
+@EITHER
 def test_an_engine_may_divide_the_loss_or_the_gradient(grads: Grads) -> None:
-    assert judged(grads, grads) == ("", "", None)
+    assert first_wrong(grads, grads) is None
 
 
-@pytest.mark.parametrize("grads", [by_loss(), by_gradient()], ids=["loss", "gradient"])
-def test_what_one_rank_has_wrong_is_told_of_that_rank_and_parameter(grads: Grads) -> None:
-    name, _, rank = judged(grads, wrong_in(grads, "w"))
-    assert (name, rank) == ("w", 1)
+def test_it_may_not_divide_one_parameter_so_and_another_otherwise() -> None:
+    mixed = {**by_loss(), "w": by_gradient()["w"]}
+    wrong = first_wrong(mixed, mixed)
+    assert wrong is not None
+    assert wrong.wrong > 1
+
+
+@EITHER
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rank", RANKS)
+def test_one_wrong_element_is_told_as_one(grads: Grads, name: str, rank: int) -> None:
+    copies = [grads, grads]
+    copies[rank] = wrong_in(grads, name)
+    wrong = first_wrong(*copies)
+    assert wrong is not None
+    assert (wrong.parameter, wrong.seen_on, wrong.index, wrong.wrong) == (name, rank, (0,), 1)
 
 
 def test_what_was_not_divided_at_all_is_told_as_a_factor() -> None:
-    whole = {name: 3 * grad for name, grad in by_loss().items()}
-    name, hint, _ = judged(whole, whole)
-    assert name == "v"
-    assert "3 x" in hint
+    whole = {name: 3 * grad for name, grad in by_gradient().items()}
+    wrong = first_wrong(whole, whole)
+    assert wrong is not None
+    assert "3 x" in wrong.hint

@@ -115,6 +115,15 @@ def test_an_excuse_that_matches_nothing_is_told_by_a_run_that_would_have_met_it(
     assert not unmatched(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
 
 
+def test_an_excuse_that_another_release_of_the_same_run_meets_is_not_idle(tmp_path: Path) -> None:
+    (needed,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    refused = [replace(cell, unsupported="not on this one") for cell in plan(Request(engines=("ddp",)), claims)]
+    other = [replace(cell, case=replace(cell.case, engine="ddp==2.13.0")) for cell in refused]
+    met = plan(Request(engines=("ddp",)), claims)
+    told = unmatched([*other, *met], claims, (needed,))
+    assert not [words for words in told if words.startswith(needed.place)]
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_excuse_meets_a_planned_cell(engine: str) -> None:
     assert not unmatched(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from zharness.checks.bench import Bench, number
 from zharness.checks.course import norm_and_bound
 from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, norm_told, published
-from zharness.checks.trial import Trial, divided_by
+from zharness.checks.trial import Trial, divided_by, until_wrong
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.parity import Comparison, Part, within
 from zharness.parity.baseline import Local
@@ -142,28 +143,24 @@ def divided_by_engine(
 ) -> Iterator[Comparison]:
     """Gradients of the micro-steps ``window`` where the engine divides: the loss, as ``divided`` is, or the gradient.
 
-    The undivided ones are computed only where the others do not fit. Where neither do, those are told that agree for
-    longer: an engine that is wrong on one rank is still held against what it does on the others.
+    The undivided ones are computed only where the others do not fit. Where neither do, it is told of those with which
+    more agrees: an engine that is wrong in one place is right in others.
     """
-    found = until_wrong(trial.reduced(label, divided, at, exact, scale=len(window)))
-    if not found or found[-1].mismatch is None:
+    by_loss = partial(trial.reduced, label, divided, at, exact, scale=len(window))
+    found = list(until_wrong(by_loss()))
+    if right(found) == len(found):
         yield from found
         return
-    whole = [trial.locals(micro, params) for micro in window]
-    if len(found) > len(until_wrong(trial.reduced(label, whole, at, exact))):
-        yield from trial.reduced(label, divided, at, exact, scale=len(window))
-    else:
-        yield from trial.reduced(label, whole, at, exact)
+    by_gradient = partial(trial.reduced, label, [trial.locals(micro, params) for micro in window], at, exact)
+    found = list(until_wrong(by_gradient()))
+    if right(found) < len(found):
+        found = max(list(by_gradient()), list(by_loss()), key=right)
+    yield from found
 
 
-def until_wrong(comparisons: Iterator[Comparison]) -> list[Comparison]:
-    """Up to the first that found something, itself included."""
-    found = []
-    for comparison in comparisons:
-        found.append(comparison)
-        if comparison.mismatch is not None:
-            break
-    return found
+def right(found: Sequence[Comparison]) -> int:
+    """In how many comparisons nothing is wrong."""
+    return sum(comparison.mismatch is None for comparison in found)
 
 
 def judge_boundary(trial: Trial, label: str, boundary: int, steps: int) -> Iterator[Comparison]:

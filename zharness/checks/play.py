@@ -1,10 +1,10 @@
 """Plays: what a caller does with a model, told once, played on the engine and on the plain model, and compared.
 
-Every play is exact: weights, inputs and losses are integers over powers of two, gradients are summed over ranks (where
-an engine only averages them, a number of ranks that is a power of two keeps them exact), and the judge plays it in
-float64 too. Where both precisions agree bitwise no bit was rounded away, so the engine has to
-agree bitwise as well, in whatever order it sums. After the play the engine takes a step that moves nothing and trains
-one ordinary micro-batch: that has to come out right too, and nothing may stay gathered.
+Every play is exact: weights, inputs and losses are integers over powers of two, gradients are summed over ranks, and
+the judge plays it in float64 too. (Where an engine averages, a number of ranks that is a power of two keeps them exact,
+and another is judged by the bound of the reduction.) Where both precisions agree bitwise no bit was rounded away, so
+the engine has to agree bitwise as well, in whatever order it sums. After the play the engine takes a step that moves
+nothing and trains one ordinary micro-batch: that has to come out right too, and nothing may stay gathered.
 """
 
 from __future__ import annotations

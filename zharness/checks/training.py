@@ -134,7 +134,7 @@ CHECKS = (
     ),
     Check(
         name="training.accumulation",
-        law="A micro-batches give the mean of their gradients and one step, for A = 1, 2, 3, boundary after boundary",
+        law="A micro-batches give the mean of their gradients and one step, boundary after boundary, whatever A is",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_accumulation,

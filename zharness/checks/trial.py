@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -230,6 +230,14 @@ class Trial:
     ) -> list[Local]:
         """The baseline's local results at micro-step ``step``, by rank."""
         return self.baseline.locals(step, params, objective, weigh)
+
+
+def until_wrong(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
+    """Up to the first mismatch: what comes after it follows from it."""
+    for comparison in comparisons:
+        yield comparison
+        if comparison.mismatch is not None:
+            return
 
 
 def grad_of(local: Local, name: str, micros: Sequence[Sequence[Local]]) -> Tensor:

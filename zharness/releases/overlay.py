@@ -138,11 +138,10 @@ def torch_version() -> str:
 
     Its package's metadata do not name the build of a wheel from PyPI, and those of a source tree are of its install.
     """
-    if TORCH not in sys.modules:
-        spec = importlib.util.find_spec(TORCH)
-        assert spec is not None, "zharness requires it"
-        assert spec.origin is not None, "a package with files"
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    spec = None if TORCH in sys.modules else importlib.util.find_spec(TORCH)
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
+    if file is not None and file.is_file():
+        text = file.read_text(encoding="utf-8")
         if told := re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE):
             return told[1]
     import torch

@@ -19,6 +19,7 @@ from zharness.checks import DTYPES, LOSS_SCALES, Bench, Check, Trial, check_name
 from zharness.checks.construction import constructed, require_gradients, require_initial
 from zharness.checks.course import curves
 from zharness.checks.own_model import course_of
+from zharness.checks.trial import until_wrong
 from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import laid_over
@@ -196,14 +197,6 @@ def curves_of(trial: Trial, check: Check) -> Mapping[str, Curve]:
     with suppress(EngineContractError, LookupError, TypeError, ValueError, RuntimeError):
         return curves(trial, course)
     return {}
-
-
-def until_wrong(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
-    """Up to the first mismatch: what comes after it follows from it."""
-    for comparison in comparisons:
-        yield comparison
-        if comparison.mismatch is not None:
-            return
 
 
 def summarize(comparisons: Iterable[Comparison]) -> Judgement:

@@ -21,8 +21,8 @@ def unmatched(cells: Sequence[Planned], claims: Claims, own: Sequence[Excuse] = 
     found = []
     for engine in dict.fromkeys(cell.case.engine for cell in cells):
         version = registry.version(engine) or "(no release)"
-        supported = [cell.case for cell in cells if cell.case.engine == engine and not cell.unsupported]
-        met = [find(case, version, own) for case in supported]
+        # Of all cells: an entry of the user's may be for a release that another spelling of the engine names.
+        met = [find(cell.case, version, own) for cell in cells if not cell.unsupported]
         found += [
             f"{excuse.place}: no cell of {excuse.engine} {version} meets the excuse for {excuse.check} "
             f"({excuse.upstream}), or an entry before it meets them all; delete it, or narrow its releases"
