@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zharness.checks.accumulation import divided_by_engine
 from zharness.checks.trial import Trial, until_wrong
+from zharness.errors import EngineContractError
 from zharness.parity import Mismatch
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.contamination import Conditions
@@ -94,6 +95,12 @@ def test_one_wrong_element_is_told_as_one(grads: Grads, name: str, rank: int) ->
     wrong = first_wrong(*copies)
     assert wrong is not None
     assert (wrong.parameter, wrong.seen_on, wrong.index, wrong.wrong) == (name, rank, (0,), 1)
+
+
+def test_gradients_of_other_names_are_refused() -> None:
+    other = {"other": by_loss()["v"]}
+    with pytest.raises(EngineContractError, match="wrong names"):
+        first_wrong(other, other)
 
 
 def test_what_was_not_divided_at_all_is_told_as_a_factor() -> None:

@@ -64,6 +64,7 @@ def test_a_mean_that_is_torch_s_own_claims_no_more_than_one_that_rounds_apart_wi
     own = list(judged.reduced("grads", locals_of(terms), scale=scale))
     assert tiers(own) == {(Tier.STAGED, True), (Tier.EXACT, True)}, "ranks agree exactly"
     assert tiers(list(judged.reduced("grads", locals_of(terms), exact=True, scale=scale))) == {(Tier.EXACT, True)}
+    assert all(each.mismatch is None for each in own)
     apart = right.clone()
     apart[LAST] *= 1 + micros * 2.0**-23
     found = [each for each in trial(apart, apart).reduced("grads", locals_of(terms), scale=scale) if each.ratio]
@@ -77,6 +78,7 @@ def test_a_wrong_element_of_a_large_gradient_is_found_on_the_rank_that_has_it() 
     right = (terms[0][0] + terms[0][1]) / 2
     wrong = right.clone()
     wrong[LAST] += 1e-3
+    assert any(each.mismatch for each in trial(wrong, right).reduced("grads", locals_of(terms)))
     (first,) = [each.mismatch for each in trial(right, wrong).reduced("grads", locals_of(terms)) if each.mismatch][:1]
     assert (first.seen_on, first.index, first.wrong) == (1, (LAST,), 1)
 

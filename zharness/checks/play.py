@@ -112,9 +112,11 @@ class Scene:
 
 def reduced_by(wanted: Reduction, world_size: int, claims: Capabilities) -> Reduction:
     """Sum or mean, of what an engine claims the exact one: a mean of three is not, nor is a sum made of such means."""
-    if not is_power_of_two(world_size):
-        wanted = Reduction.MEAN if claims.scaled_sum else Reduction.SUM
-    return wanted if claims.refusal(Feature.SUM) is None else Reduction.MEAN
+    if claims.refusal(Feature.SUM) is not None:
+        return Reduction.MEAN
+    if is_power_of_two(world_size):
+        return wanted
+    return Reduction.MEAN if claims.scaled_sum else Reduction.SUM
 
 
 def observing(scene: Scene) -> Callable[[Bench], None]:

@@ -88,7 +88,6 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",
             distribution="torch",
             install="pip install torch",
-            warm_up="torch.distributed.optim",
         ),
         EngineInfo(
             name="fsdp2",
@@ -96,7 +95,6 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.fsdp.fully_shard",
             distribution="torch",
             install="pip install torch",
-            warm_up="torch.distributed.fsdp",
         ),
         EngineInfo(
             name="deepspeed",
