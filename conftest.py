@@ -1,5 +1,6 @@
 """The suites' own settings; the fixtures come with the plugin that the package registers."""
 
+import gc
 import os
 import signal
 
@@ -22,6 +23,12 @@ def pytest_collect_file(file_path, parent):
     from zharness.releases.repro_items import ReproFile
 
     return [ReproFile.from_parent(parent, path=file_path)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Leave thousands of tests out of every garbage collection, in this process and in those that it forks."""
+    gc.freeze()
 
 
 @pytest.fixture

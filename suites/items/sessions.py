@@ -18,6 +18,7 @@ from suites.world.faults.sessions import number, order
 
 HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
+PYTEST = ("pytest",)
 PATIENCE = 240.0  # seconds for a session of pytest
 
 
@@ -71,10 +72,10 @@ def forked(directory: Path, arguments: list[str], typed: str) -> Told:
     return Told((directory / "output.txt").read_text(), status)
 
 
-def started(directory: Path, arguments: list[str], how: dict[str, Any]) -> Told:
+def started(directory: Path, arguments: list[str], how: dict[str, Any], command: tuple[str, ...] = PYTEST) -> Told:
     """A session in a process of its own, started with subprocess's arguments ``how``."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
+        [sys.executable, "-m", *command, *arguments],
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from textwrap import dedent
 import pytest
 
 from suites import inner
+from suites.items.sessions import PYTEST, forked, started
 
 pytest.importorskip("pytest_cov")
 
@@ -94,24 +93,19 @@ Session = Callable[..., Measured]
 def session(tmp_path: Path) -> Session:
     """A function that runs pytest under coverage."""
 
-    def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = ("pytest",)) -> Measured:
+    def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = PYTEST) -> Measured:
         (tmp_path / "pytest.ini").write_text(inner.settings(tests), encoding="utf-8")
         (tmp_path / "measured").mkdir()
         (tmp_path / "measured" / "__init__.py").touch()
         (tmp_path / "measured" / "library.py").write_text(dedent(LIBRARY), encoding="utf-8")
         (tmp_path / "test_it.py").write_text(dedent(tests), encoding="utf-8")
         options = ("-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}", "--basetemp=tmp", "test_it.py")
-        done = subprocess.run(
-            [sys.executable, "-m", *command, *options, *args],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert "Warning" not in done.stdout, done.stdout
-        return Measured(done.stdout, tmp_path)
+        arguments = [*options, *args]
+        # What coverage itself starts has to be new; pytest-cov begins in a process that is there already.
+        under = started(tmp_path, arguments, {}, command) if command != PYTEST else forked(tmp_path, arguments, "")
+        text = under.text
+        assert "Warning" not in text, text
+        return Measured(text, tmp_path)
 
     return run
 

@@ -16,10 +16,10 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Optimi
 from zharness.parity import Comparison, Part, within
 from zharness.parity.baseline import Local
 from zharness.parity.certificate import Exactness, is_power_of_two
-from zharness.workload.foreign import is_foreign
 
 # Of two, a division is exact; of three, it rounds. A caller's window of one is what every other law of training has.
 ACCUMULATIONS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
+EVERY_WINDOW = ("mlp", "exact")  # models that are trained in each of them
 BOUNDARIES = 2
 # A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
@@ -33,10 +33,11 @@ def observe_accumulation(bench: Bench) -> None:
     own_kernels = bench.config.stage in bench.capabilities.own_kernels
     # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
     chosen = "frozen" if own_kernels else "moving"
-    # Of anyone's model, which may be large, the hardest alone: a third is rounded.
-    for steps in ACCUMULATIONS[owner][-1:] if is_foreign(bench.spec.name) else ACCUMULATIONS[owner]:
-        if is_power_of_two(steps) or not own_kernels:
-            observe_boundaries(bench, owner, chosen, steps)
+    # What a window is made of is one model's matter as much as another's; the hardest alone, of the others and of
+    # anyone's, which may be large: a third is rounded.
+    windows = [steps for steps in ACCUMULATIONS[owner] if is_power_of_two(steps) or not own_kernels]
+    for steps in windows if bench.spec.name in EVERY_WINDOW else windows[-1:]:
+        observe_boundaries(bench, owner, chosen, steps)
 
 
 def observe_boundaries(bench: Bench, owner: AccumulationOwner, chosen: str, steps: int) -> None:
@@ -147,12 +148,12 @@ def divided_by_engine(
     more agrees: an engine that is wrong in one place is right in others.
     """
     by_loss = partial(trial.reduced, label, divided, at, exact, scale=len(window))
-    found = list(until_wrong(by_loss()))
+    found = list(until_wrong(by_loss(explained=False)))
     if right(found) == len(found):
         yield from found
         return
     by_gradient = partial(trial.reduced, label, [trial.locals(micro, params) for micro in window], at, exact)
-    found = list(until_wrong(by_gradient()))
+    found = list(until_wrong(by_gradient(explained=False)))
     if right(found) < len(found):
         found = max(list(by_gradient()), list(by_loss()), key=right)
     yield from found

@@ -24,6 +24,7 @@ from zharness.parity.attribution import Terms
 from zharness.parity.baseline import Baseline, Local
 from zharness.parity.bounds import mean_and_bound, unit_roundoff
 from zharness.workload import ModelSpec
+from zharness.workload.foreign import is_foreign
 
 LOW, WIDE = torch.bfloat16, torch.float32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
@@ -162,8 +163,13 @@ def judge_policy(trial: Trial) -> Iterator[Comparison]:
 STATES = [(forward, backward) for forward in (True, False) for backward in (True, False)]
 
 
+def states_of(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
+    """Which passes run under autocast; of anyone's model, whose products may take seconds in bf16, each by itself."""
+    return [(True, False), (False, True)] if is_foreign(spec.name) else STATES
+
+
 def observe_states(bench: Bench) -> None:
-    for forward, backward in STATES:
+    for forward, backward in states_of(bench.spec):
         engine = bench.engine(optimizer=FROZEN, options=AUTOCAST if forward else {})
         loss = bench.loss(engine, 0, f"loss-{forward}-{backward}")
         with torch.autocast(bench.device.type, LOW, enabled=backward):
@@ -174,7 +180,7 @@ def observe_states(bench: Bench) -> None:
 
 def judge_states(trial: Trial) -> Iterator[Comparison]:
     safe = lowered(trial.baseline, SAFE)
-    for forward, backward in STATES:
+    for forward, backward in states_of(trial.baseline.spec):
         expected = everyone(trial, forward, backward)
         yield from trial.same_loss(0, expected, f"loss-{forward}-{backward}")
         yield from reduced(trial, f"grads-{forward}-{backward}", expected, safe if forward else set())

@@ -79,12 +79,14 @@ class Trial:
         exact: bool | Exactness = False,
         scale: float = 1.0,
         suspects: Mapping[str, Sequence[Sequence[Local]]] | None = None,
+        explained: bool = True,
     ) -> Iterator[Comparison]:
         """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
 
         ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound,
         and a reason why not is noted.
         ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
+        What is wrong is ``explained``, which of a large gradient takes seconds, unless it is only asked whether it is.
         """
         copies = self.copies(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -96,7 +98,7 @@ class Trial:
                     what: [[local.grads[name] for local in row if name in local.grads] for row in losses]
                     for what, losses in (suspects or {}).items()
                 }
-                yield from self._reduced(name, copies, micros, step, exact, scale, known)
+                yield from self._reduced(name, copies, micros, step, exact, scale, known if explained else None)
 
     def means(self, micros: Sequence[Sequence[Local]], scale: float, held: Mapping[str, torch.dtype]) -> Means:
         """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
@@ -123,7 +125,7 @@ class Trial:
         step: int,
         exact: bool | Exactness,
         scale: float,
-        suspects: Suspects,
+        suspects: Suspects | None,
     ) -> Iterator[Comparison]:
         """``reduced`` for one parameter."""
         known = self._known(name, micros)
@@ -161,7 +163,7 @@ class Trial:
                     return [identical(place, held, held)]
                 flat_terms = [term for row in terms for term in row]
                 return [same_as_torch(place, held, mean_bound_at_most(flat_terms, scale, self.reduced_in, held))]
-            return list(self._whole(name, terms, [held], step, exact, scale, {}))
+            return list(self._whole(name, terms, [held], step, exact, scale, None))
 
         return self.once_for_all(everyone, compare)
 
@@ -192,19 +194,27 @@ class Trial:
         step: int,
         exact: bool | Exactness,
         scale: float,
-        suspects: Suspects,
+        suspects: Suspects | None,
     ) -> Iterator[Comparison]:
-        """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``."""
+        """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``.
+
+        What is wrong is explained, by ``suspects`` too, where they are not None.
+        """
         terms = [[scale * grad.double() for grad in row] for row in grads]
         flat = [term for row in terms for term in row]
         mean, bound = mean_and_bound(flat, self.reduced_in, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
+        right: Comparison | None = None
         for rank, actual in enumerate(everyone):
             place = self.place(name, Part.REDUCTION, step, rank)
+            if right is not None and alike(everyone[0], actual):  # the same numbers: nothing else would come of it
+                yield replace(right, place=place)
+                continue
             found = identical(place, mean, actual) if bound is None else within(place, mean, actual, bound)
             found = replace(found, note=note) if note else found
-            told = attribute(found, actual, terms, everyone, suspects, self.reduced_in)
+            told = found if suspects is None else attribute(found, actual, terms, everyone, suspects, self.reduced_in)
+            right = told if rank == 0 and told.mismatch is None else right
             yield beside(told, partial(self._plain_mean, terms, actual.dtype))
 
     def _plain_mean(self, terms: Terms, held: torch.dtype) -> Tensor:

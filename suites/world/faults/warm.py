@@ -7,6 +7,7 @@ return code of subprocess.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -53,6 +54,7 @@ def session(folder: Path, arguments: list[str], variables: dict[str, str], typed
 
 def main() -> None:
     """Until nobody is left to order anything."""
+    gc.freeze()  # pytest collects garbage five times at its end, which looks at all that torch is made of
     for line in sys.stdin:
         folder, arguments, variables, typed = json.loads(line)
         if os.fork() == 0:
