@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,9 +199,8 @@ def curves_of(trial: Trial, check: Check) -> Mapping[str, Curve]:
     return {}
 
 
-def summarize(comparisons: Iterable[Comparison]) -> Judgement:
-    """All comparisons up to the first mismatch in one."""
-    seen = list(until_wrong(comparisons))
+def summarize(seen: Sequence[Comparison]) -> Judgement:
+    """All comparisons in one; only the last of them may be a mismatch. Raises HarnessFault where there are none."""
     if not seen:
         raise HarnessFault("the check compared nothing, so it cannot have passed")
     tiers = list(Tier)

@@ -16,6 +16,7 @@ from zharness import engines
 from zharness.checks import DTYPES, LOSS_SCALES, Trial
 from zharness.checks.program import missing, observe_program
 from zharness.checks.program_judge import judge_program
+from zharness.checks.trial import until_wrong
 from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline
@@ -67,11 +68,12 @@ def observe(engine: str, programs: Sequence[Program], room: str, capabilities: C
 def judge(programs: Sequence[Program], room: str, capabilities: Capabilities) -> cell.Judgement:
     """In a process that never saw the engine: every rank's evidence against plain PyTorch, up to the first mismatch."""
     require_clean(conditions())
-    return cell.summarize(
+    compared = (
         comparison
         for number, program in enumerate(programs)
         for comparison in judge_program(trial_of(program, folder_of(room, number), capabilities), program)
     )
+    return cell.summarize(list(until_wrong(compared)))
 
 
 def folder_of(room: str, number: int) -> Path:
