@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES
@@ -28,10 +29,11 @@ GIB = 2**30
 # and two engines' weights, gradients and two moments; in the judge weights, local gradients and float64 beside what it
 # reads. Cells of a GPT-2 of 10 M parameters took less.
 IN_A_RANK, IN_THE_JUDGE, IN_ANY_PROCESS = 11, 9, 0.35 * GIB
-# CPU time of a cell, a mean over those that scripts/bench_model.py measures: forwards and backwards of each rank, on
-# the engine and beside it; seconds for each rank and byte of the model, for all that is done with weights, gradients
-# and state; seconds whatever the model.
-RUNS, FOR_A_BYTE, FOR_A_CELL = 5, 2.5e-8, 1.0
+# What a cell takes, a mean over those that scripts/bench_model.py measures: forwards and backwards of each rank, in
+# fp32 or under autocast; how often all bytes of its model pass through a core, for all that is done with weights,
+# gradients and state; and seconds whatever the model. The judge does for all ranks what each does for itself.
+RUNS, UNDER_AUTOCAST, PASSES, FOR_A_CELL = 3, 1.5, 40, 1.0
+PROBE = 1 << 24  # elements of a tensor that is new memory each time, as a model's are
 SUSPECTS = (
     "the first suspects are dropout that draws from a generator of its own, or numpy's or random's, and the order of "
     "data: a batch function that ignores the generator that it is given, as an iterator over a loader does"
@@ -42,13 +44,15 @@ SUSPECTS = (
 class Facts:
     """Elements of the model's parameters, and of the trained ones; bytes; seconds of one forward and backward.
 
-    ``draws`` says whether a forward draws random numbers, ``checkpoints`` whether the model can recompute activations.
+    ``pace`` is this machine's. ``draws`` says whether a forward draws random numbers, ``checkpoints`` whether the model
+    can recompute activations.
     """
 
     parameters: int
     trained: int
     size: int
     seconds: float
+    pace: Pace
     draws: bool
     checkpoints: bool
 
@@ -57,10 +61,45 @@ class Facts:
         ranks = world_size * (IN_A_RANK * self.size + IN_ANY_PROCESS)
         return lanes * (ranks + IN_THE_JUDGE * self.size + IN_ANY_PROCESS)
 
-    def time(self, cells: int, world_size: int, lanes: int, cores: int) -> float:
-        """Seconds that so many cells take, ``lanes`` at a time, about."""
-        work = FOR_A_CELL + world_size * (RUNS * self.seconds + FOR_A_BYTE * self.size)
-        return cells * work / max(1, min(cores, lanes * world_size))
+    def time(self, cells: int, lowered: int, world_size: int, lanes: int, cores: int) -> float:
+        """Seconds that so many cells take, ``lanes`` at a time, about; ``lowered`` of them run under autocast."""
+        runs = self.seconds * (RUNS * (cells - lowered) + UNDER_AUTOCAST * self.pace.under_autocast * lowered)
+        rank = runs + cells * PASSES * self.pace.for_a_byte * self.size
+        one_by_one = rank * max(1.0, world_size / cores) + world_size * rank
+        return cells * FOR_A_CELL + max(one_by_one / lanes, 2 * world_size * rank / cores)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds for a byte that is read and written, and how many times longer products take in bf16 than in fp32.
+
+    On processors that know no bf16 that is 20 and more.
+    """
+
+    for_a_byte: float
+    under_autocast: float
+
+
+def pace() -> Pace:
+    """That of this machine; asking takes a part of a second."""
+    many, few = torch.ones(PROBE), torch.ones(64, 512)
+    layer = nn.Linear(512, 512, bias=False)
+
+    def product(dtype: torch.dtype) -> float:
+        model, given = copy.deepcopy(layer).to(dtype), few.to(dtype).requires_grad_()
+        return best_of(lambda: model(given).sum().backward())
+
+    return Pace(best_of(lambda: many + many) / many.nbytes, max(1.0, product(torch.bfloat16) / product(torch.float32)))
+
+
+def best_of(work: Callable[[], object], tries: int = 3) -> float:
+    """Seconds of the fastest of several runs: others were interrupted, and the first finds nothing ready."""
+    found = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def examined(name: str, dtype: str, engine_variant: str) -> Facts:
@@ -83,6 +122,7 @@ def examined(name: str, dtype: str, engine_variant: str) -> Facts:
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         size=sum(p.numel() * p.element_size() for p in parameters),
         seconds=seconds,
+        pace=pace(),
         draws=draws(baseline, first),
         checkpoints=can_checkpoint(model),
     )
@@ -167,7 +207,8 @@ def too_large(facts: Facts, world_size: int, free: float) -> str:
 def words(facts: Facts, cases: Sequence[Case], world_size: int, lanes: int, cores: int) -> str:
     """What is going to be run, and about what it takes."""
     millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained / 1e6:.3g} M trained)"
-    seconds = facts.time(len(cases), world_size, lanes, cores)
+    lowered = sum(case.check.startswith("precision.autocast") for case in cases)
+    seconds = facts.time(len(cases), lowered, world_size, lanes, cores)
     span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
         f"{cases[0].model}: {millions}, {facts.seconds:.2g} s for one forward and backward; {len(cases)} cells, "
