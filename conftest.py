@@ -27,7 +27,10 @@ def pytest_collect_file(file_path, parent):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """Leave thousands of tests out of every garbage collection, in this process and in those that it forks."""
+    """Leave thousands of tests out of every garbage collection, in this process and in those that it forks.
+
+    A collection writes to all that it sees, so a forked process would copy it; what is garbage by now is kept.
+    """
     gc.freeze()
 
 

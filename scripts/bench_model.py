@@ -53,13 +53,6 @@ def of_32_tokens() -> Any:
     return GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=384, n_positions=128, vocab_size=8192))
 
 
-def of_124_million() -> Any:
-    """GPT-2 itself: `zharness model scripts.bench_model:of_124_million --stage 3 --jobs 1`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config())
-
-
 def gpt2() -> Any:
     """The same, and micro-batches as long as it has positions."""
 
@@ -68,6 +61,13 @@ def gpt2() -> Any:
         return {"input_ids": ids, "labels": ids}
 
     return of_32_tokens(), batch
+
+
+def of_124_million() -> Any:
+    """GPT-2 itself: `zharness model scripts.bench_model:of_124_million --stage 3 --jobs 1`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config())
 
 
 @dataclass(frozen=True)

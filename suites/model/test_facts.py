@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness import engines
+from zharness.checks.autocast import states_of
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
 from zharness.report.own_model import Asked, cells_of
@@ -21,6 +22,7 @@ from zharness.report.uncompared import uncompared
 from zharness.run import Record, Verdict
 from zharness.run.configuration import configuration, read
 from zharness.run.facts import examined, too_large
+from zharness.workload import model_spec
 from zharness.workload.foreign import foreign_spec, hand_over
 
 
@@ -125,6 +127,12 @@ def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
     slow = replace(large, pace=replace(large.pace, under_autocast=30.0))
     assert slow.time(15, 2, 2, 1, 2) > large.time(15, 0, 2, 1, 2), "products in bf16 may be slow"
     assert slow.time(15, 0, 2, 1, 2) == large.time(15, 0, 2, 1, 2)
+
+
+def test_a_pass_of_a_user_s_model_that_another_law_has_is_not_run_again_for_autocast() -> None:
+    own = model_spec("mlp")
+    assert states_of(own) == [(True, True), (True, False), (False, True), (False, False)]
+    assert states_of(replace(own, name="my_model:factory")) == [(True, True), (True, False), (False, True)]
 
 
 def test_a_configuration_is_taken_apart() -> None:

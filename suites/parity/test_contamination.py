@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from zharness.checks.resources import storage_of
 from zharness.errors import HarnessFault, UsageError
 from zharness.parity.contamination import conditions, require_apart, require_clean
 
@@ -87,3 +88,9 @@ def test_modules_without_memory_are_apart() -> None:
     engine = nn.Linear(2, 2)
     engine.weight.untyped_storage().resize_(0)
     require_apart(engine, copy.deepcopy(nn.Linear(2, 2)))
+
+
+def test_what_a_process_holds_is_counted_whatever_kinds_of_tensor_another_cell_left_in_it() -> None:
+    held = torch.ones(3)
+    assert storage_of(held) == (held.data_ptr(), 12)
+    assert storage_of(torch.ones(2, 2).to_sparse()) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 from zharness.checks.accumulation import divided_by_engine
 from zharness.checks.trial import Trial, until_wrong
 from zharness.errors import EngineContractError
-from zharness.parity import Mismatch
+from zharness.parity import Mismatch, Tier
 from zharness.parity.baseline import Baseline, Local
+from zharness.parity.certificate import Exactness
 from zharness.parity.contamination import Conditions
 from zharness.parity.snapshot import Evidence, Snapshot
 from zharness.workload import model_spec
@@ -63,10 +65,15 @@ def wrong_in(grads: Grads, name: str) -> Grads:
     return {**grads, name: grads[name] * torch.tensor([1.5] + 49 * [1.0])}
 
 
+def trial_of(copies: Sequence[Grads]) -> Trial:
+    """Of what the ranks report."""
+    seen = [Evidence((Snapshot("grads", 0, copy),), {}, Conditions({}, ())) for copy in copies]
+    return Trial(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
+
+
 def first_wrong(*copies: Grads) -> Mismatch | None:
     """In what the ranks report."""
-    seen = [Evidence((Snapshot("grads", 0, copy),), {}, Conditions({}, ())) for copy in copies]
-    trial = Trial(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
+    trial = trial_of(copies)
     divided = [[local(step, rank, 3) for rank in RANKS] for step in STEPS]
     return list(until_wrong(divided_by_engine(trial, "grads", 0, STEPS, {}, divided)))[-1].mismatch
 
@@ -108,3 +115,24 @@ def test_what_was_not_divided_at_all_is_told_as_a_factor() -> None:
     wrong = first_wrong(whole, whole)
     assert wrong is not None
     assert "3 x" in wrong.hint
+
+
+def test_a_rank_that_kept_its_own_gradient_is_told_so_beside_one_that_is_right() -> None:
+    own = [{name: drawn(name, 0, rank) for name in NAMES} for rank in RANKS]
+    mean = {name: (own[0][name] + own[1][name]) / len(RANKS) for name in NAMES}
+    found = list(until_wrong(trial_of([mean, own[1]]).reduced("grads", [[local(0, rank) for rank in RANKS]])))
+    wrong = found[-1].mismatch
+    assert wrong is not None
+    assert wrong.seen_on == 1
+    assert "rank 1 alone" in wrong.hint
+    assert wrong.bound > 0, "held against the mean, not against rank 0's copy"
+
+
+def test_copies_that_are_alike_are_each_told_with_their_rank_and_the_reason() -> None:
+    grads = [[local(0, rank) for rank in RANKS]]
+    mean = {name: (drawn(name, 0, 0) + drawn(name, 0, 1)) / len(RANKS) for name in NAMES}
+    found = list(trial_of([mean, mean]).reduced("grads", grads, exact=Exactness(False, "planted")))
+    staged = [each for each in found if each.tier is Tier.STAGED]
+    assert [each.place.seen_on for each in staged if each.place is not None] == [*RANKS, *RANKS]
+    assert all("planted" in each.note for each in staged)
+    assert all(each.mismatch is None for each in found)

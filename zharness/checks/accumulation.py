@@ -16,10 +16,10 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Optimi
 from zharness.parity import Comparison, Part, within
 from zharness.parity.baseline import Local
 from zharness.parity.certificate import Exactness, is_power_of_two
+from zharness.workload.foreign import is_foreign
 
 # Of two, a division is exact; of three, it rounds. A caller's window of one is what every other law of training has.
-WINDOWS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
-EVERY_WINDOW = ("mlp", "exact")  # models that are trained in each of them
+ACCUMULATIONS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 BOUNDARIES = 2
 # A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
 FROZEN = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
@@ -33,10 +33,9 @@ def observe_accumulation(bench: Bench) -> None:
     own_kernels = bench.config.stage in bench.capabilities.own_kernels
     # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
     chosen = "frozen" if own_kernels else "moving"
-    # What a window is made of is one model's matter as much as another's; the hardest alone, of the others and of
-    # anyone's, which may be large: a third is rounded.
-    windows = [steps for steps in WINDOWS[owner] if is_power_of_two(steps) or not own_kernels]
-    for steps in windows if bench.spec.name in EVERY_WINDOW else windows[-1:]:
+    windows = [steps for steps in ACCUMULATIONS[owner] if is_power_of_two(steps) or not own_kernels]
+    # Of anyone's model, which may be large, one window: that whose division rounds.
+    for steps in windows[-1:] if is_foreign(bench.spec.name) else windows:
         observe_boundaries(bench, owner, chosen, steps)
 
 
@@ -93,7 +92,7 @@ def accumulate(
 
 def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
     for chosen, optimizer in FROZEN_AND_MOVING.items():
-        for steps in WINDOWS[AccumulationOwner(trial.variant)]:
+        for steps in ACCUMULATIONS[AccumulationOwner(trial.variant)]:
             label = f"{chosen}-{steps}"
             if trial.recorded(f"grads-{label}"):
                 for boundary in range(BOUNDARIES):

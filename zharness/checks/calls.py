@@ -16,7 +16,7 @@ from zharness.checks.bench import Bench, number
 from zharness.checks.trial import Trial
 from zharness.parity import Comparison, Part, between
 
-COUNTS = (10, 100, 400)
+COUNTS = (10, 100, 1000)
 REGIONS = (10, 30, 100)
 LEARNT = 2  # backwards; in the second DeepSpeed's stage 3 plans, with n^2 calls once, by the order of the first
 
@@ -88,10 +88,10 @@ def calls(backward: Callable[[Tensor], None], loss: Tensor) -> int:
 
 
 def judge_hook_count(trial: Trial) -> Iterator[Comparison]:
-    """O(parameters): from 100 to 400 tensors, less than one more call for each further tensor than from 10 to 100.
+    """O(parameters): from 100 to 1000 tensors, less than one more call for each further tensor than from 10 to 100.
 
     So too with as many checkpoints, at 10, 30 and 100 of them. One, because lists and buckets grow in steps: what they
-    cost is a part of a call for each tensor. With a + bn + cn^2 calls the two slopes differ by c times (400 - 10), for
+    cost is a part of a call for each tensor. With a + bn + cn^2 calls the two slopes differ by c times (1000 - 10), for
     checkpoints c times (100 - 10), so what makes one call for every pair of them is far above it. Nor do calls grow
     with the trainings of one engine: by less than one for each tensor.
     """

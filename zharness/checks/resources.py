@@ -30,7 +30,7 @@ from zharness.errors import EngineContractError
 from zharness.parity import Comparison, Part, Tier, between, identical, ranks_agree
 
 T = TypeVar("T")
-WINDOWS = (1, 2, 3)
+ACCUMULATIONS = (1, 2, 3)
 
 
 def told(engine: Engine, what: str, kind: type[T]) -> T:
@@ -110,7 +110,7 @@ def largest_shard(trial: Trial, name: str, shape: torch.Size) -> int:
 
 def observe_comm_volume(bench: Bench) -> None:
     record_stage(bench)
-    for steps in WINDOWS:
+    for steps in ACCUMULATIONS:
         engine = bench.engine(optimizer=FROZEN, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE)
         start = told(engine, "traffic", Traffic).sent
         for micro in range(steps):
@@ -126,7 +126,7 @@ def judge_comm_volume(trial: Trial) -> Iterator[Comparison]:
     stage, sizes = stage_of(trial), [p.numel() for p in trial.baseline.module().parameters()]
     ranks = trial.world_size
     psi = 4.0 * sum(sizes)
-    for steps in WINDOWS:
+    for steps in ACCUMULATIONS:
         passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
         padding = 4 * ranks * len(sizes) * passes
         agreement = (
@@ -265,11 +265,11 @@ def process() -> dict[str, int]:
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Address and bytes; None of a tensor that only stands for others, as a DTensor does for its shard."""
-    storage = tensor.untyped_storage()
+    """Address and bytes; None of a tensor that only stands for others, as a DTensor for its shard, or a sparse one."""
     try:
+        storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
-    except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage"
+    except RuntimeError:  # "access the data pointer on an invalid python storage", "storage of SparseTensorImpl"
         return None
 
 

@@ -21,7 +21,7 @@ from zharness.workload import Batch, ModelSpec
 
 # Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
 DIFFERENTIABLE = ("mlp", "conv", "exact")
-WINDOWS = (1, 4)
+ACCUMULATIONS = (1, 4)
 # A product of a matrix and a vector is summed in an order that depends on where the matrix lies between two of these
 # bytes, and an engine may keep weights as views of one flat buffer: the baseline's are put where the engine's lie.
 ALIGNMENT = 64
@@ -205,7 +205,7 @@ def observing(transform: Transform) -> Callable[[Bench], None]:
     def observe(bench: Bench) -> None:
         engine_owns = AccumulationOwner.ENGINE in bench.owners()
         owner = AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
-        for steps in WINDOWS if engine_owns else WINDOWS[:1]:
+        for steps in ACCUMULATIONS if engine_owns else ACCUMULATIONS[:1]:
             engine = bench.engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=FROZEN)
             bench.record(f"placed-{steps}", placed(engine.module))
             bench.record(f"transformed-{steps}", transform(engine, bench.spec, bench.batch(0)))
@@ -224,7 +224,7 @@ def judging(transform: Transform) -> Callable[[Trial], Iterator[Comparison]]:
 
     def judge(trial: Trial) -> Iterator[Comparison]:
         spec = trial.baseline.spec
-        for steps in WINDOWS:
+        for steps in ACCUMULATIONS:
             if trial.recorded(f"transformed-{steps}"):
                 wanted = [
                     detached(transform(placed_as(trial.baseline.module(), where), spec, trial.baseline.batch(rank, 0)))

@@ -86,7 +86,8 @@ class Trial:
         ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound,
         and a reason why not is noted.
         ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
-        What is wrong is ``explained``, which of a large gradient takes seconds, unless it is only asked whether it is.
+        Where it is not to be ``explained``, a mismatch comes without the hint of how the gradient came to be wrong, for
+        which a large one is held against many others.
         """
         copies = self.copies(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -198,7 +199,7 @@ class Trial:
     ) -> Iterator[Comparison]:
         """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``.
 
-        What is wrong is explained, by ``suspects`` too, where they are not None.
+        A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
         """
         terms = [[scale * grad.double() for grad in row] for row in grads]
         flat = [term for row in terms for term in row]

@@ -142,7 +142,7 @@ def told_steps(writing: Writing, case: Case, steps: Steps, claims: Capabilities)
         writing.collection.add("zharness.checks.torch_func", "placed")
         writing.collection.add("zharness.checks.torch_func", "placed_as")
         owned = owner_claimed(AccumulationOwner.ENGINE, claims)
-        yield f"WINDOWS = {(1, 4) if owned else (1,)}\nTRANSFORM = {function.__name__}"
+        yield f"ACCUMULATIONS = {(1, 4) if owned else (1,)}\nTRANSFORM = {function.__name__}"
         yield writing.part("transforms")
         return
     assert steps.scene is not None, "a play has a scene"

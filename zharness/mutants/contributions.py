@@ -87,7 +87,9 @@ class AddsMinusZero(HookedParameters):
     """Adds minus zero to every gradient."""
 
     def changed(self, grad: Tensor) -> Tensor:
-        return grad + torch.tensor(-0.0, dtype=grad.dtype)
+        return (
+            grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
+        )  # torch adds none to a sparse one
 
 
 class LeavesOutTheLastRank(HookedParameters):

@@ -109,9 +109,9 @@ class Pools:
 def freeze() -> None:
     """Keep the garbage collector's hands off what there is.
 
-    Ranks share this process's memory until they write to it, and a collection writes to every object it sees. None is
-    made here either: this process shares the memory of the one that it was forked from.
+    Ranks share this process's memory until they write to it, and a collection writes to every object it sees.
     """
+    gc.collect()
     gc.freeze()
 
 
