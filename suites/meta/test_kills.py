@@ -14,7 +14,7 @@ from zharness.kills import target_case
 from zharness.kills.clean import clean_record, upper_bound
 from zharness.kills.kept import KEPT
 from zharness.kills.ledger import resumed
-from zharness.kills.matrix import Matrix
+from zharness.kills.matrix import Matrix, kinds_table
 from zharness.mutants import MUTANTS, Mutant, find_mutants
 from zharness.parity import Mismatch
 from zharness.run import Record, Verdict
@@ -46,6 +46,15 @@ def test_a_mutant_that_nobody_kills_survives_and_fails_the_command() -> None:
     assert matrix.sole() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
     assert matrix.exit_code() == 1
     assert matrix_of(record_of(NEVER, Verdict.FAIL)).exit_code() == 0
+
+
+def test_what_is_wrong_is_counted_with_its_least_and_its_middle_number_of_killers() -> None:
+    both = (record_of(NEVER, Verdict.FAIL), record_of(MUTANTS["leaves_out_the_last_rank"], Verdict.PASS))
+    told = kinds_table(matrix_of(*both)).splitlines()[2:]
+    assert [row.split()[-4:] for row in told] == [["2", "1", "0", "0"]]
+    (only,) = kinds_table(matrix_of(both[0])).splitlines()[2:]
+    assert only.startswith(NEVER.kind.value)
+    assert only.split()[-4:] == ["1", "1", "1", "1"]
 
 
 def test_a_failure_of_the_harness_kills_nobody() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from tabulate import tabulate
 
 from zharness.kills.cells import target_case
 from zharness.kills.kept import reason_for
-from zharness.mutants import MUTANTS, PATH, Mutant
+from zharness.mutants import MUTANTS, PATH, Kind, Mutant
 from zharness.run import Record, Verdict
 
 
@@ -91,7 +92,7 @@ class Matrix:
 
 def words(matrix: Matrix) -> str:
     """The matrix for a terminal: mutants, checks, and a summary."""
-    parts = [mutants_table(matrix), checks_table(matrix), *complaints(matrix), summary(matrix)]
+    parts = [mutants_table(matrix), checks_table(matrix), kinds_table(matrix), *complaints(matrix), summary(matrix)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -114,6 +115,18 @@ def checks_table(matrix: Matrix) -> str:
     victims, sole = matrix.victims(), matrix.sole()
     rows = [[check, len(victims[check]), ", ".join(sole[check]) or reason_for(check)] for check in matrix.asked]
     return tabulate(rows, ["check", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
+
+
+def kinds_table(matrix: Matrix) -> str:
+    """A row for each kind of fault: mutants, and the checks that kill the hardest and the middle one of them."""
+    table, rows = matrix.table(), []
+    for kind in Kind:
+        real = [mutant for mutant in matrix.mutants if mutant.kind is kind and not mutant.equivalent]
+        if real:
+            killers = [len(table[mutant.name]) for mutant in real]
+            bugs = sum(bool(mutant.imitates) for mutant in real)
+            rows.append([kind.value, len(real), bugs, min(killers), median_low(killers)])
+    return tabulate(rows, ["what is wrong", "mutants", "imitate a known bug", "killers: least", "median"])
 
 
 def complaints(matrix: Matrix) -> Iterable[str]:
