@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import multiprocessing
 import os
 import sys
@@ -136,7 +135,6 @@ def constants_of_modules() -> list[Any]:
 
 
 def be_rank(rank: int, pairs: list[tuple[Connection, Connection]], options: tuple[str, ...]) -> None:
-    gc.freeze()  # pytest collects garbage five times at its end, here among all that the suites have imported
     os.environ["RANK"] = str(rank)
     _, pipe = pairs[rank]
     for other in (end for pair in pairs for end in pair if end is not pipe):

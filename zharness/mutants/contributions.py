@@ -87,9 +87,8 @@ class AddsMinusZero(HookedParameters):
     """Adds minus zero to every gradient."""
 
     def changed(self, grad: Tensor) -> Tensor:
-        return (
-            grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
-        )  # torch adds none to a sparse one
+        # torch adds no dense tensor to a sparse one.
+        return grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
 
 
 class LeavesOutTheLastRank(HookedParameters):
