@@ -19,9 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness import engines
-from zharness.checks import check_named
 from zharness.cli.cells import runs
-from zharness.export.laws import reason_against
+from zharness.errors import UsageError
 from zharness.export.script import script_of
 from zharness.export.verify import Shown, faithful
 from zharness.mutants import MUTANTS
@@ -51,10 +50,10 @@ def claims_of(record: Record) -> engines.Capabilities:
 def tried(record: Record, folder: Path) -> tuple[str, Shown | None, int]:
     """Why there is no script, or what it came to and its lines."""
     case = record.case
-    reason = reason_against(check_named(case.check), case.dtype, case.engine)
-    if reason:
-        return reason, None, 0
-    script = script_of(record, claims_of(record), "script.py")
+    try:
+        script = script_of(record, claims_of(record), "script.py")
+    except UsageError as refused:
+        return str(refused), None, 0
     path = folder / "script.py"
     path.write_text(script.text)
     return "", runs(case.engine)(path), len(script.text.splitlines())

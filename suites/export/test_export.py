@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,13 @@ from zharness.case import Case
 from zharness.checks import CHECKS, DTYPES
 from zharness.errors import HarnessFault, UsageError
 from zharness.export.collect import Collection
-from zharness.export.command import Options, export, listed
-from zharness.export.laws import OWN, reason_against
+from zharness.export.command import listed
+from zharness.export.frame import Writing
+from zharness.export.judged import GIVEN as WHOLE
+from zharness.export.judged import function
+from zharness.export.laws import OWN, told_whole
 from zharness.export.script import script_of, signature_of
+from zharness.export.spelled import spelled
 from zharness.export.text import import_block, pruned
 from zharness.export.verify import ABSENT, REPRODUCED, Shown, faithful
 from zharness.parity import Mismatch, Part
@@ -40,13 +45,13 @@ def claims_of(engine: str, stage: int) -> engines.Capabilities:
     return claims
 
 
-def cells_to_export() -> list[Case]:
-    """A cell of every law that can be exported, the engines in turn, at the highest stage that runs it."""
+def cells_to_export(whole: bool) -> list[Case]:
+    """A cell of every law whose script is a short one, or ``whole``; the engines in turn, at the highest stage."""
     planned = plan(Request(engines=ENGINES), claims_of)
     found: list[Case] = []
-    for number, check in enumerate(check for check in CHECKS.values() if not reason_against(check, "fp32")):
+    for number, check in enumerate(check for check in CHECKS.values() if bool(told_whole(check, "fp32")) == whole):
         cells = [cell.case for cell in planned if cell.case.check == check.name and not cell.unsupported]
-        cells = [case for case in cells if not reason_against(check, "fp32", case.engine)]
+        cells = [case for case in cells if bool(told_whole(check, "fp32", case.engine)) == whole]
         if not cells:  # a law of a user's own models alone
             cells = [Case.parse(f"{check.name}[ddp-zero0-w2-fp32-suites.model.tiny:perceptron-{check.any_model[0]}]")]
         turn = [case for case in cells if case.engine == ENGINES[number % len(ENGINES)]]
@@ -67,25 +72,57 @@ def methods_of(name: str, text: str) -> set[str]:
     return {inner.name for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)}
 
 
-def test_every_law_that_can_be_exported_gives_a_script_without_undefined_and_idle_names(tmp_path: Path) -> None:
-    cases = cells_to_export()
-    assert len(cases) > 50
+def scripts_of(cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
+    """The script of each cell; all are in ``folder`` afterwards, and have no undefined and no idle names."""
     for number, case in enumerate(cases):
         script = script_of(record_of(case), claims_of(case.engine, case.stage), "x.py")
-        path = tmp_path / f"{number}.py"
+        path = folder / f"{number}.py"
         path.write_text(script.text)
         assert parse(path).signature == script.signature
         own = script.text.partition("from __future__")[2]
         assert not re.search(r"^ *(from|import) zharness", own, re.MULTILINE) or case.engine == "reference", case.id
-        made = "Engine" if case.check in OWN else "Plain"
-        assert asked_of_engines(script.text) <= methods_of(made, script.text), case.id
+        yield case, script.text
     ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
     # Of a name that is imported and, elsewhere, the variable of a loop, nothing is wrong but the style.
     found = subprocess.run(
-        [ruff, "check", "--isolated", "--select", "F,E9", "--ignore", "F402", "--output-format", "concise", tmp_path],
+        [ruff, "check", "--isolated", "--select", "F,E9", "--ignore", "F402", "--output-format", "concise", folder],
         capture_output=True, text=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout
+
+
+def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_names(tmp_path: Path) -> None:
+    cases = cells_to_export(whole=False)
+    assert len(cases) > 50
+    for case, text in scripts_of(cases, tmp_path):
+        made = "Engine" if case.check in OWN else "Plain"
+        assert asked_of_engines(text) <= methods_of(made, text), case.id
+
+
+def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> None:
+    cases = cells_to_export(whole=True)
+    assert len(cases) > 20
+    for case, text in scripts_of(cases, tmp_path):
+        judge = CHECKS[case.check].judge.__name__
+        assert f"def {judge}(" in text, case.id
+        assert f"\njudge = {judge}\n" in text, case.id
+
+
+@pytest.mark.parametrize("text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[ddp-zero0-w2-fp16-mlp]"])
+def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text: str) -> None:
+    case = Case.parse(text)
+    assert "def judge_" in script_of(record_of(case), claims_of(case.engine, case.stage), "x.py").text
+
+
+def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
+    case = Case.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
+    scene = function(Writing(case.engine, WHOLE), CHECKS[case.check].observe)
+    assert scene.startswith("observing(Scene(play=")
+
+
+def test_what_no_script_can_say_is_refused_by_its_type() -> None:
+    with pytest.raises(UsageError, match=r"no words for .*, a object"):
+        spelled({"a": [object()]}, Collection(), [])
 
 
 def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> None:
@@ -114,19 +151,11 @@ def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> N
     assert faithful(died, Shown("failed otherwise", "Signal 11 (SIGSEGV)"))
 
 
-@pytest.mark.parametrize("text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[ddp-zero0-w2-fp16-mlp]"])
-def test_a_law_or_a_dtype_without_export_is_refused_before_anything_runs(text: str) -> None:
-    def nowhere(name: str) -> None:
-        raise AssertionError("asked for a place to run")
-
-    with pytest.raises(UsageError, match="there is no export"):
-        export(text, Options(), nowhere, None)  # type: ignore[arg-type]
-
-
-def test_the_list_says_of_every_law_whether_it_can_be_exported() -> None:
+def test_the_list_says_of_every_law_what_its_script_is() -> None:
     told = listed()
     assert all(name in told for name in CHECKS)
-    assert "there is no export of state.consolidate yet" in told
+    assert re.search(r"training.grads +short", told)
+    assert re.search(r"state.consolidate +long, with the law's own judge", told)
 
 
 def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:
@@ -194,11 +223,19 @@ def test_definitions_come_with_what_they_use_and_before_it() -> None:
     assert collection.imports["nn"] == "from torch import nn"
 
 
-def test_two_definitions_of_one_name_do_not_meet_in_one_script() -> None:
+def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() -> None:
     collection = Collection()
-    collection.add("zharness.workload.blocks", "HIDDEN")
+    assert collection.add("zharness.parity.baseline", "names_of") == "names_of"
+    assert collection.add("zharness.checks.construction", "names_of") == "construction_names_of"
+    assert collection.texts["construction_names_of"].startswith("def construction_names_of(")
+    collection.add("zharness.checks.construction", "Given")
+    assert "construction_names_of(model)" in collection.texts["Given"]
+
+
+def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
+    collection = Collection(_homes={"FILE/FOLDER": "elsewhere"})
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
-        collection.add("zharness.workload.mixed", "HIDDEN")
+        collection.add("zharness.engines.saving", "FOLDER")
 
 
 def test_what_nothing_uses_is_cut_out() -> None:

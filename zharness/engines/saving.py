@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
+from zharness.reference import unpickling
 from zharness.reference.together import together
 
 FILE, FOLDER = "engine.pt", "engine"
@@ -66,8 +67,6 @@ def load_file(path: Path, kept: Kept) -> None:
     Raises CheckpointError, on every rank, when there is no checkpoint, or one that is damaged, carries code or is
     another model's.
     """
-    from zharness.reference import unpickling
-
     with together(Comm()):
         if not (path / FILE).is_file():
             raise missing(path, FILE)

@@ -100,32 +100,46 @@ class Collection:
     texts: dict[str, str] = field(default_factory=dict)
     _homes: dict[str, str] = field(default_factory=dict)
     _open: set[tuple[str, str]] = field(default_factory=set)
+    _renamed: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
 
-    def add(self, module: str, name: str) -> None:
-        """The definition ``name`` of ``module`` and all that it uses."""
+    def add(self, module: str, name: str) -> str:
+        """The definition ``name`` of ``module`` and all that it uses; returns what it is called in the script.
+
+        That is its own name, or, where another module's definition has that, one with its module's before it.
+        """
         if name in self.given:
-            return
+            return name
         if name in self.instead:
             self.imports[name] = self.instead[name]
-            return
+            return name
         module, name = home(module, name)
         here = source(module)
         if name in here.imports:
             self._import(name, here.imports[name])
-            return
+            return name
         statement = here.definitions.get(name)
         if statement is None:
             raise HarnessFault(f"{module} defines no {name}, so it cannot be written into a script")
+        key, called = self._keyed(module, name, statement)
+        if key not in self.texts and (module, key) not in self._open:
+            self._open.add((module, key))
+            text = self.expression(module, statement)
+            self.texts[key] = text
+        return called
+
+    def _keyed(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
+        """Under which key the text of a definition is kept, and what ``name``, which it defines, is called there."""
         key = "/".join(defined(statement))
-        if self._homes.setdefault(key, module) != module:
-            if self.texts.get(key) == replaced(here.text, statement, []):
-                return  # an alias that two files spell alike
-            raise HarnessFault(f"{name} is defined in {self._homes[key]} and in {module}: one script cannot hold both")
-        if key in self.texts or (module, key) in self._open:
-            return
-        self._open.add((module, key))
-        text = self.expression(module, statement)
-        self.texts[key] = text
+        if self._homes.setdefault(key, module) == module:
+            return key, name
+        if self.texts.get(key) == replaced(source(module).text, statement, []):
+            return key, name  # an alias that two files spell alike
+        if key != name:
+            both = f"{name} is defined in {self._homes[key]} and in {module}"
+            raise HarnessFault(f"{both}: one script cannot hold both")
+        aside = f"{module.rpartition('.')[2]}_{name}"
+        self._renamed[module, statement] = name, aside
+        return aside, aside
 
     def expression(self, module: str, node: ast.AST) -> str:
         """The text of a piece of ``module``; all that it uses is added first."""
@@ -136,30 +150,37 @@ class Collection:
         for used in ast.walk(node):  # an attribute comes before the name that it is one of
             reached = through_module(here, used)
             if reached is not None and isinstance(used, ast.Attribute):
-                self.add(*reached)
-                changed.append((used, reached[1]))
+                changed.append((used, self.add(*reached)))
                 modules.add(used.value)
             elif isinstance(used, ast.Name) and used.id in outer and used not in modules:
-                self._use(here, used.id)
-        return _QUIET.sub("", replaced(here.text, node, changed))
+                called = self._use(here, used.id)
+                changed += [(used, called)] if called != used.id else []
+        text = _QUIET.sub("", replaced(here.text, node, changed))
+        aside = self._renamed.get((module, node))
+        return text if aside is None else as_named(text, *aside)
 
-    def _use(self, here: Source, name: str) -> None:
+    def _use(self, here: Source, name: str) -> str:
+        """What the script calls what ``here`` calls ``name``."""
         if name in here.ours and here.ours[name][1]:
-            if here.ours[name][1] != name:
-                raise HarnessFault(f"{here.module} imports {here.ours[name][1]} as {name}, which no script can repeat")
-            self.add(*here.ours[name])
-        elif name in here.definitions:
-            self.add(here.module, name)
-        elif name in here.imports:
+            return self.add(*here.ours[name])
+        if name in here.definitions:
+            return self.add(here.module, name)
+        if name in here.imports:
             self._import(name, here.imports[name])
         elif not hasattr(builtins, name) and name not in here.ours and name not in self.given:
             raise HarnessFault(f"{here.module} uses {name}, which is defined nowhere that a script could take it from")
+        return name
 
     def _import(self, name: str, statement: str) -> None:
         if name in self.texts and name not in self.imports:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
             raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
+
+
+def as_named(text: str, own: str, name: str) -> str:
+    """A definition at the top of a module under another name than its ``own``."""
+    return re.sub(rf"^(def |class |){own}\b", rf"\1{name}", text, count=1, flags=re.MULTILINE)
 
 
 def home(module: str, name: str) -> tuple[str, str]:

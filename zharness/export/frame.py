@@ -28,6 +28,8 @@ INSTEAD = {
 }
 ALWAYS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
 OWN_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
+# What an engine of somebody else is written with: a script has it from this package, as the engine does.
+PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
 STEPPING = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
 PRELUDES = {
     "deepspeed": """LINEAR = nn.functional.linear
@@ -99,16 +101,18 @@ def engine_name(engine: str) -> str:
 
 def instead(outside: bool) -> Mapping[str, str]:
     """Imports in place of definitions; an engine that is not written out takes the harness's own configuration."""
-    own = {name: f"from zharness.engines import {name}" for name in OWN_CLASSES}
+    own = {name: f"from zharness.engines import {name}" for name in (*OWN_CLASSES, *PROTOCOL_CLASSES)}
     return {**INSTEAD, **(own if outside else {})}
 
 
 class Writing:
     """One script as it grows: definitions collected, and the imports that its parts bring."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, given: frozenset[str] | None = None) -> None:
+        """``given`` are names that the script has of its own; None: those of a script with a plain side."""
         outside = engine_name(engine) not in WRITTEN
-        self.collection = Collection(GIVEN if outside else GIVEN | {"Engine"}, instead(outside))
+        own = given if given is not None else GIVEN if outside else GIVEN | {"Engine"}
+        self.collection = Collection(own, instead(outside))
         self.imports: list[str] = []
         for name in OWN_CLASSES:
             self.collection.add(PROTOCOL, name)

@@ -1,9 +1,9 @@
-"""Which laws can be written into a script, and the steps of each: what a caller does with an engine."""
+"""Which laws have a short script, and the steps of each: what a caller does with an engine."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -59,15 +59,10 @@ DIRECT = (
 # Those that hold the engine against itself, and the part of the script that says how.
 OWN = {"state.resume": "own_resume", "state.refuse_pickle": "own_refuse"}
 UNSAVED = ("ddp", "zero1")  # saving is their caller's
-WITHOUT: Mapping[str, str] = {
-    "state": "a checkpoint is read at other stages, by a plain model or from DeepSpeed's universal layout",
-    "resources": "bytes, hooks and memory are measured by the harness's own instruments",
-    "precision": "casts are watched by the harness's own instruments",
-}
 
 
 def steps_of(check: Check) -> Steps | None:
-    """The steps of ``check``; None where there is no script for it yet."""
+    """The steps of ``check``; None where its judge alone can tell what is right."""
     observe = check.observe
     held = inspect.getclosurevars(observe).nonlocals
     if observe.__qualname__ == f"{observing.__qualname__}.<locals>.observe":
@@ -80,11 +75,13 @@ def steps_of(check: Check) -> Steps | None:
     return Steps(Kind.STEPS, observe) if check.name in DIRECT else None
 
 
-def reason_against(check: Check, dtype: str, engine: str = "") -> str:
-    """Why no cell of ``check`` in ``dtype`` on ``engine`` can be exported; nothing where one can, on some engine."""
+def told_whole(check: Check, dtype: str, engine: str = "") -> str:
+    """Why a script of ``check`` in ``dtype`` on ``engine`` holds the law's own judge, which is long.
+
+    Nothing where plain PyTorch's side is told in a few lines, on some engine.
+    """
     if steps_of(check) is None:
-        group = check.name.partition(".")[0]
-        return f"there is no export of {check.name} yet: {WITHOUT.get(group, 'its plain side is not written')}"
+        return "what it looks at is more than values, gradients, weights and an optimizer's state"
     if engine and check.name in OWN and registry.split(engine)[0] in UNSAVED:
-        return f"there is no export of {check.name} on {engine} yet: what saves its state is not written"
-    return "" if dtype in ("fp32", "bf16") else f"there is no export in {dtype} yet, but in fp32 and bf16"
+        return f"on {engine} what saves its state is its caller's"
+    return "" if dtype in ("fp32", "bf16") else f"in {dtype} losses are scaled"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from zharness.case import Case
 from zharness.checks import DTYPES, check_named
@@ -14,7 +15,8 @@ from zharness.errors import UsageError
 from zharness.export.collect import source
 from zharness.export.frame import Script, Setting, Writing, owner_claimed
 from zharness.export.header import WRONG, header
-from zharness.export.laws import Kind, Steps, reason_against, steps_of
+from zharness.export.judged import judged_script
+from zharness.export.laws import Kind, Steps, steps_of, told_whole
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.cell import options_of
 from zharness.run.configuration import configured
@@ -26,37 +28,42 @@ from zharness.workload.foreign import is_foreign, taken_apart
 def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     """The script that shows ``record``'s cell, to be saved as ``name``.
 
-    Raises UsageError where there is none for its law, its dtype or its engine yet.
+    Raises UsageError for a user's own engine, or configuration, of which no script can speak.
     """
     case = record.case
     check = check_named(case.check)
     steps = steps_of(check)
-    reason = reason_against(check, case.dtype, case.engine) or unwritten(case, claims)
-    if reason or steps is None:
-        raise UsageError(f"cannot export {case.id}: {reason}; `zharness export --list` says which laws can be")
-    signature, ok = signature_of(record), f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
+    ok = f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
+    if steps is None or told_whole(check, case.dtype, case.engine) or more_than_plain(case, claims):
+        signature = signature_of(record, whole=True)
+        told = header(record, check, signature, ok, name), signature, ok
+        return judged_script(case, record.seed, claims, told, partial(model_of, case.model))
+    signature = signature_of(record)
     writing = Writing(case.engine)
-    model = foreign_model(writing, case.model) if is_foreign(case.model) else own_model(writing, case.model)
-    told = "\n\n\n".join(told_steps(writing, case, steps, claims))
+    model = model_of(case.model, writing)
+    steps_told = "\n\n\n".join(told_steps(writing, case, steps, claims))
     setting = setting_of(case, record.seed, steps, claims)
     if setting.joined:
         writing.collection.add("zharness.parity.junctions", "joined")
     head = header(record, check, signature, ok, name)
-    return writing.script(head, setting, model, told, signature, ok, steps.beside)
+    return writing.script(head, setting, model, steps_told, signature, ok, steps.beside)
 
 
-def unwritten(case: Case, claims: Capabilities) -> str:
-    """Why the options of ``case`` cannot be written into a script; nothing where they can.
+def more_than_plain(case: Case, claims: Capabilities) -> bool:
+    """Whether the options of ``case`` ask for more than the plain side of a short script does.
 
-    The plain side of a script runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a
-    right engine would be told to be wrong.
+    That runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a right engine would be
+    told to be wrong.
     """
     options, facts = options_of(case, claims), configured(case.engine_variant)
     if facts.autocast is not None or facts.wire is not None or options.get("torch_autocast"):
-        return "there is no export under torch_autocast, or with a wire of another dtype, yet"
-    if joined(case, claims) and case.engine.partition("==")[0] != "fsdp2":
-        return "there is no export of a user's model on an engine that puts nodes into the graph, but for fsdp2, yet"
-    return ""
+        return True
+    return joined(case, claims) and case.engine.partition("==")[0] != "fsdp2"
+
+
+def model_of(name: str, writing: Writing) -> str:
+    """The text that makes SPEC."""
+    return foreign_model(writing, name) if is_foreign(name) else own_model(writing, name)
 
 
 def joined(case: Case, claims: Capabilities) -> bool:
@@ -87,17 +94,20 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
     )
 
 
-def signature_of(record: Record) -> str:
+def signature_of(record: Record, whole: bool = False) -> str:
     """A part of what the script says where it shows the cell: the exception's own words, or what is wrong, by its name.
 
-    Where the cell names nothing, as one that breaks the protocol does, any wrong number shows it.
+    Where the cell names nothing, as one that breaks the protocol does, any wrong number shows it; but a script that is
+    ``whole`` has the law's judge, and says what that raises.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
-    if record.verdict is Verdict.CRASH and raised is not None:
+    if raised is not None and (record.verdict is Verdict.CRASH or (whole and record.divergence is None)):
         words = " ".join(raised[1].split())
         stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
         return stem[:70].strip().replace("\\", "").replace('"', "'") if "'" not in stem else stem[:70].strip()
-    return record.divergence.parameter if record.divergence is not None else WRONG
+    if record.divergence is not None:
+        return record.divergence.parameter
+    return record.case.check if whole else WRONG
 
 
 def own_model(writing: Writing, name: str) -> str:
