@@ -116,7 +116,7 @@ def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text:
 
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
     case = Case.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
-    scene = function(Writing(case.engine, WHOLE), CHECKS[case.check].observe)
+    scene = function(CHECKS[case.check].observe, Writing(case.engine, WHOLE))
     assert scene.startswith("observing(Scene(play=")
 
 

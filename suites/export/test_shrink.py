@@ -12,13 +12,14 @@ import pytest
 from zharness import engines
 from zharness.case import Case
 from zharness.errors import UsageError
-from zharness.export.programs import reason_against, script_of_program
-from zharness.export.shrink import LADDER, likeness, shrink, smaller_cells
+from zharness.export.programs import script_of_program, told_in_lines
+from zharness.export.shrink import LADDER, LAYERED, likeness, own_programs, shrink, smaller_cells
 from zharness.export.smaller import owners_of_parameters
-from zharness.run.programs import Outcome
+from zharness.run.programs import Outcome, command
 from zharness.run.record import Verdict
 from zharness.run.runner import surroundings
 from zharness.workload.program_text import parse
+from zharness.workload.programs import Act, Program
 
 KILLED = Case.parse("training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-transformer]")
 
@@ -87,7 +88,48 @@ def test_a_program_becomes_modules_and_lines() -> None:
     assert "second_loss(output0)" in script.text
 
 
-def test_a_program_that_cannot_be_written_is_told() -> None:
-    assert "tied" in reason_against(parse("x(2) linear(2) tied | f b"))
-    assert "save" in reason_against(parse("x(2) linear(2) | save"))
-    assert "bf16" in reason_against(replace(parse("x(2) linear(2) | f b"), dtype="bf16"))
+@pytest.mark.parametrize(
+    "program",
+    [
+        parse("x(2) linear(2) tied | f b"),
+        parse("x(2) linear(2) | f b s save load"),
+        replace(parse("x(2) linear(2) | f b s"), dtype="bf16"),
+        parse("x(2) linear(2) | f b s", Program((), (), optimizer="sgd", clip=0.5, window=2, reduction="sum")),
+    ],
+)
+def test_a_program_that_a_caller_s_lines_do_not_tell_is_written_with_its_judge(program: Program) -> None:
+    assert not told_in_lines(program)
+    claims = engines.capabilities("deepspeed", 0)
+    assert claims is not None
+    outcome = Outcome(Verdict.FAIL, "step 3, optimizer: 1.weight[0, 0] expected 1, got 2")
+    script = script_of_program("deepspeed", "0.19.8", program, outcome, claims)
+    compile(script.text, "script.py", "exec")
+    assert script.signature == "step 3, optimizer"
+    assert "judge = lambda trial: judge_program(trial, PROGRAM)" in script.text
+
+
+def test_the_program_of_a_law_of_any_order_is_cut_down_before_any_is_drawn() -> None:
+    case = Case.parse("training.any_order[zharness.mutants:load_keeps_gradients-zero1-w2-fp32-mlp-saved]")
+    claims = engines.capabilities("reference", 1)
+    assert claims is not None
+    plain, configured = own_programs(case, 0, claims)
+    assert (plain.optimizer, plain.stage, plain.world_size) == ("adam", 1, 2)
+    assert {verb.act for verb in plain.verbs} >= {Act.SAVE, Act.LOAD, Act.EDIT}
+    assert plain == configured, "its caller asks for nothing but an optimizer"
+    assert all(parse(f"{layers} | f b s") for layers in LAYERED.values())
+    assert not [*own_programs(Case.parse("training.grads[ddp-zero0-w2-fp32-mlp]"), 0, claims)]
+
+
+def test_what_a_law_of_any_order_has_said_before_is_no_part_of_its_likeness() -> None:
+    cause = "step 4, reduction: first.weight[0] expected 1, got 2 (bound 0); it is stale; at the end of 'f b:old s'"
+    assert likeness(Verdict.FAIL, cause).said == "it is stale"
+    told_elsewhere = "step 1, forward: loss expected 1, got 2 (bound 0); the forward used the weights from before the"
+    at_a_gather = "step 9, gather: loss expected 1, got 2 (bound 0); the forward used the weights from before step 8"
+    assert likeness(Verdict.FAIL, told_elsewhere).alike(likeness(Verdict.FAIL, at_a_gather))
+
+
+def test_the_command_of_a_program_says_how_it_is_configured() -> None:
+    settings = Program((), (), optimizer="nesterov", clip=0.5, window=2, reduction="sum")
+    program = parse("x(2) linear(2) | f b s", settings)
+    assert "--optimizer nesterov --clip 0.5 --window 2 --reduction sum 'x(2)" in command("deepspeed", [program])
+    assert "--clip" not in command("deepspeed", [parse("x(2) linear(2) | f b s")])

@@ -41,7 +41,7 @@ from zharness.checks.program import (
     words_for,
 )
 from zharness.checks.state import same_records
-from zharness.checks.trajectory import facts_told, initial_weights
+from zharness.checks.trajectory import STALE, facts_told, initial_weights
 from zharness.checks.trial import Means, Trial
 from zharness.engines.protocol import OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, within
@@ -53,7 +53,7 @@ from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, 
 
 AGAIN = "the sum of all, those before the last summed over the ranks once more"
 KEPT = "the backwards that zero_grad forgot are still in it"
-STALE = "the forward used the weights from before the last change"
+NOT_CHANGED = f"{STALE} the last change"
 CHANGED = "a tensor of the caller's is another than before the backward"
 EARLY = "a step was made before the window was full"
 
@@ -135,7 +135,7 @@ class Judge:
                 and self.era
                 and self.output(self.era - 1, verb, micro, rank).equal(copy["output"])
             ):
-                found = told(found, STALE)
+                found = told(found, NOT_CHANGED)
             yield found
 
     def output(self, era: int, verb: Verb, micro: int, rank: int) -> Tensor:

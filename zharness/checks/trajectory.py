@@ -24,6 +24,7 @@ from zharness.parity.baseline import Local
 from zharness.parity.compare import check_names
 
 STEPS = 3
+STALE = "the forward used the weights from before"
 NO_DECAY = GroupSpec("*bias", {"weight_decay": 0.0, "lr": 2e-2})
 SCHEDULE = (1.0, 0.5, 0.25)
 ADAMW = OptimizerSpec(
@@ -203,4 +204,4 @@ def as_stale(trial: Trial, step: int, micro: int, mismatch: Mismatch) -> Mismatc
     stale = trial.baseline.local(mismatch.seen_on, micro, before).loss
     if float(stale) != mismatch.actual:
         return mismatch
-    return replace(mismatch, part=Part.GATHER, hint=f"the forward used the weights from before step {step - 1}")
+    return replace(mismatch, part=Part.GATHER, hint=f"{STALE} step {step - 1}")

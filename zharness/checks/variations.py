@@ -301,6 +301,7 @@ CHECKS = (
         "backwards inside no_sync count with the first one outside, and are forgotten with it",
         observe_no_sync,
         judge_no_sync,
+        models=("mlp", "exact"),
         needs=(Feature.NO_SYNC,),
     ),
     law(

@@ -214,7 +214,12 @@ def mutants(
 @click.option("--stage", "stages", callback=integers, default="0", show_default=True, metavar="0,1,2,3")
 @click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4")
 @click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16")
-@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
+@click.option("--optimizer", type=click.Choice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
+@click.option("--clip", type=click.FloatRange(0, min_open=True), help="The norm to which gradients are clipped.")
+@click.option(
+    "--window", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches of an engine's step."
+)
+@click.option("--reduction", type=click.Choice(["mean", "sum"]), default="mean", show_default=True, help="Over ranks.")
 @click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of 8 programs, to draw.")
 @click.option("--seed", default=0, show_default=True, help="Another number draws other programs.")
 @click.option("--without", callback=words, metavar="i,tied,...", help="Layers, verbs and marks that none has.")
@@ -227,6 +232,9 @@ def program(
     world_sizes: tuple[int, ...],
     dtypes: tuple[str, ...],
     optimizer: str,
+    clip: float | None,
+    window: int,
+    reduction: str,
     batches: int,
     seed: int,
     without: tuple[str, ...],
@@ -250,9 +258,11 @@ def program(
     from zharness.report.programs import run_given, run_search
     from zharness.run.search import Search
     from zharness.workload.legal import MANY
+    from zharness.workload.programs import Program
 
     if texts:
-        return run_given(texts, engine, stages, world_sizes, dtypes, optimizer, timeout, surroundings)
+        settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
+        return run_given(texts, engine, stages, world_sizes, dtypes, settings, timeout, surroundings)
     wanted = Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY)
     return run_search(engine, wanted, timeout, surroundings)
 

@@ -19,9 +19,8 @@ from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.frame import Script
 from zharness.export.laws import told_whole
-from zharness.export.programs import reason_against as of_program
-from zharness.export.programs import script_of_program
-from zharness.export.script import script_of
+from zharness.export.programs import script_of_program, told_in_lines
+from zharness.export.script import script_of, whole_cell
 from zharness.export.shrink import Smallest
 from zharness.export.shrink import shrink as smallest
 from zharness.export.verify import Run, faithful, words
@@ -111,8 +110,8 @@ def whole(reason: str) -> str:
 def shrink(text: str, options: Options, seconds: float, place: Place, run: Callable[[str], Run] | None) -> int:
     """Print the smallest that fails as the cell that ``text`` names does, and write its script.
 
-    ``run(engine)`` runs scripts. Raises UsageError for a cell that does not fail, or of whose smallest there is no
-    script.
+    That of the program, unless the cell alone has a short one. ``run(engine)`` runs scripts. Raises UsageError for a
+    cell that does not fail.
     """
     case = Case.parse(text)
     check_named(case.check)
@@ -121,7 +120,8 @@ def shrink(text: str, options: Options, seconds: float, place: Place, run: Calla
     with progress("shrinks"):
         found = smallest(case, options.seed, place(case.engine), options.timeout, seconds)
     click.echo(told(found), err=True)
-    if found.program is not None and not of_program(found.program):
+    last = found.record.case
+    if found.program is not None and (told_in_lines(found.program) or whole_cell(last, found.claims)):
         version = found.record.engine_version
         script = script_of_program(case.engine, version, found.program, found.outcome, found.claims)
         record = replace(found.record, verdict=found.outcome.verdict, cause=found.outcome.cause)

@@ -10,10 +10,15 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from zharness.case import Case
 from zharness.checks import DTYPES, LOSS_SCALES, check_named
+from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.export.frame import (
     ALWAYS,
@@ -31,7 +36,9 @@ from zharness.export.spelled import spelled
 from zharness.export.text import import_block, names_in, pruned
 from zharness.run.cell import options_of
 from zharness.run.configuration import configured
+from zharness.run.programs import SEED
 from zharness.workload.foreign import is_foreign
+from zharness.workload.programs import Program
 
 # What the part "judged" has of its own, the constants of the cell, and what only annotations name.
 GIVEN = frozenset({"Records", "conditions", "attribute", "Check", "SPEC"})
@@ -45,17 +52,40 @@ ROOTS = (
 )
 
 
-def judged_script(case: Case, salt: int, claims: Capabilities, told: tuple[str, str, str], model: Model) -> Script:
-    """The script of ``case``; ``told`` are its docstring, its signature and the line that it ends with.
+Told = tuple[str, str, str]  # the docstring, the signature, and the line that a script ends with where nothing is wrong
+Write = Callable[[Writing], str]  # collects what a text takes, and returns the text
 
-    ``model(writing)`` is the text that makes SPEC. Raises UsageError for what no script can say.
+
+@dataclass(frozen=True)
+class Judged:
+    """What is run, and what it is held against.
+
+    ``model`` writes what makes SPEC, ``beside`` an expression for the plain model's, ``observe`` and ``judge`` those of
+    the functions that do. ``wire`` is as in Trial, ``autocast`` that of a user's configuration.
     """
+
+    engine: str
+    claims: Capabilities
+    seed: int
+    config: EngineConfig
+    model: Write
+    beside: Write
+    observe: Write
+    judge: Write
+    variant: str = ""
+    training: Training = AS_USUAL
+    autocast: torch.dtype | None = None
+    wire: torch.dtype | None = None
+
+
+def judged_script(what: Judged, told: Told) -> Script:
+    """The script of ``what``. Raises UsageError for what no script can say."""
     head, signature, ok = told
-    writing = Writing(case.engine, GIVEN)
+    writing = Writing(what.engine, GIVEN)
     for root in ROOTS:
         writing.collection.add(*root)
-    spec = model(writing)
-    constants = constants_of(writing, case, salt, claims)
+    spec = what.model(writing)
+    constants = constants_of(writing, what)
     sections = [
         f"SIGNATURE = {quoted(signature)}\nOK = {quoted(ok)}",
         joined(writing.collection.texts.values()),
@@ -66,46 +96,80 @@ def judged_script(case: Case, salt: int, claims: Capabilities, told: tuple[str, 
     ]
     body = pruned("\n\n\n".join(sections))
     used = names_in(ast.parse(body))
-    prelude = "" if engine_name(case.engine) in WRITTEN else prelude_of(case.engine, used)
+    prelude = "" if engine_name(what.engine) in WRITTEN else prelude_of(what.engine, used)
     statements = [*writing.collection.imports.values(), *writing.imports, *ALWAYS]
     block = import_block(statements, used | names_in(ast.parse(prelude)))
     text = "\n\n".join(part for part in (head, block, prelude) if part)
     return Script(spaced(f"{text}\n\n{body}\n"), signature, ok)
 
 
-Model = Callable[[Writing], str]
-
-
-def constants_of(writing: Writing, case: Case, salt: int, claims: Capabilities) -> str:
+def constants_of(writing: Writing, what: Judged) -> str:
     """What was chosen: the cell, and what its engine claims."""
-    check, asked, options = check_named(case.check), configured(case.engine_variant), options_of(case, claims)
 
     def text(value: Any) -> str:
         return spelled(value, writing.collection, writing.imports)
 
-    config = EngineConfig(case.stage, case.dtype, loss_scale=LOSS_SCALES[case.dtype], options=options)
-    wire = asked.wire or asked.autocast or DTYPES.get(claims.wires.get(case.dtype, ""))
     lines = [
-        f"SEED = {case.seed(salt)}",
-        f"VARIANT = {quoted(case.variant)}",
-        f"DTYPE = {text(DTYPES[case.dtype])}",
-        f"LOSS_SCALE = {text(LOSS_SCALES[case.dtype])}",
-        f"AUTOCAST = {text(asked.autocast)}  # that of a user's configuration",
-        f"WIRE = {text(wire)}  # in which gradients are reduced, where that is not DTYPE",
-        f"TRAINING = {text(asked.training)}",
-        f"CONFIG = {text(config)}",
-        f"CLAIMS = {claims_told(case, claims, text)}",
-        f"MAKE = {made(writing, case.engine)}",
-        f"BESIDE = {beside(writing, case, claims, text)}",
-        f"observe = {function(writing, check.observe)}",
-        f"judge = {function(writing, check.judge)}",
+        f"SEED = {what.seed}",
+        f"VARIANT = {quoted(what.variant)}",
+        f"DTYPE = {text(DTYPES[what.config.dtype])}",
+        f"LOSS_SCALE = {text(what.config.loss_scale)}",
+        f"AUTOCAST = {text(what.autocast)}  # that of a user's configuration",
+        f"WIRE = {text(what.wire)}  # in which gradients are reduced, where that is not DTYPE",
+        f"TRAINING = {text(what.training)}",
+        f"CONFIG = {text(what.config)}",
+        f"CLAIMS = {text(what.claims)}".replace(", Feature.", ",\n    Feature."),
+        f"MAKE = {made(writing, what.engine)}",
+        f"BESIDE = {what.beside(writing)}",
+        f"observe = {what.observe(writing)}",
+        f"judge = {what.judge(writing)}",
     ]
     return "\n".join(lines)
 
 
-def claims_told(case: Case, claims: Capabilities, text: Callable[[Any], str]) -> str:
-    """What the engine claims, one reason a line."""
-    return text(claims).replace(", Feature.", ",\n    Feature.")
+def of_cell(case: Case, salt: int, claims: Capabilities, model: Write) -> Judged:
+    """The cell of a law; ``salt`` is that of its seed."""
+    check, asked, options = check_named(case.check), configured(case.engine_variant), options_of(case, claims)
+    scale, wire = LOSS_SCALES[case.dtype], claims.wires.get(case.dtype)
+    return Judged(
+        engine=case.engine,
+        claims=claims,
+        seed=case.seed(salt),
+        config=EngineConfig(case.stage, case.dtype, loss_scale=scale, options=options),
+        model=model,
+        beside=partial(beside, case, claims),
+        observe=partial(function, check.observe),
+        judge=partial(function, check.judge),
+        variant=case.variant,
+        training=asked.training,
+        autocast=asked.autocast,
+        wire=asked.wire or asked.autocast or (None if wire is None else DTYPES[wire]),
+    )
+
+
+def of_program(engine: str, program: Program, claims: Capabilities) -> Judged:
+    """A program: its verbs are played and judged as those of the laws of any order are."""
+    scale, wire = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
+
+    def of(name: str, module: str, taken: str, writing: Writing) -> str:
+        writing.collection.add(module, name)
+        return f"lambda {taken}: {name}({taken}, PROGRAM)"
+
+    def model(writing: Writing) -> str:
+        writing.collection.add("zharness.workload.layers", "spec_of")
+        return f"PROGRAM = {spelled(program, writing.collection, writing.imports)}\nSPEC = spec_of(PROGRAM.layers)"
+
+    return Judged(
+        engine=engine,
+        claims=claims,
+        seed=SEED,
+        config=EngineConfig(program.stage, program.dtype, loss_scale=scale),
+        model=model,
+        beside=lambda _: "SPEC",
+        observe=partial(of, "observe_program", "zharness.checks.program", "bench"),
+        judge=partial(of, "judge_program", "zharness.checks.program_judge", "trial"),
+        wire=None if wire is None else DTYPES[wire],
+    )
 
 
 def made(writing: Writing, engine: str) -> str:
@@ -113,23 +177,22 @@ def made(writing: Writing, engine: str) -> str:
     if engine_name(engine) not in WRITTEN:
         return maker(engine)
     module, _, factory = registry.require(engine).target.partition(":")
-    writing.collection.add(module, factory)
-    return factory
+    return writing.collection.add(module, factory)
 
 
-def beside(writing: Writing, case: Case, claims: Capabilities, text: Callable[[Any], str]) -> str:
+def beside(case: Case, claims: Capabilities, writing: Writing) -> str:
     """The plain model of the case; a user's own has the nodes in its graph that the engine puts there."""
     if claims.junctions is None or not is_foreign(case.model):
         return "SPEC"
-    writing.collection.add("zharness.parity.junctions", "with_junctions")
-    return f"with_junctions(SPEC, {text(claims.junctions)}, CONFIG.options)"
+    called = writing.collection.add("zharness.parity.junctions", "with_junctions")
+    return f"{called}(SPEC, {spelled(claims.junctions, writing.collection, writing.imports)}, CONFIG.options)"
 
 
-def function(writing: Writing, one: Callable[..., Any]) -> str:
+def function(one: Callable[..., Any], writing: Writing) -> str:
     """A law's observer or judge: a function of its module, or what a function of it makes of a scene."""
     outer, _, inner = one.__qualname__.partition(".")
-    writing.collection.add(one.__module__, outer)
+    called = writing.collection.add(one.__module__, outer)
     if not inner:
-        return outer
-    held = inspect.getclosurevars(one).nonlocals
-    return f"{outer}({', '.join(spelled(value, writing.collection, writing.imports) for value in held.values())})"
+        return called
+    held = inspect.getclosurevars(one).nonlocals.values()
+    return f"{called}({', '.join(spelled(value, writing.collection, writing.imports) for value in held)})"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zharness.checks.trajectory import TRAINED_BY
 from zharness.engines import Capabilities, Feature
-from zharness.errors import UsageError
 from zharness.export.frame import Script, Setting, Writing, quoted
 from zharness.export.header import WRONG, facts_first
+from zharness.export.judged import judged_script, of_program
 from zharness.run.programs import SEED, Outcome, command
 from zharness.run.record import Verdict
 from zharness.workload.layers import BLOCKS, spec_of
@@ -25,28 +26,22 @@ WRITTEN_MARKS = (Mark.OLD, Mark.TENSOR, Mark.SCALE, Mark.OTHER, Mark.RETAIN)
 FORWARDS = {Act.NO_GRAD: "torch.no_grad()", Act.INFERENCE: "torch.inference_mode()"}
 
 
-def reason_against(program: Program) -> str:
-    """Why there is no script of ``program``; nothing where there is one."""
-    for layer in program.walk():
-        if layer.kind in UNWRITTEN_LAYERS:
-            return f"the layer {layer.kind.value} is not written into scripts yet"
-    for verb in program.verbs:
-        if verb.act not in WRITTEN_ACTS:
-            return f"the verb {verb.act.value} is not written into scripts yet"
-        if not set(verb.marks) <= set(WRITTEN_MARKS):
-            return f"the marks of {verb} are not written into scripts yet"
-    return "" if program.dtype == "fp32" else f"there is no export in {program.dtype} yet, but in fp32 alone"
+def told_in_lines(program: Program) -> bool:
+    """Whether every verb is a line or two that a caller writes, in fp32 and with an optimizer alone."""
+    layers = not any(layer.kind in UNWRITTEN_LAYERS for layer in program.walk())
+    verbs = all(verb.act in WRITTEN_ACTS and set(verb.marks) <= set(WRITTEN_MARKS) for verb in program.verbs)
+    plain = replace(program, clip=None, window=1, reduction="mean") == program and program.optimizer in TRAINED_BY
+    return layers and verbs and plain and program.dtype == "fp32"
 
 
 def script_of_program(engine: str, version: str, program: Program, outcome: Outcome, claims: Capabilities) -> Script:
-    """The script that shows what ``outcome`` says of ``program``. Raises UsageError where there is none yet."""
-    reason = reason_against(program)
-    if reason:
-        raise UsageError(f"cannot export {str(program)!r}: {reason}; the command that shows it is printed")
+    """The script that shows what ``outcome`` says of ``program``; with the judge where a caller's lines do not do."""
+    if not told_in_lines(program):
+        return whole_script(engine, version, program, outcome, claims)
     writing = Writing(engine)
     model, told = model_of(writing, program), steps_of(writing, program)
     signature = WRONG if outcome.verdict is not Verdict.CRASH else exception_of(outcome.cause)
-    ok = f"repro: {quoted(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
+    head, ok = head_of(engine, version, program, outcome, signature)
     setting = Setting(
         engine=engine,
         stage=program.stage,
@@ -56,6 +51,20 @@ def script_of_program(engine: str, version: str, program: Program, outcome: Outc
         zeros=claims.refusal(Feature.NO_GRADIENT) is not None,
         elements=sum(p.numel() for p in spec_of(program.layers).model(SEED).parameters()),
     )
+    return writing.script(head, setting, model, told, signature, ok)
+
+
+def whole_script(engine: str, version: str, program: Program, outcome: Outcome, claims: Capabilities) -> Script:
+    """The script in which the program is played, and judged, as the harness does."""
+    raised = "raised: " in outcome.cause
+    signature = exception_of(outcome.cause) if raised else outcome.cause.partition(":")[0]
+    head, ok = head_of(engine, version, program, outcome, signature)
+    return judged_script(of_program(engine, program, claims), (head, signature, ok))
+
+
+def head_of(engine: str, version: str, program: Program, outcome: Outcome, signature: str) -> tuple[str, str]:
+    """The docstring, and the line that the script ends with where nothing is wrong."""
+    ok = f"repro: {quoted(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     head = facts_first(
         title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks.",
         engine=engine,
@@ -72,7 +81,7 @@ def script_of_program(engine: str, version: str, program: Program, outcome: Outc
             f"Written from: {command(engine, [program])}",
         ],
     )
-    return writing.script(head, setting, model, told, signature, ok)
+    return head, ok
 
 
 def exception_of(cause: str) -> str:

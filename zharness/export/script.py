@@ -15,7 +15,7 @@ from zharness.errors import UsageError
 from zharness.export.collect import source
 from zharness.export.frame import Script, Setting, Writing, owner_claimed
 from zharness.export.header import WRONG, header
-from zharness.export.judged import judged_script
+from zharness.export.judged import judged_script, of_cell
 from zharness.export.laws import Kind, Steps, steps_of, told_whole
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.cell import options_of
@@ -34,10 +34,10 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     check = check_named(case.check)
     steps = steps_of(check)
     ok = f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
-    if steps is None or told_whole(check, case.dtype, case.engine) or more_than_plain(case, claims):
+    if steps is None or whole_cell(case, claims):
         signature = signature_of(record, whole=True)
         told = header(record, check, signature, ok, name), signature, ok
-        return judged_script(case, record.seed, claims, told, partial(model_of, case.model))
+        return judged_script(of_cell(case, record.seed, claims, partial(model_of, case.model)), told)
     signature = signature_of(record)
     writing = Writing(case.engine)
     model = model_of(case.model, writing)
@@ -49,13 +49,15 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     return writing.script(head, setting, model, steps_told, signature, ok, steps.beside)
 
 
-def more_than_plain(case: Case, claims: Capabilities) -> bool:
-    """Whether the options of ``case`` ask for more than the plain side of a short script does.
+def whole_cell(case: Case, claims: Capabilities) -> bool:
+    """Whether the script of ``case`` has its law's own judge, for a short script's plain side does less.
 
     That runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a right engine would be
     told to be wrong.
     """
     options, facts = options_of(case, claims), configured(case.engine_variant)
+    if told_whole(check_named(case.check), case.dtype, case.engine):
+        return True
     if facts.autocast is not None or facts.wire is not None or options.get("torch_autocast"):
         return True
     return joined(case, claims) and case.engine.partition("==")[0] != "fsdp2"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from zharness.case import Case
 from zharness.checks import check_named
 from zharness.checks.program import missing
+from zharness.checks.repertoires import BY_MODEL
+from zharness.checks.trajectory import STALE
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.smaller import models_without_modules, owners_of_parameters, smaller_models
@@ -20,8 +22,8 @@ from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.search import PASSED, Found, Search, search, shrunk
 from zharness.workload.foreign import is_foreign
-from zharness.workload.legal import NO_LIMITS, Batch
-from zharness.workload.program_text import parse
+from zharness.workload.legal import NO_LIMITS, Batch, legal_verbs
+from zharness.workload.program_text import PLAIN, parse, parse_layers
 from zharness.workload.programs import SOURCES, Program
 from zharness.world import Isolation
 from zharness.world.server import Surroundings
@@ -37,12 +39,17 @@ LADDER = (
     "x(3) linear(2) | f b:retain b:other s f b s",
     "x(3) linear(3) | f b:tensor s f b:tensor,retain z b:tensor,other s",
     "x(2) linear(2) norm | f b s f z e i f b s",
+    "x(2) linear(1) | f b v s v f b s",
     "x(3) twice[linear(3) relu] matrix(1) | f f b:old b s n f b s",
     "tokens(5,3) norm tied | f b s f b s",
     "x(2) linear(2) checkpoint[linear(3) relu] linear(1) | f b s f b s",
 )
 # Engines have rules of their own for parameters that a loss does not use, and break by them in ways that look alike.
 WITHOUT = ("unused", "sometimes")
+LAYERED = {  # models of layers like those of the laws of any order
+    "mlp": "x(3) linear(4) gelu linear(2)",
+    "changing": "x(3) linear(3) frozen(3) sometimes[linear(3)] unused(2) read(2)",
+}
 OTHERS = 1  # of the workload's models, tried in place of a user's own
 BATCHES = 40  # of programs that Hypothesis draws, where none of these fails; the time is over before
 
@@ -64,6 +71,7 @@ class Likeness:
 
 
 # A number, a name with dots or digits in it, and what is quoted: they are another model's.
+_SO_FAR = re.compile(r"(; )?at the end of '[^']*'$")  # the verbs of a law's own program
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
 
 
@@ -71,7 +79,9 @@ def likeness(verdict: Verdict, cause: str) -> Likeness:
     """What a failure's cause says of it."""
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
-        hint = cause.rpartition("); ")[2] if "); " in cause else ""
+        hint = _SO_FAR.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
+        if hint.startswith(STALE):  # wherever it is looked at, it shows in what a forward computes
+            return Likeness(verdict, STALE)
         # Of one element that is wrong among several, nothing is left in a model of one element.
         return Likeness(verdict, part[1], "" if hint.startswith("only ") else _OWN.sub("#", hint))
     raised = re.search(r"raised: (\w+)(?:: ([^\n]*))?", cause)
@@ -113,6 +123,9 @@ class Alike(ProgramRunner):
         """What became of ``programs``, or a pass."""
         if time.monotonic() > self.until:
             return PASSED
+        # A cut may leave what needs more of an engine than the whole did, as two backwards without a step between.
+        if any(missing(program, self.claims(engine, program.stage)) for program in programs):
+            return PASSED
         self.runs += len(programs)
         outcome = super().run(engine, programs)
         if outcome.verdict is Verdict.ERROR:
@@ -141,7 +154,7 @@ def shrink(case: Case, seed: int, place: Surroundings, timeout: float, seconds: 
         # What no model of the workload shows comes with the user's own, and no program has that.
         if record.case.check.partition(".")[0] not in TRAINING or is_foreign(record.case.model):
             return smallest
-        batch = smallest_program(programs, record.case, claims)
+        batch = smallest_program(programs, record.case, seed, claims)
         if len(batch) != 1:
             return replace(smallest, tried=tried + programs.runs)
         programs.until = time.monotonic() + timeout  # once more, for its words, also where the time is over
@@ -204,8 +217,13 @@ def smaller_cells(case: Case, own: Sequence[str] = ()) -> Iterator[Case]:
     yield from (replace(case, stage=stage) for stage in range(case.stage))
 
 
-def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
+def smallest_program(runner: Alike, case: Case, salt: int, claims: Capabilities) -> Batch:
     """The smallest program that fails alike where ``case`` does, alone or behind others; empty where none was found."""
+    for program in own_programs(case, salt, claims):
+        if fails(runner, case.engine, (program,)):
+            return less(
+                runner, case.engine, shrunk((program,), lambda some: fails(runner, case.engine, some), NO_LIMITS)
+            )
     for optimizer in ("sgd", "adamw"):
         written = [
             replace(parse(text), stage=case.stage, world_size=case.world_size, dtype=case.dtype, optimizer=optimizer)
@@ -222,6 +240,21 @@ def smallest_program(runner: Alike, case: Case, claims: Capabilities) -> Batch:
     except UsageError:  # the engine claims nothing that a program takes, or Hypothesis is not there
         return ()
     return less(runner, case.engine, drawn.smallest)
+
+
+def own_programs(case: Case, salt: int, claims: Capabilities) -> Iterator[Program]:
+    """What the case's law has its caller say, where it is one of any order: of a model of layers, plainly configured
+
+    and as the law does it.
+    """
+    repertoire = BY_MODEL.get(case.model, {}).get(case.variant)
+    if repertoire is None or not check_named(case.check).by_verb:
+        return
+    layers = tuple(parse_layers(LAYERED[case.model]))
+    spoken = repertoire.program(case.seed(salt), case.dtype, claims)
+    spoken = replace(spoken, stage=case.stage, world_size=case.world_size)
+    for one in (replace(spoken, clip=None, window=1, reduction=PLAIN.reduction), spoken):
+        yield replace(one, layers=layers, verbs=legal_verbs(layers, spoken.verbs, window=one.window))
 
 
 def fails(runner: Alike, engine: str, batch: Batch) -> bool:

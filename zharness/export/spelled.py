@@ -59,7 +59,6 @@ def named(thing: Any, collection: Collection, imports: list[str]) -> str:
     if not name.isidentifier():
         raise UsageError(f"cannot export: a script cannot name {name} of {module}, which stands inside of another")
     if module.partition(".")[0] == OURS:
-        collection.add(module, name)
-    else:
-        imports.append(f"from {module} import {name}")
+        return collection.add(module, name)
+    imports.append(f"from {module} import {name}")
     return str(name)

@@ -12,6 +12,7 @@ from zharness.run.programs import Outcome, ProgramRunner
 from zharness.run.record import Verdict
 from zharness.run.search import Search, search
 from zharness.workload.program_text import parse
+from zharness.workload.programs import Program
 from zharness.world.server import Surroundings
 
 
@@ -21,14 +22,17 @@ def run_given(
     stages: Sequence[int],
     world_sizes: Sequence[int],
     dtypes: Sequence[str],
-    optimizer: str,
+    settings: Program,
     timeout: float,
     place: Callable[[str], Surroundings],
 ) -> int:
-    """Run the programs that ``texts`` write wherever it is asked for; the exit code. Raises UsageError."""
-    written = [parse(text) for text in texts]
+    """Run the programs that ``texts`` write, with ``settings``, wherever it is asked for; the exit code.
+
+    Raises UsageError.
+    """
+    written = [parse(text, settings) for text in texts]
     wanted = [
-        [replace(one, stage=stage, world_size=size, dtype=dtype, optimizer=optimizer) for one in written]
+        [replace(one, stage=stage, world_size=size, dtype=dtype) for one in written]
         for stage, size, dtype in product(stages, world_sizes, dtypes)
     ]
     with ProgramRunner(place(engine), timeout) as runner:

@@ -25,6 +25,7 @@ from zharness.run import cell
 from zharness.run.record import Verdict
 from zharness.run.runner import JUDGE_TIMEOUT, conclusion, of_judge, probed, verdict_of
 from zharness.workload.layers import spec_of
+from zharness.workload.program_text import PLAIN
 from zharness.workload.programs import Program
 from zharness.world import Group, Isolation, RankServer, Work
 from zharness.world.server import Surroundings
@@ -51,6 +52,9 @@ def command(engine: str, programs: Sequence[Program]) -> str:
     first = programs[0]
     axes = f"--engine {shlex.quote(engine)} --stage {first.stage} --world-size {first.world_size}"
     rest = f"--dtype {first.dtype} --optimizer {first.optimizer}"
+    rest += f" --clip {first.clip}" if first.clip is not None else ""
+    rest += f" --window {first.window}" if first.window > 1 else ""
+    rest += f" --reduction {first.reduction}" if first.reduction != PLAIN.reduction else ""
     return f"zharness program {axes} {rest} {shlex.join(map(str, programs))}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from zharness.errors import UsageError
 from zharness.workload.programs import (
@@ -23,13 +24,19 @@ from zharness.workload.programs import (
 _TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")
 
 
-def parse(text: str) -> Program:
-    """The program that ``text`` writes. Raises UsageError for one that cannot be read, or that is not legal."""
+PLAIN = Program((), ())
+
+
+def parse(text: str, settings: Program = PLAIN) -> Program:
+    """The program that ``text`` writes, in all else as ``settings``.
+
+    Raises UsageError for one that cannot be read, or that is not legal.
+    """
     model, bar, calls = text.partition("|")
     if not bar:
         raise UsageError(f"not a program: {text!r}; expected a model, | and verbs: 'x(3) linear(2) relu | f b s'")
     layers = tuple(parse_layers(model))
-    program = Program(layers, tuple(parse_verb(word) for word in calls.split()))
+    program = replace(settings, layers=layers, verbs=tuple(parse_verb(word) for word in calls.split()))
     require_legal(program)
     return program
 
