@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from zharness import engines
 from zharness.case import Case
 from zharness.checks import CHECKS, DTYPES
 from zharness.errors import HarnessFault, UsageError
-from zharness.export.collect import Collection
+from zharness.export.collect import Collection, defined
 from zharness.export.command import listed
 from zharness.export.frame import Writing
 from zharness.export.judged import GIVEN as WHOLE
@@ -72,6 +73,15 @@ def methods_of(name: str, text: str) -> set[str]:
     return {inner.name for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)}
 
 
+def twice_defined(text: str) -> list[str]:
+    """Names that two statements at the top of a script define: what uses the first would get the second.
+
+    But for a class that is made of the one before it.
+    """
+    counts = Counter(name for statement in ast.parse(text).body for name in defined(statement))
+    return [name for name, count in counts.items() if count > 1 and f"class {name}({name}):" not in text]
+
+
 def scripts_of(cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
     """The script of each cell; all are in ``folder`` afterwards, and have no undefined and no idle names."""
     for number, case in enumerate(cases):
@@ -81,6 +91,7 @@ def scripts_of(cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
         assert parse(path).signature == script.signature
         own = script.text.partition("from __future__")[2]
         assert not re.search(r"^ *(from|import) zharness", own, re.MULTILINE) or case.engine == "reference", case.id
+        assert not twice_defined(script.text), case.id
         yield case, script.text
     ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
     # Of a name that is imported and, elsewhere, the variable of a loop, nothing is wrong but the style.

@@ -91,11 +91,13 @@ class Collection:
     """Definitions that were asked for and all that they use, each before what uses it, and the imports they need.
 
     ``given`` are names that the script has from elsewhere: they are not looked for. ``instead`` are imports that take
-    the place of a definition, by its name. Raises HarnessFault where two definitions of one name would meet.
+    the place of a definition, by its name. ``taken`` are names of things of the script's own, for which nothing here is
+    to be mistaken. Raises HarnessFault where two definitions of one name would meet.
     """
 
     given: frozenset[str] = frozenset()
     instead: Mapping[str, str] = field(default_factory=dict)
+    taken: frozenset[str] = frozenset()
     imports: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     _homes: dict[str, str] = field(default_factory=dict)
@@ -130,12 +132,13 @@ class Collection:
     def _keyed(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
         """Under which key the text of a definition is kept, and what ``name``, which it defines, is called there."""
         key = "/".join(defined(statement))
-        if self._homes.setdefault(key, module) == module:
-            return key, name
-        if self.texts.get(key) == replaced(source(module).text, statement, []):
-            return key, name  # an alias that two files spell alike
+        if self.taken.isdisjoint(defined(statement)):
+            if self._homes.setdefault(key, module) == module:
+                return key, name
+            if self.texts.get(key) == replaced(source(module).text, statement, []):
+                return key, name  # an alias that two files spell alike
         if key != name:
-            both = f"{name} is defined in {self._homes[key]} and in {module}"
+            both = f"{name} is defined in {self._homes.get(key, 'the script')} and in {module}"
             raise HarnessFault(f"{both}: one script cannot hold both")
         aside = f"{module.rpartition('.')[2]}_{name}"
         self._renamed[module, statement] = name, aside

@@ -14,7 +14,7 @@ import torch
 
 from zharness import engines
 from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
-from zharness.export.collect import Collection, source
+from zharness.export.collect import Collection, defined, source
 from zharness.export.text import import_block, names_in, parts_of, pruned
 
 PARTS = Path(__file__).parent / "parts"
@@ -108,11 +108,11 @@ def instead(outside: bool) -> Mapping[str, str]:
 class Writing:
     """One script as it grows: definitions collected, and the imports that its parts bring."""
 
-    def __init__(self, engine: str, given: frozenset[str] | None = None) -> None:
-        """``given`` are names that the script has of its own; None: those of a script with a plain side."""
+    def __init__(self, engine: str, given: frozenset[str] | None = None, taken: frozenset[str] = frozenset()) -> None:
+        """``given`` and ``taken`` as in Collection; None: what a script with a plain side has of its own."""
         outside = engine_name(engine) not in WRITTEN
         own = given if given is not None else GIVEN if outside else GIVEN | {"Engine"}
-        self.collection = Collection(own, instead(outside))
+        self.collection = Collection(own, instead(outside), taken)
         self.imports: list[str] = []
         for name in OWN_CLASSES:
             self.collection.add(PROTOCOL, name)
@@ -204,6 +204,12 @@ class Writing:
         imports, text = parts_of((PARTS / f"{name}.py.txt").read_text(encoding="utf-8"))
         self.imports += imports
         return text
+
+
+def names_of_parts(*names: str) -> frozenset[str]:
+    """What these parts of a script define."""
+    texts = [(PARTS / f"{name}.py.txt").read_text(encoding="utf-8") for name in names]
+    return frozenset(name for text in texts for statement in ast.parse(text).body for name in defined(statement))
 
 
 def quoted(text: str) -> str:

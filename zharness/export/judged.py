@@ -28,6 +28,7 @@ from zharness.export.frame import (
     engine_name,
     joined,
     maker,
+    names_of_parts,
     prelude_of,
     quoted,
     spaced,
@@ -42,6 +43,13 @@ from zharness.workload.programs import Program
 
 # What the part "judged" has of its own, the constants of the cell, and what only annotations name.
 GIVEN = frozenset({"Records", "conditions", "attribute", "Check", "SPEC"})
+# What the cell's constants are called, beside the names of the parts.
+CONSTANTS = frozenset(
+    (
+        *("SIGNATURE", "OK", "SEED", "VARIANT", "DTYPE", "LOSS_SCALE", "AUTOCAST", "WIRE", "TRAINING", "CONFIG"),
+        *("CLAIMS", "MAKE", "BESIDE", "PROGRAM", "NAME", "FACTORY", "observe", "judge", "status"),
+    )
+)
 ROOTS = (
     ("zharness.checks.bench", "Bench"),
     ("zharness.checks.trial", "Trial"),
@@ -81,7 +89,7 @@ class Judged:
 def judged_script(what: Judged, told: Told) -> Script:
     """The script of ``what``. Raises UsageError for what no script can say."""
     head, signature, ok = told
-    writing = Writing(what.engine, GIVEN)
+    writing = Writing(what.engine, GIVEN, CONSTANTS | names_of_parts("judged", "main", "foreign") - GIVEN)
     for root in ROOTS:
         writing.collection.add(*root)
     spec = what.model(writing)
