@@ -10,7 +10,15 @@ from torch import Tensor
 
 from zharness.checks.bench import Bench, number
 from zharness.checks.course import norm_and_bound
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, norm_told, published
+from zharness.checks.optimizer_step import (
+    NO_CLIPPING,
+    Factor,
+    Moment,
+    everyone_agrees,
+    judge_step,
+    norm_told,
+    published,
+)
 from zharness.checks.trial import Trial, divided_by, until_wrong
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.parity import Comparison, Part, within
@@ -108,17 +116,19 @@ def judge_accumulation(trial: Trial) -> Iterator[Comparison]:
 
 def clipped(
     trial: Trial, label: str, step: int, grads: Mapping[str, Tensor], limit: float = CLIP
-) -> Generator[Comparison, None, float]:
+) -> Generator[Comparison, None, Factor]:
     """On every rank the norm recorded under ``label`` is that of all ``grads`` together; the factor by which
     torch.nn.utils.clip_grad_norm_ clips them to ``limit``, 1 where it does not.
 
-    That an engine which clips reports none is told by training.clip_and_norm, which records it as NaN.
+    That an engine which clips reports none is told by training.clip_and_norm, which records it as NaN. What it clips by
+    is then known as well as a norm is: DeepSpeed's stage 0 averages it over ranks, which rounds once more for each.
     """
     if not trial.recorded(label):
-        return 1.0
+        return NO_CLIPPING
     norm, error = norm_and_bound(grads)
     reported = yield from reported_norm(trial, label, step, norm, error)
-    return min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
+    value = min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
+    return Factor(value, float(error / norm) if reported is None and norm > 0 else 0.0)
 
 
 def reported_norm(

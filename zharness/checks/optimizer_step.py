@@ -17,7 +17,7 @@ from zharness.checks.trial import Trial
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.parity import Comparison, Part, Tier, identical, ranks_agree, within
-from zharness.parity.bounds import Bounded, unit_roundoff
+from zharness.parity.bounds import Bounded, gamma, unit_roundoff
 from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
 from zharness.parity.replay import replay
@@ -25,6 +25,25 @@ from zharness.parity.replay import replay
 State = Mapping[str, Mapping[str, Tensor]]
 
 CLIPPING = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the norm, of norm + 1e-6, of the quotient
+
+
+@dataclass(frozen=True)
+class Factor:
+    """By what gradients are clipped. ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the
+
+    rounding of a norm that it does not report.
+    """
+
+    value: float = 1.0
+    unknown: float = 0.0
+
+    def of(self, grad: Bounded) -> Bounded:
+        """``grad`` times the factor."""
+        value = torch.tensor(self.value, dtype=torch.float64)
+        return grad * Bounded(value, value * (gamma(CLIPPING - 1, grad.dtype) + self.unknown), grad.dtype)
+
+
+NO_CLIPPING = Factor()
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,12 @@ class Moment:
 
 
 def judge_step(
-    trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], moment: Moment, clipped_by: float = 1.0
+    trial: Trial, spec: OptimizerSpec, grads: Mapping[str, Tensor], moment: Moment, clipped_by: Factor = NO_CLIPPING
 ) -> Iterator[Comparison]:
     """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
 
     The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree, and
-    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``.
+    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``, where that is below 1.
     """
     step, made = moment.step, moment.step - moment.skipped
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
@@ -60,7 +79,7 @@ def judge_step(
             yield told(stayed, "the step moved a parameter that has no gradient")
             continue
         own = {"step": torch.tensor(float(made - moment.idle.get(name, 0)))} | dict(kept.get(name, {}))
-        factor = clipped_by if clipped_by < 1 else None
+        factor = clipped_by if clipped_by.value < 1 else None
         one = Stepped(weight, after[name], grads[name], own, state.get(name, {}), hyper(spec, name, made), factor)
         home = trial.place(name, Part.OPTIMIZER, step)
         yield from one.in_pieces(spec.name, home) or one.held(spec.name, home)
@@ -81,7 +100,7 @@ class Stepped:
     kept: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     settings: Mapping[str, Any]
-    clipped_by: float | None
+    clipped_by: Factor | None
 
     def in_pieces(self, optimizer: str, home: Place) -> list[Comparison]:
         """``held`` of a large parameter in which nothing is wrong; else nothing.
@@ -130,7 +149,7 @@ class Stepped:
     def held(self, optimizer: str, home: Place) -> Iterator[Comparison]:
         """The state after the step and then the weight, held against the replay of ``optimizer``."""
         grad = Bounded.exact(self.grad)
-        grad = grad if self.clipped_by is None else grad * grad.scalar(self.clipped_by, CLIPPING)
+        grad = grad if self.clipped_by is None else self.clipped_by.of(grad)
         expected, moments = replay(optimizer, self.weight, grad, self.kept, self.settings)
         plain = partial(plain_step, optimizer, self.weight, grad, self.kept, self.settings)
         for key, value in moments.items():
@@ -150,7 +169,7 @@ class Clipped:
 
     weight: Tensor
     grad: Tensor
-    factor: float
+    factor: Factor
 
     def right_in_pieces(self, trial: Trial, everyone: Sequence[Tensor], place: Place) -> list[Comparison]:
         """``held`` of every rank's copy of a large weight after the step, where all are right; else nothing."""
@@ -158,7 +177,7 @@ class Clipped:
 
         def compare(piece: slice, moved: Tensor) -> list[Comparison]:
             part = Clipped(weight[piece], grad[piece], self.factor)
-            if torch.equal(part.weight - part.grad * self.factor, moved):
+            if torch.equal(part.weight - part.grad * self.factor.value, moved):
                 return [step_as_torch(place, part.weight, moved)]
             return [part.held(place, moved)]
 
@@ -168,7 +187,7 @@ class Clipped:
     def held(self, place: Place, moved: Tensor) -> Comparison:
         """What the step made of the weight, ``moved``, held against w - factor x g."""
         grad = Bounded.exact(self.grad)
-        right = Bounded.exact(self.weight) - (grad * grad.scalar(self.factor, CLIPPING) if self.factor < 1 else grad)
+        right = Bounded.exact(self.weight) - (self.factor.of(grad) if self.factor.value < 1 else grad)
         return within(place, right.value, moved, right.error)
 
 
@@ -197,7 +216,7 @@ def torchs_steps(name: str, parts: Sequence[Stepped]) -> Iterator[Mapping[str, T
     optimizer = optimizer_class(name)(leaves, **parts[0].settings)
     for leaf, part in zip(leaves, parts, strict=True):
         grad = part.grad.to(leaf.dtype)
-        leaf.grad = grad.clone() if part.clipped_by is None else grad * part.clipped_by
+        leaf.grad = grad.clone() if part.clipped_by is None else grad * part.clipped_by.value
         if part.kept.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.kept.items()}
         elif float(part.kept.get("step", torch.zeros(()))) > 0:

@@ -14,7 +14,7 @@ from zharness.checks.accumulation import accumulate, clipped, divided_by_engine
 from zharness.checks.bench import Bench
 from zharness.checks.course import Course
 from zharness.checks.law import Check
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.optimizer_step import NO_CLIPPING, Moment, everyone_agrees, judge_step, published
 from zharness.checks.trajectory import forward, initial_weights
 from zharness.checks.trial import Trial, divided_by
 from zharness.checks.usual import Training
@@ -73,7 +73,7 @@ def judge_configured(trial: Trial) -> Iterator[Comparison]:
     for step in range(int(trial.variant)):
         if not trial.copies("setting")[0]["own kernels"]:
             yield from gradients(trial, step)
-        grads, factor = trial.copies("grads", step)[0], 1.0
+        grads, factor = trial.copies("grads", step)[0], NO_CLIPPING
         if trial.training.clip is not None:
             factor = yield from clipped(trial, "norm", step, grads, trial.training.clip)
         yield from judge_step(trial, trial.training.optimizer, grads, Moment(step, "masters"), factor)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zharness.checks.accumulation import FROZEN
 from zharness.checks.bench import Bench
+from zharness.checks.given import Given, dense, gradients_given, in_entries, sum_of, taken_from
 from zharness.checks.law import Check
 from zharness.checks.trial import Trial
 from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, Feature, Reduction
@@ -226,14 +227,16 @@ def plain_weights(module: nn.Module, names: Sequence[str]) -> Values:
 class Played:
     """What a play on the plain model leaves: values, each model's gradients, and those of the training after it.
 
-    ``given`` is what each backward that reached a parameter gave it, in their order. The last is all that is left of
-    its gradient in an engine that drops the others, which is worth a hint.
+    ``given`` is what each backward that reached a parameter gave it, in their order, each by its entries: a sparse one
+    has several of a row, a dense one is its only one. The last backward's are all that is left of its gradient in an
+    engine that drops the others, which is worth a hint. ``given_after`` is the same of the training after it.
     """
 
     values: Values
     grads: tuple[Values, ...]
     after: tuple[Values, ...]
-    given: tuple[Mapping[str, Sequence[Tensor]], ...]
+    given: tuple[Given, ...]
+    given_after: tuple[Given, ...]
 
     def flat(self) -> dict[str, Tensor]:
         """Everything, by a name of its own."""
@@ -247,36 +250,18 @@ def play_plain(baseline: Baseline, variant: str, scene: Scene, rank: int, dtype:
         sides.insert(0, of_plain(baseline, variant, rank, dtype, sides[0] if sides else None))
     watched = [gradients_given(side.module) for side in sides]
     values = {name: tensor.detach() for name, tensor in (scene.play(sides[0]) or {}).items()}
-    given = tuple({name: tuple(grads) for name, grads in each.items()} for each in watched)
+    given = tuple(taken_from(each) for each in watched)
     grads, after = [], []
     for side in sides:
         grads.append(gradients(side.module))
         side.zero_grad()
         ordinary(side)
         after.append(gradients(side.module))
-    return Played(values, tuple(grads), tuple(after), given)
-
-
-def gradients_given(module: nn.Module) -> Mapping[str, Sequence[Tensor]]:
-    """A dictionary that from now on holds, by parameter, the gradient of every backward that reached it."""
-    given: dict[str, list[Tensor]] = {}
-
-    def keep(name: str, grad: Tensor) -> None:
-        given.setdefault(name, []).append(dense(grad).clone())
-
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
-    return given
+    return Played(values, tuple(grads), tuple(after), given, tuple(taken_from(each) for each in watched))
 
 
 def gradients(module: nn.Module) -> Values:
     return {name: dense(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-
-
-def dense(grad: Tensor) -> Tensor:
-    """A gradient without its graph, as the tensor of its parameter's shape that a sparse one stands for."""
-    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
 
 
 @lru_cache(maxsize=1024)
@@ -320,7 +305,9 @@ def same_gradients(trial: Trial, everyone: Sequence[Played], label: str, number:
     if setting["zeros"]:
         found = [{**unused(trial, label, number), **grads} for grads in found]
     suspects = of_one_backward(everyone, number, scale) if label == "grads" else {}
-    rows = [found] if exact or label == "after" else terms(found, [each.given[number] for each in everyone])
+    given = [(played.given if label == "grads" else played.given_after)[number] for played in everyone]
+    whole = exact or (label == "after" and not any(in_entries(each) for each in given))
+    rows = [found] if whole else terms(found, given)
     micros = [[Local(torch.zeros(()), grads) for grads in row] for row in rows]
     yield from trial.reduced(label, micros, number, exact, scale * len(rows), suspects)
 
@@ -333,15 +320,16 @@ def left_behind(trial: Trial, everyone: Sequence[Played], number: int) -> Iterat
             yield identical(trial.place(name, Part.GATHER, number, rank), torch.zeros_like(count), count)
 
 
-def terms(found: Sequence[Values], given: Sequence[Mapping[str, Sequence[Tensor]]]) -> list[list[Values]]:
-    """Rows, each with one gradient for every rank, whose sum is ``found``: one row for each backward.
+def terms(found: Sequence[Values], given: Sequence[Given]) -> list[list[Values]]:
+    """Rows, each with one gradient for every rank, whose sum is ``found``: one row for each entry of each backward.
 
     An engine may reduce, and round, each by itself, so it is their sizes that bound the error: the sum of large ones
     may be small. What a play has zeroed meanwhile is taken off again in a row of its own.
     """
-    most = max((len(grads) for each in given for grads in each.values()), default=0)
+    parts = [{name: [part for grad in grads for part in grad] for name, grads in each.items()} for each in given]
+    most = max((len(grads) for each in parts for grads in each.values()), default=0)
     rows: list[list[Values]] = [[] for _ in range(most + 1)]
-    for whole, each in zip(found, given, strict=True):
+    for whole, each in zip(found, parts, strict=True):
         for at, row in enumerate(rows[:most]):
             row.append({name: grads[at] for name, grads in each.items() if at < len(grads) and name in whole})
         kept = {name: sum(each.get(name, ()), torch.zeros_like(grad)) for name, grad in whole.items()}
@@ -353,7 +341,7 @@ def of_one_backward(everyone: Sequence[Played], number: int, scale: float) -> Ma
     """What is left where an engine keeps one of several backwards, or drops one: the gradients to recognise it by."""
     alone, without = [], []
     for played in everyone:
-        last = {name: scale * grads[-1] for name, grads in played.given[number].items()}
+        last = {name: scale * sum_of(grads[-1]) for name, grads in played.given[number].items()}
         grads = played.grads[number]
         alone.append(Local(torch.zeros(()), last))
         rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}

@@ -333,10 +333,10 @@ def updated(
             yield within(
                 trial.place(f"{name}/{key}", Part.OPTIMIZER, place), value.value, moment, value.error, Tier.STAGED
             )
-        # Of a gradient that nobody saw, and that may be zero, Adam's first step may have either sign.
-        grad = grads[name]
-        either = (grad.error > 0) & (grad.value.abs() <= grad.error)
-        error = expected.error.where(~either, expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS))
+        # Of a gradient that nobody saw, and that is hardly larger than it may be wrong, Adam's step may be anything:
+        # its square, by whose root that divides, may be zero for all that is known.
+        unseen = grads[name].error > 0
+        error = expected.error.where(~unseen, expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS))
         moved = expected.value - weight.double()
         yield hinted(within(here, expected.value, after[name], error, signal=moved), weight, after[name])
 

@@ -92,8 +92,13 @@ REPERTOIRES = {
         needs=(Feature.RETAIN_GRAPH, ADDS_UP),
     ),
     "inputs": Repertoire(
-        ("g", "t", "f g b s", "f t b:unseen s"), "sgd", needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD)
+        ("g", "t", "f g b s", "f t b:unseen s"),
+        "sgd",
+        needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
+        begins="f b s f b s",
     ),
+    # DDP lays out its buckets anew in the forward after the first backward.
+    "second_forward": Repertoire(("t",), "sgd", needs=(Feature.TRANSFORMS,), begins="f b s", ends="f b s"),
     "saved": Repertoire(
         ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
         "adam",

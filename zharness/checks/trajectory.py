@@ -15,7 +15,7 @@ from torch import Tensor
 from zharness.checks.accumulation import clipped
 from zharness.checks.bench import Bench
 from zharness.checks.course import Course
-from zharness.checks.optimizer_step import Moment, everyone_agrees, judge_step, published
+from zharness.checks.optimizer_step import NO_CLIPPING, Moment, everyone_agrees, judge_step, published
 from zharness.checks.trial import Trial
 from zharness.engines.optimizers import param_groups
 from zharness.engines.protocol import Absent, Engine, GroupSpec, Observations, OptimizerSpec
@@ -167,7 +167,7 @@ def judge_course(trial: Trial, course: Course) -> Iterator[Comparison]:
         local = trial.locals(step, params)
         yield from forward(trial, step, local)
         yield from trial.reduced("grads", [local], step)
-        grads, factor = trial.copies("grads", step)[0], 1.0
+        grads, factor = trial.copies("grads", step)[0], NO_CLIPPING
         if course.clip is not None:
             factor = yield from clipped(trial, "norm", step, grads, course.clip)
         yield from judge_step(trial, course.optimizer, grads, Moment(step, "masters"), factor)
