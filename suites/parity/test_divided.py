@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -41,6 +41,10 @@ class Drawn(Baseline):
     """A baseline whose local gradients are drawn; these tests run no model."""
 
     names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return dict.fromkeys(self.names, torch.float32)
 
     def locals(self, step: int = 0, *_: object) -> list[Local]:  # type: ignore[override]  # whatever the weights are
         whole = [local(step, rank) for rank in RANKS]

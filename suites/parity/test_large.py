@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from zharness.checks.optimizer_step import Clipped, Stepped
+from zharness.checks.optimizer_step import Clipped, Factor, Stepped
 from zharness.checks.trial import Trial
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, Local
@@ -26,6 +27,10 @@ LAST = COUNT - 1
 @dataclass(frozen=True)
 class Named(Baseline):
     """A baseline of one parameter, of which these tests run nothing."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {"w": torch.float32}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,10 +145,10 @@ def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
 def test_a_clipped_step_is_right_and_an_unclipped_one_is_wrong(factor: float) -> None:
     weight, grad = drawn(0), drawn(1)
     moved = weight - grad * factor
-    step, two = Clipped(weight, grad, factor), trial(moved, moved)
+    step, two = Clipped(weight, grad, Factor(factor)), trial(moved, moved)
     assert {each.tier for each in step.right_in_pieces(two, [moved, moved], PLACE)} == {Tier.STAGED}
     assert step.right_in_pieces(two, [moved.view(-1, 1)] * 2, PLACE) == [], "of another shape"
     assert step.held(PLACE, moved).mismatch is None
-    other = Clipped(weight, grad, factor / 2)
+    other = Clipped(weight, grad, Factor(factor / 2))
     assert other.right_in_pieces(two, [moved, moved], PLACE) == []
     assert other.held(PLACE, moved).mismatch is not None

@@ -13,7 +13,14 @@ from zharness.checks.usual import AS_USUAL, Training
 from zharness.parity import Comparison, Evidence, Part, identical, ranks_agree, within
 from zharness.parity.attribution import Suspects, Terms, attribute, scale_of
 from zharness.parity.baseline import Baseline, Local, Objective, Weigh
-from zharness.parity.bounds import Bounded, mean_and_bound, mean_bound_at_most, mean_of, torchs_means
+from zharness.parity.bounds import (
+    Bounded,
+    mean_and_bound,
+    mean_bound_at_most,
+    mean_of,
+    torchs_means,
+    unit_roundoff,
+)
 from zharness.parity.certificate import Exactness, certified
 from zharness.parity.compare import PIECE, alike, beside, check_names, in_pieces, same_as_torch
 from zharness.parity.facts import Place
@@ -39,6 +46,11 @@ class Trial:
     @property
     def reduced_in(self) -> torch.dtype:
         return self.wire or self.dtype
+
+    def wire_of(self, name: str) -> torch.dtype:
+        """In which dtype gradients of a parameter are reduced: its own, where the model has that narrower."""
+        own = self.baseline.dtypes[name]
+        return own if unit_roundoff(own) > unit_roundoff(self.dtype) else self.reduced_in
 
     @property
     def world_size(self) -> int:
@@ -152,18 +164,18 @@ class Trial:
         first = everyone[0]
         if first.numel() <= PIECE or any(term.shape != first.shape for row in grads for term in row):
             return []
-        flat = [[term.flatten() for term in row] for row in grads]
+        flat, wire = [[term.flatten() for term in row] for row in grads], self.wire_of(name)
 
         def compare(piece: slice, held: Tensor) -> list[Comparison]:
             terms = [[term[piece] for term in row] for row in flat]
             if self.baseline.loss_scale == 1 and any(
-                torch.equal(mean.to(held.dtype), held) for mean in torchs_means(terms, scale, self.reduced_in)
+                torch.equal(mean.to(held.dtype), held) for mean in torchs_means(terms, scale, wire)
             ):
                 place = self.place(name, Part.REDUCTION, step)
                 if exact:
                     return [identical(place, held, held)]
                 flat_terms = [term for row in terms for term in row]
-                return [same_as_torch(place, held, mean_bound_at_most(flat_terms, scale, self.reduced_in, held))]
+                return [same_as_torch(place, held, mean_bound_at_most(flat_terms, scale, wire, held))]
             return list(self._whole(name, terms, [held], step, exact, scale, None))
 
         return self.once_for_all(everyone, compare)
@@ -202,8 +214,8 @@ class Trial:
         A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
         """
         terms = [[scale * grad.double() for grad in row] for row in grads]
-        flat = [term for row in terms for term in row]
-        mean, bound = mean_and_bound(flat, self.reduced_in, everyone[0].dtype) if not exact else (mean_of(flat), None)
+        flat, wire = [term for row in terms for term in row], self.wire_of(name)
+        mean, bound = mean_and_bound(flat, wire, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         right: Comparison | None = None
@@ -214,14 +226,14 @@ class Trial:
                 continue
             found = identical(place, mean, actual) if bound is None else within(place, mean, actual, bound)
             found = replace(found, note=note) if note else found
-            told = found if suspects is None else attribute(found, actual, terms, everyone, suspects, self.reduced_in)
+            told = found if suspects is None else attribute(found, actual, terms, everyone, suspects, wire)
             right = told if rank == 0 and told.mismatch is None else right
-            yield beside(told, partial(self._plain_mean, terms, actual.dtype))
+            yield beside(told, partial(self._plain_mean, terms, wire, actual.dtype))
 
-    def _plain_mean(self, terms: Terms, held: torch.dtype) -> Tensor:
+    def _plain_mean(self, terms: Terms, wire: torch.dtype, held: torch.dtype) -> Tensor:
         """The mean of all terms as plain torch computes it in the dtype of the reduction, under the loss scale."""
         scale = self.baseline.loss_scale
-        stack = torch.stack([(scale * term).to(self.reduced_in) for row in terms for term in row])
+        stack = torch.stack([(scale * term).to(wire) for row in terms for term in row])
         return stack.mean(0).to(held) / scale
 
     def exact(self, steps: range, objective: Objective | None = None) -> Exactness:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of the cell.")
-@click.option("--list", "listing", is_flag=True, help="Say which laws can be exported, and why others cannot.")
+@click.option("--list", "listing", is_flag=True, help="Say of each law whether its script is short, and why not.")
 def export(case: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
     """Write a cell as a script that needs torch and the engine alone, and run it to see that it shows the same.
 

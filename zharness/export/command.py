@@ -97,14 +97,14 @@ def progress(what: str) -> AbstractContextManager[object]:
 
 
 def listed() -> str:
-    """Every law, and what its script holds the engine against: the shorter the better to send."""
+    """Every law, and what its script is: the shorter the better to send."""
     rows = [(name, whole(told_whole(check, "fp32"))) for name, check in CHECKS.items()]
     return tabulate(rows, headers=("law", "script"), tablefmt="simple", disable_numparse=True)
 
 
 def whole(reason: str) -> str:
     """In words what a script is, by the reason why it is a long one."""
-    return f"long, with the law's own judge: {reason}" if reason else "short, beside plain PyTorch"
+    return f"long, with the law's own judge: {reason}" if reason else "short"
 
 
 def shrink(text: str, options: Options, seconds: float, place: Place, run: Callable[[str], Run] | None) -> int:
@@ -121,6 +121,12 @@ def shrink(text: str, options: Options, seconds: float, place: Place, run: Calla
         found = smallest(case, options.seed, place(case.engine), options.timeout, seconds)
     click.echo(told(found), err=True)
     last = found.record.case
+    if found.record.verdict not in SHOWN:
+        click.echo(
+            f"no script is written, for its end would be waited for in vain: {found.record.verdict.value}",
+            err=True,
+        )
+        return 0
     if found.program is not None and (told_in_lines(found.program) or whole_cell(last, found.claims)):
         version = found.record.engine_version
         script = script_of_program(case.engine, version, found.program, found.outcome, found.claims)

@@ -84,14 +84,16 @@ def prelude_of(engine: str, used: frozenset[str]) -> str:
     if name in WRITTEN:
         utilities = [f"from deepspeed.utils import {each}" for each in sorted(used) if each.startswith("safe_")]
         return PRELUDES.get(name, "").replace("{utilities}", import_block(utilities, used)).replace("\n\n\n", "\n\n")
-    module, _, factory = engines.require(engine).target.partition(":")
-    found = "sys.path.insert(0, os.getcwd())\n\n" if registry.is_path(engine) else ""
-    return f"{found}from {module} import {factory}"
+    return "sys.path.insert(0, os.getcwd())" if registry.is_path(engine) else ""
 
 
 def maker(engine: str) -> str:
     """What makes an engine of a model and a configuration, by its name in the script."""
-    return "Engine" if engine_name(engine) in WRITTEN else engines.require(engine).target.partition(":")[2]
+    if engine_name(engine) in WRITTEN:
+        return "Engine"
+    module, _, factory = engines.require(engine).target.partition(":")
+    # Not by a name of its own, which the script may give to something else.
+    return f"importlib.import_module({quoted(module)}).{factory}"
 
 
 def engine_name(engine: str) -> str:

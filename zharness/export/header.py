@@ -14,12 +14,12 @@ WIDTH = 120
 WRONG = "plain PyTorch gives"  # of every wrong number, a script says what it should be (parts/compare.py.txt)
 
 
-def header(record: Record, check: Check, signature: str, ok: str, name: str) -> str:
-    """The docstring of a cell's script."""
+def header(record: Record, check: Check, signature: str, ok: str, name: str, how: str) -> str:
+    """The docstring of a cell's script; ``how`` it tells whether the law holds."""
     case = record.case
     options = f", options {case.engine_variant}" if case.engine_variant else ""
     where = f"{case.subject} {record.engine_version} at stage {case.stage}, {case.world_size} ranks{options}"
-    holds = "does not hold" if record.verdict in (Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT) else "holds"
+    holds = "holds" if record.verdict is Verdict.PASS else "does not hold"
     return facts_first(
         title=f"{case.check} {holds} on {where}.",
         engine=case.engine,
@@ -31,7 +31,7 @@ def header(record: Record, check: Check, signature: str, ok: str, name: str) -> 
         ok=ok,
         name=name,
         said=[
-            f"The law: {check.law}. The same steps are made on the engine and on plain PyTorch, and compared.",
+            f"The law: {check.law}. {how}",
             f"Written by: zharness export '{case.id}'" + (f" --seed {record.seed}" if record.seed else ""),
         ],
         reported=record.excuse,

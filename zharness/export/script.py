@@ -16,7 +16,7 @@ from zharness.export.collect import source
 from zharness.export.frame import Script, Setting, Writing, owner_claimed
 from zharness.export.header import WRONG, header
 from zharness.export.judged import judged_script, of_cell
-from zharness.export.laws import Kind, Steps, steps_of, told_whole
+from zharness.export.laws import OWN, Kind, Steps, steps_of, told_whole
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.cell import options_of
 from zharness.run.configuration import configured
@@ -36,7 +36,7 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     ok = f"repro: {case.check} on {case.subject} at stage {case.stage} OK."
     if steps is None or whole_cell(case, claims):
         signature = signature_of(record, whole=True)
-        told = header(record, check, signature, ok, name), signature, ok
+        told = header(record, check, signature, ok, name, JUDGED), signature, ok
         return judged_script(of_cell(case, record.seed, claims, partial(model_of, case.model)), told)
     signature = signature_of(record)
     writing = Writing(case.engine)
@@ -45,7 +45,7 @@ def script_of(record: Record, claims: Capabilities, name: str) -> Script:
     setting = setting_of(case, record.seed, steps, claims)
     if setting.joined:
         writing.collection.add("zharness.parity.junctions", "joined")
-    head = header(record, check, signature, ok, name)
+    head = header(record, check, signature, ok, name, ITSELF if check.name in OWN else BESIDE)
     return writing.script(head, setting, model, steps_told, signature, ok, steps.beside)
 
 
@@ -96,6 +96,14 @@ def setting_of(case: Case, salt: int, steps: Steps, claims: Capabilities) -> Set
     )
 
 
+BESIDE = "The same steps are made on the engine and on plain PyTorch, and compared."
+ITSELF = "What the engine does is held against its own numbers."
+JUDGED = (
+    "Below are the law's own observer and judge, and the engine's adapter, with all that they use; the cell comes last."
+)
+EXPECTED = "ULP apart"  # part of what the harness says of every mismatch
+
+
 def signature_of(record: Record, whole: bool = False) -> str:
     """A part of what the script says where it shows the cell: the exception's own words, or what is wrong, by its name.
 
@@ -103,13 +111,15 @@ def signature_of(record: Record, whole: bool = False) -> str:
     ``whole`` has the law's judge, and says what that raises.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
-    if raised is not None and (record.verdict is Verdict.CRASH or (whole and record.divergence is None)):
+    wrong = record.divergence
+    if raised is not None and (record.verdict is Verdict.CRASH or (whole and wrong is None)):
         words = " ".join(raised[1].split())
         stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
-        return stem[:70].strip().replace("\\", "").replace('"', "'") if "'" not in stem else stem[:70].strip()
-    if record.divergence is not None:
-        return record.divergence.parameter
-    return record.case.check if whole else WRONG
+        return re.split(r'["\\]', stem[:70])[0].strip() or words.partition(":")[0]
+    if wrong is None:
+        return EXPECTED if whole else WRONG
+    # Not with the part of the step: to tell that is left out of a script.
+    return f": {wrong.parameter}{'[' if wrong.index else ' ('}" if whole else wrong.parameter
 
 
 def own_model(writing: Writing, name: str) -> str:

@@ -52,6 +52,11 @@ class Baseline:
         """The model's parameters in the order of its modules; tied ones once."""
         return names_of(self.spec, self.seed)
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The model's own, by parameter, whatever trained ones are converted to."""
+        return dtypes_of(self.spec, self.seed)
+
     def module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
         model = self.spec.model(self.seed)
@@ -115,7 +120,13 @@ def under(dtype: torch.dtype | None) -> torch.autocast:
 @lru_cache(maxsize=64)
 def names_of(spec: ModelSpec, seed: int) -> tuple[str, ...]:
     """``Baseline.names`` of a model built for it: that of ``seed``, which anyone's factory has made already."""
-    return tuple(name for name, _ in spec.model(seed).named_parameters())
+    return tuple(dtypes_of(spec, seed))
+
+
+@lru_cache(maxsize=64)
+def dtypes_of(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtype]:
+    """``Baseline.dtypes``, as ``names_of``."""
+    return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> Local:
