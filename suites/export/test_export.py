@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,28 @@ def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text:
     assert "def judge_" in script_of(record_of(case), claims_of(case.engine, case.stage), "x.py").text
 
 
+def ended(text: str, folder: Path) -> tuple[int, str]:
+    """The exit code and the last line of a script, run as the one rank that there is."""
+    path = folder / "script.py"
+    path.write_text(text)
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=folder, env={**os.environ, **rendezvous}, stdout=subprocess.PIPE, text=True, timeout=170,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines()[-1]
+
+
+def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tmp_path: Path) -> None:
+    case = Case.parse("training.sgd_step[ddp-zero0-w1-fp32-mlp]")
+    script = script_of(record_of(case, Verdict.PASS, ""), claims_of("ddp", 0), "x.py")
+    assert ended(script.text, tmp_path) == (0, script.ok)
+    step = "self._optimizer.step()"
+    assert script.text.count(step) == 1
+    status, line = ended(script.text.replace(step, f"{step}; {step}"), tmp_path)
+    assert (status, line.partition(": rank")[0]) == (1, "repro: REPRODUCED"), line
+
+
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
     case = Case.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
     scene = function(CHECKS[case.check].observe, Writing(case.engine, WHOLE))
@@ -244,7 +267,7 @@ def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() 
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
-    collection = Collection(_homes={"FILE/FOLDER": "elsewhere"})
+    collection = Collection(_homes={"FOLDER": ("elsewhere", "FOLDER")})
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
         collection.add("zharness.engines.saving", "FOLDER")
 

@@ -100,7 +100,7 @@ class Collection:
     taken: frozenset[str] = frozenset()
     imports: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    _homes: dict[str, str] = field(default_factory=dict)
+    _homes: dict[str, tuple[str, str]] = field(default_factory=dict)  # by each name, the module and the key
     _open: set[tuple[str, str]] = field(default_factory=set)
     _renamed: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
 
@@ -131,15 +131,18 @@ class Collection:
 
     def _keyed(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
         """Under which key the text of a definition is kept, and what ``name``, which it defines, is called there."""
-        key = "/".join(defined(statement))
-        if self.taken.isdisjoint(defined(statement)):
-            if self._homes.setdefault(key, module) == module:
-                return key, name
-            if self.texts.get(key) == replaced(source(module).text, statement, []):
-                return key, name  # an alias that two files spell alike
+        names = [*defined(statement)]
+        key = "/".join(names)
+        others = {self._homes.get(each, (module, key)) for each in names} - {(module, key)}
+        if not others and (self.taken | self.imports.keys()).isdisjoint(names):
+            self._homes.update(dict.fromkeys(names, (module, key)))
+            return key, name
+        alias = isinstance(statement, (ast.Assign, ast.AnnAssign))
+        if alias and self.texts.get(key) == replaced(source(module).text, statement, []):
+            return key, name  # that two files spell alike
         if key != name:
-            both = f"{name} is defined in {self._homes.get(key, 'the script')} and in {module}"
-            raise HarnessFault(f"{both}: one script cannot hold both")
+            elsewhere = " and ".join(sorted(where for where, _ in others)) or "the script"
+            raise HarnessFault(f"{key} is defined in {module} and in {elsewhere}: one script cannot hold both")
         aside = f"{module.rpartition('.')[2]}_{name}"
         self._renamed[module, statement] = name, aside
         return aside, aside
@@ -157,6 +160,8 @@ class Collection:
                 modules.add(used.value)
             elif isinstance(used, ast.Name) and used.id in outer and used not in modules:
                 called = self._use(here, used.id)
+                if called != used.id and used.id in bound_in(node):
+                    raise HarnessFault(f"{here.module}: {used.id} is a name of the module and of something within it")
                 changed += [(used, called)] if called != used.id else []
         text = _QUIET.sub("", replaced(here.text, node, changed))
         aside = self._renamed.get((module, node))
@@ -175,10 +180,18 @@ class Collection:
         return name
 
     def _import(self, name: str, statement: str) -> None:
-        if name in self.texts and name not in self.imports:
+        if name in self._homes:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
             raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
+
+
+def bound_in(node: ast.AST) -> frozenset[str]:
+    """Names that a definition gives to something within it: under one of them, another may be meant in each scope."""
+    inner = [each for each in ast.walk(node) if each is not node]
+    names = {each.arg for each in inner if isinstance(each, ast.arg)}
+    names |= {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return frozenset(names if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ())
 
 
 def as_named(text: str, own: str, name: str) -> str:

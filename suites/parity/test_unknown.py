@@ -1,0 +1,86 @@
+"""What a judge does not know, it holds against nobody: and what it knows, it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zharness.checks.given import entries, gradients_given, in_entries, taken_from
+from zharness.checks.optimizer_step import Clipped, Factor
+from zharness.checks.program import OPTIMIZERS
+from zharness.checks.program_judge import Taken, updated
+from zharness.checks.trial import Trial
+from zharness.parity import Comparison, Part
+from zharness.parity.baseline import Baseline, Local
+from zharness.parity.bounds import Bounded, gamma
+from zharness.parity.contamination import Conditions
+from zharness.parity.facts import Place
+from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.workload import model_spec
+
+PLACE = Place("w", Part.OPTIMIZER)
+
+
+def test_a_sparse_gradient_is_taken_apart_into_entries_that_have_no_row_twice() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    given = gradients_given(table)
+    (table(torch.tensor([0, 2, 0, 0, 2])) * torch.arange(15.0).reshape(5, 3)).sum().backward()
+    ((parts,),) = taken_from(given).values()
+    assert torch.equal(torch.stack([*parts]).sum(0), table.weight.grad.to_dense())
+    assert [part[:, 1].tolist() for part in parts] == [[1, 0, 4, 0], [7, 0, 13, 0], [10, 0, 0, 0]]
+    assert not given, "what is taken is told once"
+
+
+def test_a_dense_gradient_is_its_only_entry() -> None:
+    grad = torch.randn(2, 3)
+    assert [torch.equal(grad, part) for part in entries(grad)] == [True]
+    assert not in_entries({"w": [[grad], [grad]]})
+    assert in_entries({"w": [[grad], [grad, grad]]})
+
+
+@pytest.mark.parametrize(("off", "right"), [(1.0, True), (1 + 9e-5, True), (1 + 2e-4, False)])
+def test_a_factor_whose_norm_nobody_reports_is_known_as_well_as_that_norm(off: float, right: bool) -> None:
+    weight, grad = torch.zeros(5), torch.linspace(1, 2, 5)
+    clipped = Clipped(weight, grad, Factor(0.5, unknown=1e-4))
+    assert (clipped.held(PLACE, -grad * 0.5 * off).mismatch is None) is right
+    assert Clipped(weight, grad, Factor(0.5)).held(PLACE, -grad * 0.5 * (1 + 9e-5)).mismatch is not None
+
+
+def reduced(name: str, given: Tensor, terms: list[Tensor]) -> list[Comparison]:
+    """What a trial of three ranks says of ``given`` as the mean of ``terms``."""
+    evidence = Evidence((Snapshot("grads", 0, {name: given}),), {}, Conditions({}, ()))
+    trial = Trial(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, torch.float32)
+    return list(trial.reduced("grads", [[Local(torch.zeros(()), {name: term}) for term in terms]]))
+
+
+def test_a_parameter_of_a_narrower_dtype_is_reduced_in_its_own() -> None:
+    terms = [torch.tensor([0.25, -0.5, 1.0])] * 3
+    third = (torch.stack(terms).to(torch.bfloat16) / 3).sum(0)
+    beyond = third + 2 * gamma(3, torch.bfloat16)
+    assert not any(each.mismatch for each in reduced("narrow", third, terms))
+    assert any(each.mismatch for each in reduced("narrow", beyond.to(torch.bfloat16), terms))
+    assert any(each.mismatch for each in reduced("wide", (terms[0] * (1 + 1e-3)).double(), terms)), "others are not"
+
+
+@pytest.mark.parametrize(("error", "right"), [(0.5, True), (0.0, False)])
+def test_adam_s_step_by_a_gradient_that_may_be_nothing_is_undetermined_and_by_a_known_one_is_not(
+    error: float, right: bool
+) -> None:
+    weight, spec = torch.zeros(1), OPTIMIZERS["adamw"]
+    grad = Bounded(torch.ones(1, dtype=torch.float64), torch.full((1,), error, dtype=torch.float64), torch.float32)
+    moments = {"w/exp_avg": torch.full((1,), 0.1), "w/exp_avg_sq": torch.full((1,), 0.05)}
+    after = Evidence(
+        (
+            Snapshot("masters", 0, {"w": weight}),
+            Snapshot("masters", 1, {"w": weight + 1.0}),  # some hundred times the rate, in the wrong direction
+            Snapshot("state", 0, {}),
+            Snapshot("state", 1, moments),
+        ),
+        {},
+        Conditions({}, ()),
+    )
+    trial = Trial(Baseline(model_spec("mlp"), 0, 1), (after,), torch.float32)
+    found = [each for each in updated(trial, spec, {"w": grad}, 0, Taken(), 1) if each.place and each.place.name == "w"]
+    assert [each.mismatch is None for each in found] == [right]
+    assert [each.undetermined for each in found if right] == [1] * right
