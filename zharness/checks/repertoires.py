@@ -128,10 +128,18 @@ REPERTOIRES = {
         ends="",
     ),
     "interrupted": Repertoire(
-        ("xb f b s", "xb load", "f b xb f b s", "n xb"),
+        ("xb f b s", "f b xb f b s", "n xb"),
         "sgd",
-        needs=(Feature.AUTOGRAD, Feature.CHECKPOINT, ADDS_UP),
+        needs=(Feature.AUTOGRAD, ADDS_UP),
+        begins="f b s f b s",
+    ),
+    # FSDP2's stage 3 gathers ahead of a backward, and the next forward takes that, whatever was loaded meanwhile.
+    "interrupted_load": Repertoire(
+        ("xb load",),
+        "sgd",
+        needs=(Feature.AUTOGRAD, Feature.CHECKPOINT),
         begins="f b s save f b s",
+        ends="f b s",
     ),
 }
 # Of a model with a part that is used in every second micro-batch, one that never is, a frozen and a tied one.

@@ -1,0 +1,99 @@
+"""FSDP2 computes with weights from before a load, in the forward after an exception within a backward.
+
+id: load-after-exception
+engine: fsdp2
+symptom: after an exception within a backward, and a load, the next forward computes with the weights before
+reported: no report known
+affects: ==2.13.0
+fixed: not yet
+ranks: 2
+law: training.any_order
+signature: of weights from before the load
+ok: repro: a forward after an exception and a load OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_load_after_exception.py
+
+A backward gathers the weights of the layer before while it is in the one behind. Where it ends by an exception, what
+was gathered for the layer that it did not reach waits for the next forward, which takes it, whatever the weights are.
+
+It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
+"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
+with 1, or a signal) says nothing about the bug.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+SIGNATURE = "of weights from before the load"
+OK = "repro: a forward after an exception and a load OK."
+
+
+class Breaks(torch.autograd.Function):
+    """Passes its input through; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x, breaks=False):
+        hidden = self.first(x)
+        return self.last(Breaks.apply(hidden) if breaks else hidden)
+
+
+def start():
+    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def main():
+    rank = start()
+    model = TwoLayers()
+    x = torch.ones(1, 2)
+    for layer in (model.first, model.last, model):
+        fully_shard(layer)
+    model(x).sum().backward()  # the first forward finds the order in which layers are gathered
+    model.zero_grad()
+    ones = {name: torch.ones_like(tensor) for name, tensor in get_model_state_dict(model).items()}
+    try:
+        model(x, breaks=True).sum().backward()
+        raise AssertionError("the backward was to raise")
+    except ArithmeticError:
+        model.zero_grad()
+    set_model_state_dict(model, ones)
+    # Of ones, each layer doubles what it is given.
+    got, wanted = model(x).detach(), torch.full((1, 2), 4.0)
+    if not torch.equal(got, wanted):
+        print(f"repro: REPRODUCED: {got.tolist()} is {SIGNATURE}, expected {wanted.tolist()}\n", end="", flush=True)
+        return 1
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)
