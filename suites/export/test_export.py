@@ -259,11 +259,11 @@ def test_definitions_come_with_what_they_use_and_before_it() -> None:
 
 def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() -> None:
     collection = Collection()
-    assert collection.add("zharness.parity.baseline", "names_of") == "names_of"
-    assert collection.add("zharness.checks.construction", "names_of") == "construction_names_of"
-    assert collection.texts["construction_names_of"].startswith("def construction_names_of(")
-    collection.add("zharness.checks.construction", "Given")
-    assert "construction_names_of(model)" in collection.texts["Given"]
+    assert collection.add("zharness.checks.bench", "flattened") == "flattened"
+    assert collection.add("zharness.checks.foreign_state", "flattened") == "foreign_state_flattened"
+    assert collection.texts["foreign_state_flattened"].startswith("def foreign_state_flattened(")
+    collection.add("zharness.checks.foreign_state", "attempted")
+    assert "foreign_state_flattened(engine)" in collection.texts["attempted"]
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:

@@ -127,8 +127,7 @@ def clipped(
         return NO_CLIPPING
     norm, error = norm_and_bound(grads)
     reported = yield from reported_norm(trial, label, step, norm, error)
-    value = min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
-    return Factor(value, float(error / norm) if reported is None and norm > 0 else 0.0)
+    return Factor.within(limit, norm, error, reported)
 
 
 def reported_norm(

@@ -29,13 +29,21 @@ CLIPPING = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the nor
 
 @dataclass(frozen=True)
 class Factor:
-    """By what gradients are clipped. ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the
+    """By what gradients are clipped; 1 where they are not.
 
-    rounding of a norm that it does not report.
+    ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the rounding of a norm that it does not
+    report.
     """
 
     value: float = 1.0
     unknown: float = 0.0
+
+    @classmethod
+    def within(cls, limit: float, norm: Tensor, error: Tensor, reported: Tensor | None) -> Factor:
+        """That of torch.nn.utils.clip_grad_norm_ to ``limit``, by the norm ``reported``; where there is none, by
+        ``norm``, which an engine's may be off by ``error``."""
+        value = min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
+        return cls(value, float(error / norm) if reported is None and norm > 0 else 0.0)
 
     def of(self, grad: Bounded) -> Bounded:
         """``grad`` times the factor."""

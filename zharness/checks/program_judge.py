@@ -18,7 +18,7 @@ from zharness.checks.course import norm_and_bound, norm_of
 from zharness.checks.double_backward import second_loss
 from zharness.checks.free_running import ENDLESS
 from zharness.checks.optimizer_step import (
-    CLIPPING,
+    Factor,
     Moment,
     everyone_agrees,
     hinted,
@@ -46,7 +46,7 @@ from zharness.checks.trial import Means, Trial
 from zharness.engines.protocol import OptimizerSpec, Reduction
 from zharness.parity import Comparison, Part, Tier, identical, within
 from zharness.parity.baseline import Local, differentiated
-from zharness.parity.bounds import Bounded, gamma
+from zharness.parity.bounds import Bounded
 from zharness.parity.compare import check_names
 from zharness.parity.replay import replay
 from zharness.workload.programs import Act, Book, Mark, Pending, Program, Verb, done, played
@@ -232,14 +232,8 @@ class Judge:
         norm, rounding = norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
         error = rounding + norm_of({name: grad.error for name, grad in grads.items()})
         reported = yield from reported_norm(self.trial, "norm", place, norm, error)
-        used, unknown = (norm, error / norm) if reported is None else (reported.double(), torch.zeros(()))
-        factor = self.program.clip / (used + 1e-6)
-        if factor >= 1:
-            return grads
-        return {
-            name: grad * Bounded(factor, factor * (gamma(CLIPPING - 1, grad.dtype) + unknown), grad.dtype)
-            for name, grad in grads.items()
-        }
+        factor = Factor.within(self.program.clip, norm, error, reported)
+        return {name: factor.of(grad) for name, grad in grads.items()} if factor.value < 1 else grads
 
     def moved(self, place: int, grads: Means) -> Iterator[Comparison]:
         """The new weights and state are the replay of the formula on the engine's own numbers before."""

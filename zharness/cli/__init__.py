@@ -262,10 +262,10 @@ def program(
 
     if clip is not None and not clip < float("inf"):
         raise UsageError(f"--clip: got {clip}, expected a number above 0")
+    settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     if texts:
-        settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
         return run_given(texts, engine, stages, world_sizes, dtypes, settings, timeout, surroundings)
-    if (clip, window, reduction) != (None, 1, "mean"):
+    if settings.plainly != settings:
         raise UsageError("--clip, --window and --reduction are for programs that are given; got none to run with them")
     wanted = Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY)
     return run_search(engine, wanted, timeout, surroundings)

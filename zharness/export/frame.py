@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ import deepspeed
 # Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None""",
 }
+
+
+Told = tuple[str, str, str]  # the docstring, the signature, and the line that a script ends with where nothing is wrong
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,14 @@ class Writing:
             self.part("compare"),
             self.part("main"),
         ]
+        return self.put_together((head, signature, ok), sections, partial(prelude_of, setting.engine))
+
+    def put_together(self, told: Told, sections: Iterable[str], prelude_of: Callable[[frozenset[str]], str]) -> Script:
+        """The script of ``sections``, without what nothing in them uses; ``prelude_of`` is told the names that are."""
+        head, signature, ok = told
         body = pruned("\n\n\n".join(filter(None, sections)))
         used = names_in(ast.parse(body))
-        prelude = prelude_of(setting.engine, used)
+        prelude = prelude_of(used)
         statements = [*self.collection.imports.values(), *self.imports, *ALWAYS]
         block = import_block(statements, used | names_in(ast.parse(prelude)))
         text = "\n\n".join(part for part in (head, block, prelude) if part)

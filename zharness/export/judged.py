@@ -7,7 +7,6 @@ state, or the cell's dtype and options ask for more than fp32 arithmetic. Nothin
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from zharness.checks import DTYPES, LOSS_SCALES, check_named
 from zharness.checks.usual import AS_USUAL, Training
 from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.export.frame import (
-    ALWAYS,
     WRITTEN,
     Script,
+    Told,
     Writing,
     engine_name,
     joined,
@@ -31,10 +30,8 @@ from zharness.export.frame import (
     names_of_parts,
     prelude_of,
     quoted,
-    spaced,
 )
 from zharness.export.spelled import spelled
-from zharness.export.text import import_block, names_in, pruned
 from zharness.run.cell import options_of
 from zharness.run.configuration import configured
 from zharness.run.programs import SEED
@@ -60,7 +57,6 @@ ROOTS = (
 )
 
 
-Told = tuple[str, str, str]  # the docstring, the signature, and the line that a script ends with where nothing is wrong
 Write = Callable[[Writing], str]  # collects what a text takes, and returns the text
 
 
@@ -88,7 +84,7 @@ class Judged:
 
 def judged_script(what: Judged, told: Told) -> Script:
     """The script of ``what``. Raises UsageError for what no script can say."""
-    head, signature, ok = told
+    _, signature, ok = told
     writing = Writing(what.engine, GIVEN, CONSTANTS | names_of_parts("judged", "main", "foreign") - GIVEN)
     for root in ROOTS:
         writing.collection.add(*root)
@@ -102,13 +98,9 @@ def judged_script(what: Judged, told: Told) -> Script:
         writing.part("judged"),
         writing.part("main"),
     ]
-    body = pruned("\n\n\n".join(sections))
-    used = names_in(ast.parse(body))
-    prelude = "" if engine_name(what.engine) in WRITTEN else prelude_of(what.engine, used)
-    statements = [*writing.collection.imports.values(), *writing.imports, *ALWAYS]
-    block = import_block(statements, used | names_in(ast.parse(prelude)))
-    text = "\n\n".join(part for part in (head, block, prelude) if part)
-    return Script(spaced(f"{text}\n\n{body}\n"), signature, ok)
+    # The adapter of a written engine imports it by itself.
+    written = engine_name(what.engine) in WRITTEN
+    return writing.put_together(told, sections, lambda used: "" if written else prelude_of(what.engine, used))
 
 
 def constants_of(writing: Writing, what: Judged) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from zharness.checks.trajectory import TRAINED_BY
 from zharness.engines import Capabilities, Feature
@@ -30,7 +29,7 @@ def told_in_lines(program: Program) -> bool:
     """Whether every verb is a line or two that a caller writes, in fp32 and with an optimizer alone."""
     layers = not any(layer.kind in UNWRITTEN_LAYERS for layer in program.walk())
     verbs = all(verb.act in WRITTEN_ACTS and set(verb.marks) <= set(WRITTEN_MARKS) for verb in program.verbs)
-    plain = replace(program, clip=None, window=1, reduction="mean") == program and program.optimizer in TRAINED_BY
+    plain = program.plainly == program and program.optimizer in TRAINED_BY
     return layers and verbs and plain and program.dtype == "fp32"
 
 

@@ -23,7 +23,7 @@ from zharness.run.runner import Runner
 from zharness.run.search import PASSED, Found, Search, search, shrunk
 from zharness.workload.foreign import is_foreign
 from zharness.workload.legal import NO_LIMITS, Batch, legal_verbs
-from zharness.workload.program_text import PLAIN, parse, parse_layers
+from zharness.workload.program_text import parse, parse_layers
 from zharness.workload.programs import SOURCES, Program
 from zharness.world import Isolation
 from zharness.world.server import Surroundings
@@ -70,8 +70,8 @@ class Likeness:
         return (self.verdict, self.word) == (other.verdict, other.word) and self.said in ("", other.said)
 
 
-# A number, a name with dots or digits in it, and what is quoted: they are another model's.
 _SO_FAR = re.compile(r"(; )?at the end of '[^']*'$")  # the verbs of a law's own program
+# A number, a name with dots or digits in it, and what is quoted: they are another model's.
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
 
 
@@ -221,17 +221,15 @@ def smallest_program(runner: Alike, case: Case, salt: int, claims: Capabilities)
     """The smallest program that fails alike where ``case`` does, alone or behind others; empty where none was found."""
     for program in own_programs(case, salt, claims):
         if fails(runner, case.engine, (program,)):
-            return less(
-                runner, case.engine, shrunk((program,), lambda some: fails(runner, case.engine, some), NO_LIMITS)
-            )
+            return cut_down(runner, case.engine, (program,))
     for optimizer in ("sgd", "adamw"):
         written = [
             replace(parse(text), stage=case.stage, world_size=case.world_size, dtype=case.dtype, optimizer=optimizer)
             for text in LADDER
         ]
         batch = tuple(program for program in written if not missing(program, claims))
-        if batch and runner.run(case.engine, batch).verdict.broken:
-            return less(runner, case.engine, shrunk(batch, lambda some: fails(runner, case.engine, some), NO_LIMITS))
+        if batch and fails(runner, case.engine, batch):
+            return cut_down(runner, case.engine, batch)
     if time.monotonic() > runner.until:
         return ()
     wanted = Search((case.stage,), (case.world_size,), (case.dtype,), BATCHES, without=WITHOUT)
@@ -243,9 +241,9 @@ def smallest_program(runner: Alike, case: Case, salt: int, claims: Capabilities)
 
 
 def own_programs(case: Case, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """What the case's law has its caller say, where it is one of any order: of a model of layers, plainly configured
+    """What the case's law of any order has its caller say, of a model of layers, plainly configured and as it is there.
 
-    and as the law does it.
+    Nothing for another law.
     """
     repertoire = BY_MODEL.get(case.model, {}).get(case.variant)
     if repertoire is None or not check_named(case.check).by_verb:
@@ -253,13 +251,18 @@ def own_programs(case: Case, salt: int, claims: Capabilities) -> Iterator[Progra
     layers = tuple(parse_layers(LAYERED[case.model]))
     spoken = repertoire.program(case.seed(salt), case.dtype, claims)
     spoken = replace(spoken, stage=case.stage, world_size=case.world_size)
-    for one in (replace(spoken, clip=None, window=1, reduction=PLAIN.reduction), spoken):
+    for one in (spoken.plainly, spoken):
         yield replace(one, layers=layers, verbs=legal_verbs(layers, spoken.verbs, window=one.window))
 
 
 def fails(runner: Alike, engine: str, batch: Batch) -> bool:
     """Whether ``batch`` fails alike."""
     return runner.run(engine, batch).verdict.broken
+
+
+def cut_down(runner: Alike, engine: str, batch: Batch) -> Batch:
+    """What is left of a failing ``batch``, on the fewest ranks."""
+    return less(runner, engine, shrunk(batch, lambda some: fails(runner, engine, some), NO_LIMITS))
 
 
 def less(runner: Alike, engine: str, batch: Batch) -> Batch:

@@ -50,7 +50,7 @@ class Baseline:
     @property
     def names(self) -> tuple[str, ...]:
         """The model's parameters in the order of its modules; tied ones once."""
-        return names_of(self.spec, self.seed)
+        return tuple(self.dtypes)
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -118,14 +118,8 @@ def under(dtype: torch.dtype | None) -> torch.autocast:
 
 
 @lru_cache(maxsize=64)
-def names_of(spec: ModelSpec, seed: int) -> tuple[str, ...]:
-    """``Baseline.names`` of a model built for it: that of ``seed``, which anyone's factory has made already."""
-    return tuple(dtypes_of(spec, seed))
-
-
-@lru_cache(maxsize=64)
 def dtypes_of(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtype]:
-    """``Baseline.dtypes``, as ``names_of``."""
+    """``Baseline.dtypes`` of a model built for it: that of ``seed``, which anyone's factory has made already."""
     return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
 
 

@@ -155,6 +155,11 @@ class Program:
     reduction: str = "mean"
 
     @property
+    def plainly(self) -> Program:
+        """The same on an engine that is told of nothing but an optimizer."""
+        return replace(self, clip=None, window=1, reduction="mean")
+
+    @property
     def model(self) -> str:
         """The model as text; it names the model's batches too."""
         return words(self.layers)
