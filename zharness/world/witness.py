@@ -216,6 +216,8 @@ class Witness:
             os.kill(self._watched.pid, signal.SIGKILL)
 
     def _ends_within(self, seconds: float) -> bool:
+        if self._ended >= 0:
+            return bool(select.select([self._ended], [], [], seconds)[0])
         until = time.monotonic() + seconds
         while time.monotonic() < until and alive(self._watched.pid):
             pause(0.02)
@@ -269,13 +271,16 @@ class Witness:
         return stacks_in(self._watched.room).read_text(errors="replace")
 
     def _bury(self) -> None:
-        """The rank's process has ended: take in what it still told, tell how it ended, and that all is over."""
+        """The rank's process has ended: take in what it still told, tell how it ended, and that all is over.
+
+        How it ended is asked first, and at once: the launcher, its parent, asks ten times a second.
+        """
         self._ends_within(LAST_WORDS)  # it closes its files a moment before it has ended
+        end, cause = how_it_ended(self._watched.pid, self._dump())
         while self._pipe.poll() and self._hear():
             continue
         if self._left or self._board.has(TOLD):
             return
-        end, cause = how_it_ended(self._watched.pid)
         words = f"rank {self._rank} {end.value}: {cause}"
         if self._work is not None:
             words = f"{words}, while {self._work.title} ran"
@@ -300,12 +305,15 @@ class Witness:
         return trimmed(text[at:]) if at >= 0 else ""
 
 
-def how_it_ended(pid: int) -> tuple[End, str]:
-    """By which signal or with which status, read while the process is still to be waited for. Linux only."""
+def how_it_ended(pid: int, dump: str) -> tuple[End, str]:
+    """By which signal or with which status, read while the process is still to be waited for. Linux only.
+
+    Once the launcher has waited for it, ``dump`` alone tells: what a fatal error of Python wrote, or nothing.
+    """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
     except (OSError, ValueError, IndexError):
-        return End.EXITED, GONE  # the launcher was faster
+        return (End.SIGNALLED, fatal_signal(dump).name) if FATAL in dump else (End.EXITED, GONE)
     if alive(pid):
         return End.EXITED, "it closed the pipe on which it reports, and did not end"
     if status & 0x7F == signal.SIGTERM:
@@ -313,6 +321,21 @@ def how_it_ended(pid: int) -> tuple[End, str]:
     if status & 0x7F:
         return End.SIGNALLED, signal_name(status & 0x7F)
     return End.EXITED, f"exit status {status >> 8}"
+
+
+# faulthandler's words for the signals it hears of; Python itself ends by SIGABRT after whatever other words it has.
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+}
+
+
+def fatal_signal(dump: str) -> signal.Signals:
+    """The signal of which a process died that wrote this last."""
+    said = dump.rpartition(f"{FATAL}: ")[2].partition("\n")[0]
+    return _FATAL_SIGNALS.get(said, signal.SIGABRT)
 
 
 def alive(pid: int) -> bool:

@@ -1,0 +1,52 @@
+"""How a witness names the end of a rank for which the launcher has waited already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zharness.world.outcome import End
+from zharness.world.witness import GONE, how_it_ended
+
+LETHAL = [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT]
+
+
+def ended(code: str) -> tuple[int, int, str]:
+    """A process that ran the code and was waited for: its number, its status, and what it wrote on standard error."""
+    with subprocess.Popen([sys.executable, "-X", "faulthandler", "-c", code], stderr=subprocess.PIPE, text=True) as one:
+        _, said = one.communicate()
+    return one.pid, one.returncode, said
+
+
+@pytest.mark.parametrize("number", LETHAL, ids=lambda number: number.name)
+def test_a_fatal_signal_is_read_in_the_stack_that_it_left(number: signal.Signals) -> None:
+    pid, status, dump = ended(f"import os; os.kill(os.getpid(), {int(number)})")
+    assert status == -number
+    assert how_it_ended(pid, dump) == (End.SIGNALLED, number.name)
+
+
+def test_python_s_own_fatal_errors_end_by_an_abort() -> None:
+    pid, status, dump = ended("import faulthandler; faulthandler._fatal_error_c_thread()")
+    assert status == -signal.SIGABRT
+    assert how_it_ended(pid, dump) == (End.SIGNALLED, "SIGABRT")
+
+
+def test_an_end_that_left_no_stack_is_the_launcher_s_to_tell() -> None:
+    pid, status, dump = ended("import os; os._exit(5)")
+    assert status == 5
+    assert how_it_ended(pid, dump) == (End.EXITED, GONE)
+
+
+def test_the_status_of_an_end_is_read_before_anybody_has_waited_for_it() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(5)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert how_it_ended(pid, "") == (End.EXITED, "exit status 5")
+    finally:
+        os.waitpid(pid, 0)
