@@ -14,6 +14,15 @@ os.environ.pop("GITHUB_STEP_SUMMARY", None)
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """A worker of xdist, and all that its tests start, keeps to a core of its own where there is one for each."""
+    from zharness.run.session import cores_of
+    from zharness.world.cores import keep_to
+
+    keep_to(cores_of(config))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path, parent):
     """`pytest repro`: torchrun runs the scripts, and pytest's own collector, which would import them, has none."""

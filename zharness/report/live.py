@@ -30,6 +30,7 @@ from zharness.run.record import RecordFile, record_file
 from zharness.run.runner import Withheld, surroundings
 from zharness.run.unmatched import unmatched
 from zharness.world import Isolation
+from zharness.world.cores import share
 from zharness.world.launched import launched
 from zharness.world.server import Surroundings
 
@@ -50,9 +51,9 @@ class Options:
     withheld: Withheld = Withheld.LEFT
     shuffle: int | None = None
 
-    def runner(self, places: Mapping[str, Surroundings]) -> Runner:
+    def runner(self, places: Mapping[str, Surroundings], cores: frozenset[int] = frozenset()) -> Runner:
         """One lane's runner."""
-        return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld)
+        return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld, cores)
 
     def ordered(self, cells: Sequence[Planned]) -> Sequence[Planned]:
         """The cells in the order in which they run."""
@@ -104,8 +105,9 @@ def run_request(
     """
     validate(request)
     places = {name: place(name) for name in engines_of(request)}
+    width = options.width()
     with ExitStack() as stack:
-        runners = [stack.enter_context(options.runner(places)) for _ in range(options.width())]
+        runners = [stack.enter_context(options.runner(places, share(lane, width))) for lane in range(width)]
         cells = plan(request, runners[0].claims)
         complaints = unmatched(cells, runners[0].claims, options.own)
         found = list(recorded(run_all(options.ordered(cells), runners), sink(), len(cells)))

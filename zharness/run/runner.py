@@ -56,10 +56,12 @@ class Runner:
         isolation: Isolation = Isolation.FRESH,
         own_excuses: Sequence[Excuse] = (),
         withheld: Withheld = Withheld.LEFT,
+        cores: frozenset[int] = frozenset(),
     ) -> None:
         """``isolation`` says whether the cells of one engine and stage may share ranks, one after the other.
 
         ``own_excuses`` come before those of the package. ``withheld`` says whether refused features are tried.
+        ``cores`` are those on which ranks and judges run, one after the other; any where there are none.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
         importlib.import_module("torch._dynamo")
@@ -68,8 +70,8 @@ class Runner:
         self.isolation = isolation
         self.own_excuses = tuple(own_excuses)
         self.withheld = withheld
-        self._servers = {name: RankServer(place) for name, place in places.items()}
-        self._judges = RankServer()
+        self._servers = {name: RankServer(replace(place, cores=cores)) for name, place in places.items()}
+        self._judges = RankServer(Surroundings(cores=cores))
         self._rooms: list[Path] = []  # of cells that passed
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
