@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import shutil
 import statistics
 import sys
 import tempfile
@@ -125,16 +124,14 @@ class Watch:
         return on_the_clock
 
 
-def cost(ranks: RankServer, judges: RankServer, case: Case, claims: Capabilities) -> Cost:
-    """One cell as ``zharness check --isolation pooled`` runs it."""
+def cost(ranks: RankServer, judges: RankServer, case: Case, claims: Capabilities, room: str) -> Cost:
+    """One cell as ``zharness check --isolation pooled`` runs it: files in ``room`` are those of the cell before."""
     began = time.perf_counter()
-    room = tempfile.mkdtemp(dir=judges.room)
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
     pool = f"stage {case.stage}"  # ranks are one stage's, the judge is everyone's
     arguments = (case, 0, room, claims, {})
     seen = submitted(ranks, observed, arguments, case.world_size, group=Group.KEPT, pool=pool, **common)
     judge, plain = submitted(judges, judged, (case, 0, room, claims), 1, group=Group.NONE, **common)[0]
-    shutil.rmtree(room)
     return Cost(case, time.perf_counter() - began, max(seen), plain, judge)
 
 
@@ -158,9 +155,10 @@ def main() -> int:
         if not planned.unsupported
     ][:: options.every]
     with RankServer(surroundings(options.engine)) as ranks, RankServer() as judges:
+        room = tempfile.mkdtemp(dir=judges.room)
         for case in {case.stage: case for case in cells}.values():
-            cost(ranks, judges, case, claimed[case.stage])  # the first of its stage starts the ranks
-        costs = [cost(ranks, judges, case, claimed[case.stage]) for case in tqdm(cells, unit="cell")]
+            cost(ranks, judges, case, claimed[case.stage], room)  # the first of its stage starts the ranks
+        costs = [cost(ranks, judges, case, claimed[case.stage], room) for case in tqdm(cells, unit="cell")]
     return report(costs)
 
 

@@ -194,16 +194,25 @@ def redirect(ends: Ends) -> None:
 
 def attempt(work: Work, seat: Seat, inherited: Callable[..., Any] | None) -> RankOutcome:
     """The outcome of ``work`` on this rank; every exception, SystemExit included, becomes part of it."""
-    loaded = set(sys.modules)
+    loaded = len(sys.modules)
     try:
         form_group(work, seat)
         function = inherited if work.function is by_inheritance and inherited is not None else work.function
         value = function(*work.args)
         payload = pickle.dumps(value)
-        imported = tuple(name for name in sys.modules if name.startswith("torch.") and name not in loaded)
-        return RankOutcome(seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload, imported=imported)
+        return RankOutcome(
+            seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload, imported=imported_behind(loaded)
+        )
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
         return raised(seat.rank, error)
+
+
+def imported_behind(first: int) -> tuple[str, ...]:
+    """torch's modules behind the ``first`` so many: they are in the order in which they were imported.
+
+    Of work that takes modules away some are missed, and imported by every rank again: a matter of time, not of results.
+    """
+    return tuple(name for name in list(sys.modules)[first:] if name.startswith("torch."))
 
 
 def by_inheritance() -> None:
