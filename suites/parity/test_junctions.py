@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, fsdp2
 from zharness.errors import EngineContractError
-from zharness.parity.baseline import names_of
+from zharness.parity.baseline import dtypes_of
 from zharness.parity.junctions import Choose, with_junctions
 from zharness.workload.models import Batch, ModelSpec
 
@@ -105,7 +105,7 @@ def test_what_is_kept_for_a_model_with_junctions_is_found_again() -> None:
     options = {"grouping": {"of": ["lists"]}}
     first, again = (with_junctions(SPEC, inner, dict(options)) for _ in range(2))
     assert first == again
-    assert names_of(first, 0) is names_of(again, 0)
+    assert dtypes_of(first, 0) is dtypes_of(again, 0)
     assert first not in (SPEC, with_junctions(SPEC, itself, options), with_junctions(SPEC, inner, {}))
 
 
