@@ -16,11 +16,13 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """A worker of xdist, and all that its tests start, keeps to a core of its own where there is one for each."""
-    from zharness.run.session import cores_of
-    from zharness.world.cores import keep_to
+    """Where xdist has a worker for every core, each keeps to one, with all that its tests start."""
+    from zharness.world.cores import share
 
-    keep_to(cores_of(config))
+    worker = getattr(config, "workerinput", None)
+    number = worker["workerid"].removeprefix("gw") if worker else ""
+    if number.isdigit() and (core := share(int(number), worker["workercount"])):
+        os.sched_setaffinity(0, core)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,8 +24,8 @@ from zharness.releases.surroundings import surroundings
 from zharness.report.live import run_all
 from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.record import RecordFile, record_file
+from zharness.run.runner import keep_apart
 from zharness.world import Isolation
-from zharness.world.cores import share
 
 ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
 
@@ -50,15 +50,14 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         places = {name: surroundings(name) for name in options.engines or ENGINES}
         runners = [
-            stack.enter_context(
-                Runner(places, options.timeout, isolation=Isolation.POOLED, cores=share(lane, options.jobs))
-            )
-            for lane in range(options.jobs)
+            stack.enter_context(Runner(places, options.timeout, isolation=Isolation.POOLED))
+            for _ in range(options.jobs)
         ]
         file = stack.enter_context(record_file(options.jsonl))
         for record in known:
             file.add(record)
         matrix = whole_matrix(options, runners[0])
+        keep_apart(runners, matrix)
         known.extend(soak(options, matrix, runners, known, file))
     found = clean_record(known)
     print(found.words())

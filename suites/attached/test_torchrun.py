@@ -63,6 +63,10 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
             print("seen on", rank)
             kept = dist.new_group([0, 1, 2, 3])  # a local of the frame that raises
             if rank == 2:
+                child = os.fork()
+                if child == 0:
+                    ctypes.string_at(0)  # its death is not the rank's, and is told where the rank prints
+                os.waitpid(child, 0)
                 raise ValueError("only here")
             dist.barrier(group=kept)
 
@@ -108,6 +112,7 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
     assert "rank 2 failed first, in call: ValueError: only here" in failure
     assert "ranks 0-1, 3 were stopped because another rank had failed, in call" in failure
     assert all(f"[rank {rank}] seen on {rank}" in failure for rank in range(4))
+    assert "[rank 2] Fatal Python error: Segmentation fault" in failure
     assert "collective 1 differs: rank 0 calls broadcast float32[2] (test_it.py, line " in done.output
     assert "skipped on rank 1 of 4 only: not on rank 1; ranks 0, 2-3 were stopped" in done.output
     suite = ElementTree.parse(folder / "report.xml").getroot().find("testsuite")  # noqa: S314 - our own file

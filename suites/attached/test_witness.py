@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from zharness.world.outcome import End
-from zharness.world.witness import GONE, how_it_ended
+from zharness.world.witness import GONE, how_it_ended, told_by
 
 LETHAL = [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT]
 
@@ -26,19 +26,22 @@ def ended(code: str) -> tuple[int, int, str]:
 def test_a_fatal_signal_is_read_in_the_stack_that_it_left(number: signal.Signals) -> None:
     pid, status, dump = ended(f"import os; os.kill(os.getpid(), {int(number)})")
     assert status == -number
-    assert how_it_ended(pid, dump) == (End.SIGNALLED, number.name)
+    assert how_it_ended(pid) is None
+    assert told_by(dump) == (End.SIGNALLED, number.name)
 
 
 def test_python_s_own_fatal_errors_end_by_an_abort() -> None:
     pid, status, dump = ended("import faulthandler; faulthandler._fatal_error_c_thread()")
     assert status == -signal.SIGABRT
-    assert how_it_ended(pid, dump) == (End.SIGNALLED, "SIGABRT")
+    assert how_it_ended(pid) is None
+    assert told_by(dump) == (End.SIGNALLED, "SIGABRT")
 
 
 def test_an_end_that_left_no_stack_is_the_launcher_s_to_tell() -> None:
     pid, status, dump = ended("import os; os._exit(5)")
     assert status == 5
-    assert how_it_ended(pid, dump) == (End.EXITED, GONE)
+    assert how_it_ended(pid) is None
+    assert told_by(dump) == (End.EXITED, GONE)
 
 
 def test_the_status_of_an_end_is_read_before_anybody_has_waited_for_it() -> None:
@@ -47,6 +50,6 @@ def test_the_status_of_an_end_is_read_before_anybody_has_waited_for_it() -> None
         os._exit(5)
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert how_it_ended(pid, "") == (End.EXITED, "exit status 5")
+        assert how_it_ended(pid) == (End.EXITED, "exit status 5")
     finally:
         os.waitpid(pid, 0)

@@ -106,7 +106,7 @@ def stepped(name: str, steps: int, settings: dict[str, float]) -> Stepped:
         weight.grad = drawn(step + 1)
         optimizer.step()
     assert weight.grad is not None
-    return Stepped(moved, weight, weight.grad, before, optimizer.state[weight], OPTIMIZERS[name], None)
+    return Stepped(moved, weight, weight.grad, before, optimizer.state[weight], OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -134,9 +134,7 @@ def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
     found = stepped("adamw", 2, OPTIMIZERS["adamw"])
     lost = {key: value for key, value in found.kept.items() if key != "exp_avg"}
     assert (
-        Stepped(found.weight, found.moved, found.grad, lost, found.state, found.settings, None).in_pieces(
-            "adamw", PLACE
-        )
+        Stepped(found.weight, found.moved, found.grad, lost, found.state, found.settings).in_pieces("adamw", PLACE)
         == []
     ), "the replay takes zeros for it"
 

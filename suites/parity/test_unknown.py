@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from zharness.checks.given import entries, gradients_given, in_entries, taken_from
-from zharness.checks.optimizer_step import Clipped, Factor
+from zharness.checks.optimizer_step import NO_CLIPPING, Clipped, Factor
 from zharness.checks.program import OPTIMIZERS
 from zharness.checks.program_judge import Taken, updated
 from zharness.checks.trial import Trial
@@ -18,6 +20,7 @@ from zharness.parity.contamination import Conditions
 from zharness.parity.facts import Place
 from zharness.parity.snapshot import Evidence, Snapshot
 from zharness.workload import model_spec
+from zharness.workload.programs import Pending
 
 PLACE = Place("w", Part.OPTIMIZER)
 
@@ -39,6 +42,14 @@ def test_a_dense_gradient_is_its_only_entry() -> None:
     assert in_entries({"w": [[grad], [grad, grad]]})
 
 
+def test_a_sparse_gradient_without_any_row_is_zeros() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    given = gradients_given(table)
+    table(torch.zeros(0, dtype=torch.int64)).sum().backward()
+    ((parts,),) = taken_from(given).values()
+    assert [part.tolist() for part in parts] == [torch.zeros(4, 3).tolist()]
+
+
 @pytest.mark.parametrize(("off", "right"), [(1.0, True), (1 + 9e-5, True), (1 + 2e-4, False)])
 def test_a_factor_whose_norm_nobody_reports_is_known_as_well_as_that_norm(off: float, right: bool) -> None:
     weight, grad = torch.zeros(5), torch.linspace(1, 2, 5)
@@ -47,10 +58,43 @@ def test_a_factor_whose_norm_nobody_reports_is_known_as_well_as_that_norm(off: f
     assert Clipped(weight, grad, Factor(0.5)).held(PLACE, -grad * 0.5 * (1 + 9e-5)).mismatch is not None
 
 
-def reduced(name: str, given: Tensor, terms: list[Tensor]) -> list[Comparison]:
+def one(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("norm", "error", "least", "most"),
+    [
+        (0.5, 1e-7, 1.0, 1.0),  # far below the limit: nobody clips, whatever the rounding
+        (1.0 - 1e-6, 1e-5, 1 / (1 + 1e-5), 1.0),  # nearly at it: some may
+        (2.0, 1.0, 1 / 3, 1 - 1e-6),  # known by half: from three times the limit to the limit itself
+    ],
+)
+def test_a_factor_takes_in_whatever_a_norm_that_nobody_reports_may_be(
+    norm: float, error: float, least: float, most: float
+) -> None:
+    factor = Factor.within(1.0, one(norm), one(error), None)
+    grad = factor.of(Bounded.exact(torch.ones(1, dtype=torch.float64)))
+    assert float((grad.value - grad.error).max()) <= least
+    assert float((grad.value + grad.error).min()) >= most
+    assert (factor == NO_CLIPPING) is (least == 1)
+
+
+def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_torch_spreads_it() -> None:
+    assert Factor.within(1.0, one(2.0), one(1.0), one(4.0 - 1e-6)) == Factor(0.25)
+    lost = Factor.within(1.0, one(math.nan), one(math.nan), one(math.nan))
+    assert math.isnan(lost.value)
+    grad = torch.ones(3)
+    assert Clipped(torch.zeros(3), grad, lost).held(PLACE, -grad).mismatch is not None, "torch's weights are NaN"
+    assert Clipped(torch.zeros(3), grad, lost).held(PLACE, grad * math.nan).mismatch is None
+
+
+def reduced(
+    name: str, given: Tensor, terms: list[Tensor], dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
+) -> list[Comparison]:
     """What a trial of three ranks says of ``given`` as the mean of ``terms``."""
     evidence = Evidence((Snapshot("grads", 0, {name: given}),), {}, Conditions({}, ()))
-    trial = Trial(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, torch.float32)
+    trial = Trial(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, wire=wire)
     return list(trial.reduced("grads", [[Local(torch.zeros(()), {name: term}) for term in terms]]))
 
 
@@ -63,9 +107,25 @@ def test_a_parameter_of_a_narrower_dtype_is_reduced_in_its_own() -> None:
     assert any(each.mismatch for each in reduced("wide", (terms[0] * (1 + 1e-3)).double(), terms)), "others are not"
 
 
-@pytest.mark.parametrize(("error", "right"), [(0.5, True), (0.0, False)])
-def test_adam_s_step_by_a_gradient_that_may_be_nothing_is_undetermined_and_by_a_known_one_is_not(
-    error: float, right: bool
+def test_a_narrow_parameter_that_an_engine_holds_in_a_wider_dtype_is_reduced_in_that() -> None:
+    terms = [torch.tensor([0.25, -0.5, 1.0])] * 3
+    off = terms[0] * (1 + 6e-3)
+    assert any(each.mismatch for each in reduced("narrow", off, terms))
+    assert any(each.mismatch for each in reduced("narrow", off.half(), terms, torch.float16))
+
+
+def test_a_wire_that_is_narrower_than_a_gradient_decides() -> None:
+    terms = [torch.tensor([0.3, -0.7, 1.1]).half()] * 3
+    third = (torch.stack(terms).to(torch.bfloat16) / 3).sum(0).half()
+    assert not any(each.mismatch for each in reduced("narrow", third, terms, torch.float32, torch.bfloat16))
+    assert any(each.mismatch for each in reduced("narrow", third, terms))
+
+
+@pytest.mark.parametrize(
+    ("error", "pending", "right"), [(1.5, "UNSEEN", True), (0.0, "UNSEEN", False), (1.5, "REDUCED", False)]
+)
+def test_adam_s_step_by_an_unseen_gradient_that_may_be_nothing_is_undetermined_and_by_a_known_one_is_not(
+    error: float, pending: str, right: bool
 ) -> None:
     weight, spec = torch.zeros(1), OPTIMIZERS["adamw"]
     grad = Bounded(torch.ones(1, dtype=torch.float64), torch.full((1,), error, dtype=torch.float64), torch.float32)
@@ -81,6 +141,10 @@ def test_adam_s_step_by_a_gradient_that_may_be_nothing_is_undetermined_and_by_a_
         Conditions({}, ()),
     )
     trial = Trial(Baseline(model_spec("mlp"), 0, 1), (after,), torch.float32)
-    found = [each for each in updated(trial, spec, {"w": grad}, 0, Taken(), 1) if each.place and each.place.name == "w"]
+    found = [
+        each
+        for each in updated(trial, spec, {"w": grad}, 0, Taken(), 1, Pending[pending])
+        if each.place and each.place.name == "w"
+    ]
     assert [each.mismatch is None for each in found] == [right]
     assert [each.undetermined for each in found if right] == [1] * right

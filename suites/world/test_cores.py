@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from zharness.run.session import cores_of
+from zharness.case import Case
+from zharness.run import Planned
+from zharness.run.runner import keep_apart
 from zharness.world import RankServer
 from zharness.world.cores import share
-from zharness.world.server import Surroundings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process to cores")
-
-
-@dataclass(frozen=True)
-class Worker:
-    """As much of a pytest.Config as a worker of xdist has more than others."""
-
-    workerinput: dict[str, Any] = field(default_factory=dict)
 
 
 def usable(monkeypatch: pytest.MonkeyPatch, cores: Iterable[int]) -> None:
@@ -49,18 +43,56 @@ def test_a_system_without_affinity_has_no_shares(monkeypatch: pytest.MonkeyPatch
     assert not share(0, 64)
 
 
-def test_a_worker_of_xdist_is_a_lane_and_a_session_without_workers_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Lane:
+    """As much of a Runner as is asked of it here: the cores that it was told to keep to."""
+
+    cores: list[Any] = field(default_factory=list)
+
+    def keep_to(self, cores: frozenset[int]) -> None:
+        self.cores.extend(cores)
+
+
+def given(cells: int, model: str = "mlp", unsupported: str = "") -> list[list[Any]]:
+    """The cores of two lanes that have so many cells to run."""
+    lanes: list[Any] = [Lane(), Lane()]
+    case = Case("training.grads", "reference", 0, 2, "fp32", model)
+    keep_apart(lanes, [Planned(case, unsupported)] * cells)
+    return [lane.cores for lane in lanes]
+
+
+def test_lanes_with_enough_to_do_for_every_core_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     usable(monkeypatch, (0, 1))
-    worker: Any = Worker({"workerid": "gw1", "workercount": 2})
-    alone: Any = object()
-    assert cores_of(worker) == {1}
-    assert not cores_of(alone)
+    assert given(2) == [[0], [1]]
 
 
-def test_ranks_keep_to_the_cores_of_their_server_and_nobody_else_does() -> None:
-    mine = os.sched_getaffinity(0)
-    core = max(mine)
-    with RankServer(Surroundings(cores=frozenset({core}))) as kept, RankServer() as free:
+def test_a_single_cell_has_every_core_and_so_has_any_where_others_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable(monkeypatch, (0, 1))
+    assert given(1) == [[], []]
+    assert given(9, unsupported="not claimed") == [[], []]
+
+
+def test_cells_of_anyone_s_own_model_have_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable(monkeypatch, (0, 1))
+    assert given(9, model="my_package.models:large") == [[], []]
+
+
+@pytest.fixture
+def all_cores() -> Iterator[set[int]]:
+    """Those that this process may use, which may be kept to one of them by the suites' own settings."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before)
+
+
+def test_ranks_keep_to_the_core_of_their_server_and_nobody_else_does(all_cores: set[int]) -> None:
+    if len(all_cores) < 2:
+        pytest.skip("one core, to which everything keeps anyway")
+    core = max(all_cores)
+    with RankServer() as kept, RankServer() as free:
+        kept.keep_to({core})
+        free.keep_to(frozenset())
         assert kept.run(os.sched_getaffinity, 0, world_size=2).values() == [{core}, {core}]
-        assert free.run(os.sched_getaffinity, 0, world_size=2).values() == [mine, mine]
-    assert os.sched_getaffinity(0) == mine
+        assert free.run(os.sched_getaffinity, 0, world_size=2).values() == [all_cores, all_cores]
+    assert os.sched_getaffinity(0) == all_cores

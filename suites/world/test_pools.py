@@ -1,7 +1,9 @@
 """Ranks that live on: reused, replaced after a fault, and gone when they are dismissed."""
 
+import importlib
 import os
 import signal
+import sys
 import threading
 
 import torch
@@ -133,3 +135,23 @@ def test_ranks_that_live_on_compare_the_collectives_of_the_work_that_asks_for_it
     assert [{level for _, level in values} for values in found] == [{"OFF"}, {"DETAIL"}, {"OFF"}]
     assert len({tuple(pid for pid, _ in values) for values in found}) == 1, "the same ranks"
     assert "mismatch between collectives" in told
+
+
+RARE = "torch.utils.throughput_benchmark"  # a module of torch that nothing else imports
+
+
+def had_it() -> bool:
+    """Whether this rank found the module imported; it has it from now on."""
+    found = RARE in sys.modules
+    importlib.import_module(RARE)
+    return found
+
+
+def test_what_one_rank_imported_of_torch_the_next_ones_find() -> None:
+    with RankServer() as server:
+        first = server.run(had_it, world_size=2)
+        assert [rank.imported for rank in first.ranks] == [(RARE,)] * 2
+        second = server.run(had_it, world_size=2)
+        assert [rank.imported for rank in second.ranks] == [()] * 2
+    assert first.values() == [False, False]
+    assert second.values() == [True, True]

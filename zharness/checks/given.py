@@ -40,6 +40,7 @@ def in_entries(given: Given) -> bool:
 def entries(grad: Tensor) -> list[Tensor]:
     """Dense tensors of a parameter's shape that add up to ``grad``; of a sparse one, in none of them is a row twice.
 
+    Of a sparse one without any row: zeros.
     An engine may divide every entry of a sparse gradient by the number of ranks before they are added, as DDP does.
     """
     if grad.layout is torch.strided:
@@ -51,7 +52,7 @@ def entries(grad: Tensor) -> list[Tensor]:
             found.append(torch.zeros(grad.shape, dtype=grad.dtype))
         found[seen[row]][row] = value
         seen[row] += 1
-    return found
+    return found or [torch.zeros(grad.shape, dtype=grad.dtype)]
 
 
 def dense(grad: Tensor) -> Tensor:

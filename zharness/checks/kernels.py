@@ -50,9 +50,11 @@ def judge_kernels(trial: Trial) -> Iterator[Comparison]:
     everyone = trial.copies("grads", size)
     for name in own[0]:
         terms = [grads[name] for grads in own]
-        mean, bound = mean_and_bound(terms, trial.reduced_in, everyone[0][name].dtype)
+        held = everyone[0][name].dtype
+        wire = trial.wire_of(held)
+        mean, bound = mean_and_bound(terms, wire, held)
         if not is_power_of_two(size):  # then a gradient alone was rounded when it was divided
-            bound = bound + gamma(1, trial.reduced_in) * sum(term.abs() for term in terms) / size
+            bound = bound + gamma(1, wire) * sum(term.abs() for term in terms) / size
         for rank, copy in enumerate(everyone):
             yield within(trial.place(name, Part.REDUCTION, 0, rank), mean, copy[name], bound)
         yield from ranks_agree(trial.place(name, Part.REDUCTION), [copy[name] for copy in everyone])

@@ -29,7 +29,7 @@ CLIPPING = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the nor
 
 @dataclass(frozen=True)
 class Factor:
-    """By what gradients are clipped; 1 where they are not.
+    """By what gradients are clipped: 1 where they are not, NaN where the norm is, as torch's.
 
     ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the rounding of a norm that it does not
     report.
@@ -42,13 +42,24 @@ class Factor:
     def within(cls, limit: float, norm: Tensor, error: Tensor, reported: Tensor | None) -> Factor:
         """That of torch.nn.utils.clip_grad_norm_ to ``limit``, by the norm ``reported``; where there is none, by
         ``norm``, which an engine's may be off by ``error``."""
-        value = min(1.0, limit / (float(norm if reported is None else reported) + 1e-6))
-        return cls(value, float(error / norm) if reported is None and norm > 0 else 0.0)
+        if reported is not None:
+            return cls(float(clipping(limit, reported)))
+        value, norms = clipping(limit, norm), ((norm - error).clamp(min=0.0), norm + error)
+        return cls(
+            float(value), float(torch.stack([(clipping(limit, one) - value).abs() for one in norms]).max() / value)
+        )
 
     def of(self, grad: Bounded) -> Bounded:
-        """``grad`` times the factor."""
+        """``grad`` times the factor; ``grad`` itself where nobody clips."""
+        if self == NO_CLIPPING:
+            return grad
         value = torch.tensor(self.value, dtype=torch.float64)
         return grad * Bounded(value, value * (gamma(CLIPPING - 1, grad.dtype) + self.unknown), grad.dtype)
+
+
+def clipping(limit: float, norm: Tensor) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
+    return (limit / (norm.double() + 1e-6)).clamp(max=1.0)
 
 
 NO_CLIPPING = Factor()
@@ -74,7 +85,7 @@ def judge_step(
     """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
 
     The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree, and
-    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``, where that is below 1.
+    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``.
     """
     step, made = moment.step, moment.step - moment.skipped
     before, after = trial.copies(moment.params, step)[0], trial.copies(moment.params, step + 1)[0]
@@ -87,8 +98,7 @@ def judge_step(
             yield told(stayed, "the step moved a parameter that has no gradient")
             continue
         own = {"step": torch.tensor(float(made - moment.idle.get(name, 0)))} | dict(kept.get(name, {}))
-        factor = clipped_by if clipped_by.value < 1 else None
-        one = Stepped(weight, after[name], grads[name], own, state.get(name, {}), hyper(spec, name, made), factor)
+        one = Stepped(weight, after[name], grads[name], own, state.get(name, {}), hyper(spec, name, made), clipped_by)
         home = trial.place(name, Part.OPTIMIZER, step)
         yield from one.in_pieces(spec.name, home) or one.held(spec.name, home)
     moved = {name: entry for name, entry in state.items() if name in grads}
@@ -99,7 +109,7 @@ def judge_step(
 class Stepped:
     """One parameter, its gradient and its state around a step with the arguments ``settings``.
 
-    The gradient is ``clipped_by`` a factor; None: by none.
+    The gradient is ``clipped_by`` a factor.
     """
 
     weight: Tensor
@@ -108,7 +118,7 @@ class Stepped:
     kept: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     settings: Mapping[str, Any]
-    clipped_by: Factor | None
+    clipped_by: Factor = NO_CLIPPING
 
     def in_pieces(self, optimizer: str, home: Place) -> list[Comparison]:
         """``held`` of a large parameter in which nothing is wrong; else nothing.
@@ -156,8 +166,7 @@ class Stepped:
 
     def held(self, optimizer: str, home: Place) -> Iterator[Comparison]:
         """The state after the step and then the weight, held against the replay of ``optimizer``."""
-        grad = Bounded.exact(self.grad)
-        grad = grad if self.clipped_by is None else self.clipped_by.of(grad)
+        grad = self.clipped_by.of(Bounded.exact(self.grad))
         expected, moments = replay(optimizer, self.weight, grad, self.kept, self.settings)
         plain = partial(plain_step, optimizer, self.weight, grad, self.kept, self.settings)
         for key, value in moments.items():
@@ -194,8 +203,7 @@ class Clipped:
 
     def held(self, place: Place, moved: Tensor) -> Comparison:
         """What the step made of the weight, ``moved``, held against w - factor x g."""
-        grad = Bounded.exact(self.grad)
-        right = Bounded.exact(self.weight) - (self.factor.of(grad) if self.factor.value < 1 else grad)
+        right = Bounded.exact(self.weight) - self.factor.of(Bounded.exact(self.grad))
         return within(place, right.value, moved, right.error)
 
 
@@ -223,8 +231,7 @@ def torchs_steps(name: str, parts: Sequence[Stepped]) -> Iterator[Mapping[str, T
     leaves = [part.weight.detach().clone() for part in parts]
     optimizer = optimizer_class(name)(leaves, **parts[0].settings)
     for leaf, part in zip(leaves, parts, strict=True):
-        grad = part.grad.to(leaf.dtype)
-        leaf.grad = grad.clone() if part.clipped_by is None else grad * part.clipped_by.value
+        leaf.grad = part.grad.to(leaf.dtype) * part.clipped_by.value
         if part.kept.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.kept.items()}
         elif float(part.kept.get("step", torch.zeros(()))) > 0:

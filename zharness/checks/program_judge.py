@@ -101,7 +101,7 @@ class Judge:
         elif act is Act.STEP:
             yield from self.stepped(place, book)
         elif act is Act.IDLE:
-            yield from self.moved(place, {})
+            yield from self.moved(place, {}, Pending.NOTHING)
         elif act is Act.EDIT:
             yield from self.written()
         elif act is Act.SAVE:
@@ -212,7 +212,7 @@ class Judge:
                     yield told(found, EARLY)
             return
         grads = yield from self.clip(place, self.taken_in(book))
-        yield from self.moved(place, grads)
+        yield from self.moved(place, grads, book.pending)
 
     def taken_in(self, book: Book) -> Means:
         """The gradients that a step is made with: the engine's own, or where nobody asked for them what they may be."""
@@ -233,12 +233,12 @@ class Judge:
         error = rounding + norm_of({name: grad.error for name, grad in grads.items()})
         reported = yield from reported_norm(self.trial, "norm", place, norm, error)
         factor = Factor.within(self.program.clip, norm, error, reported)
-        return {name: factor.of(grad) for name, grad in grads.items()} if factor.value < 1 else grads
+        return {name: factor.of(grad) for name, grad in grads.items()}
 
-    def moved(self, place: int, grads: Means) -> Iterator[Comparison]:
+    def moved(self, place: int, grads: Means, pending: Pending) -> Iterator[Comparison]:
         """The new weights and state are the replay of the formula on the engine's own numbers before."""
         spec = OPTIMIZERS[self.program.optimizer]
-        yield from updated(self.trial, spec, grads, self.era, self.taken, place)
+        yield from updated(self.trial, spec, grads, self.era, self.taken, place, pending)
         self.taken, self.era = self.taken.with_one(grads), self.era + 1
         yield from self.agreed()
 
@@ -302,6 +302,7 @@ def updated(
     era: int,
     taken: Taken,
     place: int,
+    pending: Pending,
 ) -> Iterator[Comparison]:
     """Each parameter made the step that its own count of steps asks for; one without a gradient made none."""
     before, after = trial.copies("masters", era)[0], trial.copies("masters", era + 1)[0]
@@ -329,8 +330,9 @@ def updated(
             )
         # Of a gradient that nobody saw, and that is hardly larger than it may be wrong, Adam's step may be anything:
         # its square, by whose root that divides, may be zero for all that is known.
-        unseen = grads[name].error > 0
-        error = expected.error.where(~unseen, expected.error.nan_to_num(nan=ENDLESS, posinf=ENDLESS))
+        error = expected.error
+        if pending is Pending.UNSEEN:
+            error = error.where(grads[name].error == 0, error.nan_to_num(nan=ENDLESS, posinf=ENDLESS))
         moved = expected.value - weight.double()
         yield hinted(within(here, expected.value, after[name], error, signal=moved), weight, after[name])
 

@@ -47,10 +47,9 @@ class Trial:
     def reduced_in(self) -> torch.dtype:
         return self.wire or self.dtype
 
-    def wire_of(self, name: str) -> torch.dtype:
-        """In which dtype gradients of a parameter are reduced: its own, where the model has that narrower."""
-        own = self.baseline.dtypes[name]
-        return own if unit_roundoff(own) > unit_roundoff(self.dtype) else self.reduced_in
+    def wire_of(self, held: torch.dtype) -> torch.dtype:
+        """In which dtype a gradient is reduced that comes in ``held``: in that one, where it is the narrower."""
+        return max(self.reduced_in, held, key=unit_roundoff)
 
     @property
     def world_size(self) -> int:
@@ -123,7 +122,7 @@ class Trial:
             if any(name in local.grads for row in micros for local in row):
                 dtype = held.get(name, self.dtype)
                 terms = [scale * term.double() for row in self._known(name, micros) for term in row]
-                found[name] = Bounded(*mean_and_bound(terms, self.reduced_in, dtype), dtype)
+                found[name] = Bounded(*mean_and_bound(terms, self.wire_of(dtype), dtype), dtype)
         return found
 
     def _known(self, name: str, micros: Sequence[Sequence[Local]]) -> list[list[Tensor]]:
@@ -164,7 +163,7 @@ class Trial:
         first = everyone[0]
         if first.numel() <= PIECE or any(term.shape != first.shape for row in grads for term in row):
             return []
-        flat, wire = [[term.flatten() for term in row] for row in grads], self.wire_of(name)
+        flat, wire = [[term.flatten() for term in row] for row in grads], self.wire_of(first.dtype)
 
         def compare(piece: slice, held: Tensor) -> list[Comparison]:
             terms = [[term[piece] for term in row] for row in flat]
@@ -214,7 +213,7 @@ class Trial:
         A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
         """
         terms = [[scale * grad.double() for grad in row] for row in grads]
-        flat, wire = [term for row in terms for term in row], self.wire_of(name)
+        flat, wire = [term for row in terms for term in row], self.wire_of(everyone[0].dtype)
         mean, bound = mean_and_bound(flat, wire, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""

@@ -20,8 +20,8 @@ from zharness.kills.runner import MutantRunner
 from zharness.mutants import find_mutants
 from zharness.run import Planned, Record, Runner
 from zharness.run.record import record_file
+from zharness.run.runner import keep_apart
 from zharness.workload import model_spec
-from zharness.world.cores import share
 from zharness.world.limits import check_world_size
 
 RunAll = Callable[[Sequence[Planned], Sequence[Runner]], Iterator[Record]]
@@ -72,8 +72,8 @@ def mutants(patterns: tuple[str, ...], options: Options, jsonl: Path | None, run
                 file.add(record)
         bar = stack.enter_context(tqdm(total=len(tries), unit="pair", leave=False, disable=not sys.stderr.isatty()))
         if any(open_cells(tried, known) for tried in tries):
-            cores = [share(lane, options.lanes) for lane in range(options.lanes)]
-            runners = [stack.enter_context(MutantRunner(options.timeout, cores=one)) for one in cores]
+            runners = [stack.enter_context(MutantRunner(options.timeout)) for _ in range(options.lanes)]
+            keep_apart(runners, [cell for tried in tries for cell in open_cells(tried, known)])
         while cells := [cell for tried in tries for cell in open_cells(tried, known)[:1]]:
             bar.update(len(tries) - len(cells) - bar.n)
             for record in run_all(cells, runners):

@@ -6,7 +6,6 @@ from zharness.engines import Capabilities
 from zharness.mutants import MUTANTS, PATH
 from zharness.run import Runner
 from zharness.world import Isolation, RankServer
-from zharness.world.server import Surroundings
 
 
 class MutantRunner(Runner):
@@ -16,9 +15,9 @@ class MutantRunner(Runner):
     it is closed, and a rank in which a cell raised, hung or died is not used again.
     """
 
-    def __init__(self, timeout: float = 60.0, seed: int = 0, cores: frozenset[int] = frozenset()) -> None:
-        super().__init__({}, timeout, seed, Isolation.POOLED, cores=cores)
-        self._shared = RankServer(Surroundings(cores=cores))
+    def __init__(self, timeout: float = 60.0, seed: int = 0) -> None:
+        super().__init__({}, timeout, seed, Isolation.POOLED)
+        self._shared = RankServer()
         self._servers = {mutant.engine: self._shared for mutant in MUTANTS.values()}
 
     def claims(self, engine: str, stage: int) -> Capabilities:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.engines.protocol import Reduction
 from zharness.mutants.around import Around
-from zharness.mutants.mutant import Kind, Mutant, Target
+from zharness.mutants.mutant import Kind, Mutant, Target, pytorch
 from zharness.parity import Part
+from zharness.reference.buckets import spread
+from zharness.reference.layout import Original
 
 
 def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -219,6 +221,46 @@ class DecaysWhatHasNoGradient(Around):
         self.right.step()
 
 
+class TakesWhatAFailedBackwardGathered(Around):
+    """What a backward that raises has gathered is what the next forward takes, whatever was loaded meanwhile."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.ahead: dict[str, Tensor] = {}
+        self.shelf = self.right.engine._gradients._wire.shelf
+        self.fresh, self.shelf.fetch = self.shelf.fetch, self.fetch
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        try:
+            self.right.backward(loss, retain_graph=retain_graph)
+        except Exception:
+            self.ahead = dict(getattr(self.shelf._lot, "shards", {}))
+            raise
+
+    def fetch(self, original: Original, full: Tensor) -> None:
+        """The parameter; the first time after such a backward, as that has left it."""
+        self.fresh(original, full)
+        if original.name in self.ahead:
+            spread(self.ahead.pop(original.name), full, original.layout)
+
+
+class LaysOutInTheSecondForward(Around):
+    """Makes its buckets in the forward after the first backward, in memory that a transform of torch.func hides."""
+
+    trained_once = laid_out = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trained_once and not self.laid_out and torch.is_grad_enabled():
+            self.laid_out = torch.empty(1).data_ptr() != 0  # raises in a transform
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.trained_once = True
+
+
 ORDER = "training.any_order"
 MUTANTS = (
     Mutant(WeighsByTheFirstBatch, Kind.SCALE, (Target(ORDER, Part.LOCAL_GRADIENT, variant="sums"),)),
@@ -250,5 +292,16 @@ MUTANTS = (
         DecaysWhatHasNoGradient,
         Kind.OPTIMIZER,
         (Target(ORDER, Part.OPTIMIZER, variant="sums"),),
+    ),
+    Mutant(  # a bug of FSDP2 that has no report: `zharness repro load-after-exception`
+        TakesWhatAFailedBackwardGathered,
+        Kind.STALE,
+        (Target(ORDER, Part.FORWARD, variant="interrupted_load", parameter="output"),),
+    ),
+    Mutant(
+        LaysOutInTheSecondForward,
+        Kind.GRAPH,
+        (Target(ORDER, None, variant="second_forward", words="data pointer of Tensor that doesn't have storage"),),
+        imitates=pytorch(102197),
     ),
 )

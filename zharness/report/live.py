@@ -27,10 +27,9 @@ from zharness.run import Planned, Record, Request, Runner, plan
 from zharness.run.excuses import Excuse
 from zharness.run.plan import shuffled, validate
 from zharness.run.record import RecordFile, record_file
-from zharness.run.runner import Withheld, surroundings
+from zharness.run.runner import Withheld, keep_apart, surroundings
 from zharness.run.unmatched import unmatched
 from zharness.world import Isolation
-from zharness.world.cores import share
 from zharness.world.launched import launched
 from zharness.world.server import Surroundings
 
@@ -51,9 +50,9 @@ class Options:
     withheld: Withheld = Withheld.LEFT
     shuffle: int | None = None
 
-    def runner(self, places: Mapping[str, Surroundings], cores: frozenset[int] = frozenset()) -> Runner:
+    def runner(self, places: Mapping[str, Surroundings]) -> Runner:
         """One lane's runner."""
-        return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld, cores)
+        return Runner(places, self.timeout, self.seed, self.isolation, self.own, self.withheld)
 
     def ordered(self, cells: Sequence[Planned]) -> Sequence[Planned]:
         """The cells in the order in which they run."""
@@ -105,11 +104,11 @@ def run_request(
     """
     validate(request)
     places = {name: place(name) for name in engines_of(request)}
-    width = options.width()
     with ExitStack() as stack:
-        runners = [stack.enter_context(options.runner(places, share(lane, width))) for lane in range(width)]
+        runners = [stack.enter_context(options.runner(places)) for _ in range(options.width())]
         cells = plan(request, runners[0].claims)
         complaints = unmatched(cells, runners[0].claims, options.own)
+        keep_apart(runners, cells)
         found = list(recorded(run_all(options.ordered(cells), runners), sink(), len(cells)))
     return as_planned(found, cells), complaints
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -28,6 +28,7 @@ from zharness.run.plan import Planned
 from zharness.run.record import Record, Verdict
 from zharness.workload.foreign import is_foreign, taken_apart
 from zharness.world import End, Group, GroupOutcome, Isolation, RankOutcome, RankServer, Work
+from zharness.world.cores import share
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
@@ -56,12 +57,10 @@ class Runner:
         isolation: Isolation = Isolation.FRESH,
         own_excuses: Sequence[Excuse] = (),
         withheld: Withheld = Withheld.LEFT,
-        cores: frozenset[int] = frozenset(),
     ) -> None:
         """``isolation`` says whether the cells of one engine and stage may share ranks, one after the other.
 
         ``own_excuses`` come before those of the package. ``withheld`` says whether refused features are tried.
-        ``cores`` are those on which ranks and judges run, one after the other; any where there are none.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: once here, or in every rank again.
         importlib.import_module("torch._dynamo")
@@ -70,8 +69,8 @@ class Runner:
         self.isolation = isolation
         self.own_excuses = tuple(own_excuses)
         self.withheld = withheld
-        self._servers = {name: RankServer(replace(place, cores=cores)) for name, place in places.items()}
-        self._judges = RankServer(Surroundings(cores=cores))
+        self._servers = {name: RankServer(place) for name, place in places.items()}
+        self._judges = RankServer()
         self._rooms: list[Path] = []  # of cells that passed
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
@@ -199,6 +198,11 @@ class Runner:
         words = found.ranks[mismatch.seen_on].value
         return replace(record, cause=f"{record.cause}; {words}", modules=words) if words else record
 
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Have ranks and judges that start from now on run on these cores alone; anywhere, where there are none."""
+        for server in {*self._servers.values(), self._judges}:
+            server.keep_to(cores)
+
     def close(self) -> None:
         """End every server; what the cells wrote lies in a server's room, and goes with it."""
         for server in (*self._servers.values(), self._judges):
@@ -209,6 +213,17 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def keep_apart(runners: Sequence[Runner], cells: Sequence[Planned]) -> None:
+    """Give each runner a core of its own, before its first cell, where they leave none idle.
+
+    Models of the workload do next to nothing on a core; anyone's own may need all that there are.
+    """
+    busy = min(len(runners), sum(not cell.unsupported for cell in cells))
+    if not any(is_foreign(cell.case.model) for cell in cells):
+        for lane, runner in enumerate(runners):
+            runner.keep_to(share(lane, busy))
 
 
 def origin(model: str) -> str:

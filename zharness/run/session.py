@@ -19,7 +19,6 @@ from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner, probed
 from zharness.run.unmatched import unmatched
 from zharness.world import Isolation, RankServer
-from zharness.world.cores import share
 from zharness.world.server import Surroundings
 
 Place = Callable[[str], Surroundings]
@@ -118,14 +117,7 @@ def start_servers(session: pytest.Session, place: Place) -> None:
         isolation = Isolation(session.config.getoption("--isolation"))
         places = {name: place(name) for name in names}
         own = own_excuses(session.config)
-        cores = cores_of(session.config)
-        session.config.stash[RUNNER] = Runner(places, timeout, isolation=isolation, own_excuses=own, cores=cores)
-
-
-def cores_of(config: pytest.Config) -> frozenset[int]:
-    """A worker's share of the cores; any core where xdist has not divided the tests."""
-    worker = getattr(config, "workerinput", None)
-    return share(int(worker["workerid"].removeprefix("gw")), worker["workercount"]) if worker else frozenset()
+        session.config.stash[RUNNER] = Runner(places, timeout=timeout, isolation=isolation, own_excuses=own)
 
 
 def cell_of(item: pytest.Item) -> Planned | None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +83,8 @@ class Attachment:
         self._witness = witness.start(launch, self._room, streams)
         self.board = Board(launch, serve=launch.rank == 0)
         faulthandler.enable(file=self._stacks)
+        # A forked child's fatal error is not the rank's: in that file it would be taken for one.
+        os.register_at_fork(after_in_child=partial(faulthandler.enable, file=2))
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         torch.set_num_threads(1)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 
 
 def share(lane: int, lanes: int) -> frozenset[int]:
-    """The one core of a lane, where that many side by side leave none idle; else none, for any.
+    """The one core of a lane, where there are lanes for every core that this process may use; else none, for any.
 
     Ranks of small models do little but wake each other up. On another core that is an interrupt, and where the core
     had gone to sleep a tenth of a millisecond; on their own it is a switch. So a lane on one core takes no longer than
@@ -17,9 +16,3 @@ def share(lane: int, lanes: int) -> frozenset[int]:
         return frozenset()
     usable = sorted(os.sched_getaffinity(0))
     return frozenset({usable[lane % len(usable)]}) if lanes >= len(usable) else frozenset()
-
-
-def keep_to(cores: Collection[int]) -> None:
-    """Have this process, and whatever it forks, run on these cores alone; on any where there are none."""
-    if cores:
-        os.sched_setaffinity(0, cores)

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 import torch
 
 from zharness.errors import UsageError, WorldError
-from zharness.world.cores import keep_to
 from zharness.world.limits import check_world_size, raise_file_limit
 from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group, end_strays
 from zharness.world.outcome import GroupOutcome
@@ -44,7 +43,6 @@ class Surroundings:
     it may import, but must not run a tensor operation, or the children of this process hang in torch's thread pool.
     ``module`` is the package of which a release is in the first folder of ``search_path``; empty where there is none.
     ``echo`` has what the ranks print written to standard output as well, line by line with the rank in front.
-    ``cores`` are those on which it and its ranks run; any where there are none.
     """
 
     search_path: tuple[str, ...] = ()
@@ -52,7 +50,6 @@ class Surroundings:
     warm_up: str = ""
     module: str = ""
     echo: bool = False
-    cores: frozenset[int] = frozenset()
 
 
 PATIENCE = 5.0  # seconds that a server gets to end its ranks before it is killed
@@ -140,6 +137,14 @@ class RankServer:
                     return
         self.close()
 
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Have the server, and the ranks that it forks from now on, run on these cores alone; as they do, where none.
+
+        Raises OSError where the system does not let it.
+        """
+        if cores and self._process.pid is not None:
+            os.sched_setaffinity(self._process.pid, cores)
+
     @property
     def ended(self) -> bool:
         """Whether the server's process is gone."""
@@ -212,7 +217,6 @@ def serve(
     if surroundings.echo and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what ranks print may not fit the encoding here
     raise_file_limit()
-    keep_to(surroundings.cores)
     pools = Pools(room, inherited, surroundings.echo)
     try:
         die_with_parent(parent, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove

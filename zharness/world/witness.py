@@ -268,15 +268,16 @@ class Witness:
         return trimmed(found)
 
     def _written(self) -> str:
-        return stacks_in(self._watched.room).read_text(errors="replace")
+        try:
+            return stacks_in(self._watched.room).read_text(errors="replace")
+        except FileNotFoundError:  # a test has removed what it found among the temporary files
+            return ""
 
     def _bury(self) -> None:
-        """The rank's process has ended: take in what it still told, tell how it ended, and that all is over.
-
-        How it ended is asked first, and at once: the launcher, its parent, asks ten times a second.
-        """
+        """The rank's process has ended: take in what it still told, tell how it ended, and that all is over."""
         self._ends_within(LAST_WORDS)  # it closes its files a moment before it has ended
-        end, cause = how_it_ended(self._watched.pid, self._dump())
+        # First, and at once: the launcher, its parent, asks ten times a second, and who asks second learns nothing.
+        end, cause = how_it_ended(self._watched.pid) or told_by(self._dump())
         while self._pipe.poll() and self._hear():
             continue
         if self._left or self._board.has(TOLD):
@@ -305,15 +306,12 @@ class Witness:
         return trimmed(text[at:]) if at >= 0 else ""
 
 
-def how_it_ended(pid: int, dump: str) -> tuple[End, str]:
-    """By which signal or with which status, read while the process is still to be waited for. Linux only.
-
-    Once the launcher has waited for it, ``dump`` alone tells: what a fatal error of Python wrote, or nothing.
-    """
+def how_it_ended(pid: int) -> tuple[End, str] | None:
+    """By which signal or with which status; None once its parent has waited for it. Linux only."""
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
     except (OSError, ValueError, IndexError):
-        return (End.SIGNALLED, fatal_signal(dump).name) if FATAL in dump else (End.EXITED, GONE)
+        return None
     if alive(pid):
         return End.EXITED, "it closed the pipe on which it reports, and did not end"
     if status & 0x7F == signal.SIGTERM:
@@ -332,10 +330,12 @@ _FATAL_SIGNALS = {
 }
 
 
-def fatal_signal(dump: str) -> signal.Signals:
-    """The signal of which a process died that wrote this last."""
+def told_by(dump: str) -> tuple[End, str]:
+    """How a process ended that wrote ``dump`` in a fatal error, or nothing."""
+    if FATAL not in dump:
+        return End.EXITED, GONE
     said = dump.rpartition(f"{FATAL}: ")[2].partition("\n")[0]
-    return _FATAL_SIGNALS.get(said, signal.SIGABRT)
+    return End.SIGNALLED, _FATAL_SIGNALS.get(said, signal.SIGABRT).name
 
 
 def alive(pid: int) -> bool:
