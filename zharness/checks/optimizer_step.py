@@ -51,7 +51,7 @@ class Factor:
 
     def of(self, grad: Bounded) -> Bounded:
         """``grad`` times the factor; ``grad`` itself where nobody clips."""
-        if self == NO_CLIPPING:
+        if self == Factor():
             return grad
         value = torch.tensor(self.value, dtype=torch.float64)
         return grad * Bounded(value, value * (gamma(CLIPPING - 1, grad.dtype) + self.unknown), grad.dtype)

@@ -70,7 +70,7 @@ def cli() -> None:
     help="New ranks for every cell, or ranks that live on for the cells of one engine and stage.",
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in another order, which follows from SEED.")
-@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core.")
+@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, and then on that core alone.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")

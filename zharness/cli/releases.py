@@ -97,7 +97,9 @@ def axes(command: Callable[..., int]) -> Callable[..., int]:
             show_default=True,
             help="New ranks for every cell, or ranks that live on for the cells of one release and stage.",
         ),
-        click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core."),
+        click.option(
+            "--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, and then on that core alone."
+        ),
         click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell."),
     )
     for option in reversed(options):

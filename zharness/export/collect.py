@@ -12,13 +12,13 @@ import builtins
 import importlib
 import inspect
 import re
-import symtable
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 
 from zharness.errors import HarnessFault
+from zharness.export.scopes import bound_in, reached_outside
 
 OURS = "zharness"
 _QUIET = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # words to tools that a reader of the script does not run
@@ -107,7 +107,8 @@ class Collection:
     def add(self, module: str, name: str) -> str:
         """The definition ``name`` of ``module`` and all that it uses; returns what it is called in the script.
 
-        That is its own name, or, where another module's definition has that, one with its module's before it.
+        That is its own name, or, where another module's definition has that, one with its module's before it, and a
+        number after it where something has that too.
         """
         if name in self.given:
             return name
@@ -137,35 +138,73 @@ class Collection:
         if not others and (self.taken | self.imports.keys()).isdisjoint(names):
             self._homes.update(dict.fromkeys(names, (module, key)))
             return key, name
-        alias = isinstance(statement, (ast.Assign, ast.AnnAssign))
-        if alias and self.texts.get(key) == replaced(source(module).text, statement, []):
-            return key, name  # that two files spell alike
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and self._alike(module, key, statement):
+            return key, name
         if key != name:
             elsewhere = " and ".join(sorted(where for where, _ in others)) or "the script"
             raise HarnessFault(f"{key} is defined in {module} and in {elsewhere}: one script cannot hold both")
-        aside = f"{module.rpartition('.')[2]}_{name}"
-        self._renamed[module, statement] = name, aside
+        aside = self._aside(module, name, statement)
         return aside, aside
+
+    def _alike(self, module: str, key: str, statement: ast.stmt) -> bool:
+        """Whether the script has this assignment already, from another module.
+
+        Its words are compared as the script has them, where each means one thing: two files may spell alike what is not
+        the same in both.
+        """
+        if key not in self.texts or (module, statement) in self._renamed:
+            return False
+        if (module, key) in self._open:  # it is being compared, and speaks of itself: what it says hangs on the answer
+            return False
+        self._open.add((module, key))
+        alike = self.expression(module, statement) == self.texts[key]
+        self._open.remove((module, key))
+        return alike
+
+    def _aside(self, module: str, name: str, statement: ast.stmt) -> str:
+        """What the script calls the ``name`` of ``module``, where something else has that name: always the same."""
+        if (module, statement) not in self._renamed:
+            known = self.given | self.taken | self.instead.keys() | self.imports.keys() | self._homes.keys()
+            aside = first = f"{module.rpartition('.')[2]}_{name}"
+            number = 1
+            while aside in known:
+                number += 1
+                aside = f"{first}_{number}"
+            self._renamed[module, statement] = name, aside
+            self._homes[aside] = module, name
+        return self._renamed[module, statement][1]
 
     def expression(self, module: str, node: ast.AST) -> str:
         """The text of a piece of ``module``; all that it uses is added first."""
         here = source(module)
-        changed: list[tuple[ast.AST, str]] = []
+        own = replaced(here.text, node, [])
+        changes = [*self._changes(here, node, reached_outside(own))]
+        text = replaced(here.text, node, [(used, called) for used, _, called in changes])
+        # What has the old name within would be changed too; what has the new one there would be taken for the other.
+        mistaken = bound_in(own) & {name for _, name, _ in changes}
+        mistaken |= bound_in(text) & {called for *_, called in changes}
+        if mistaken:
+            raise HarnessFault(f"{module}: {min(mistaken)} is a name at the top and of something within a definition")
+        aside = self._renamed.get((module, node))
+        text = _QUIET.sub("", text)
+        return text if aside is None else as_named(text, *aside)
+
+    def _changes(self, here: Source, node: ast.AST, outer: frozenset[str]) -> Iterator[tuple[ast.AST, str, str]]:
+        """What is called otherwise in the script: where it stands, the name that leads to it there, and the script's.
+
+        ``outer`` are the names that ``node`` takes from its module: they are added to the script.
+        """
         modules: set[ast.AST] = set()
-        outer = reached_outside(replaced(here.text, node, []))
         for used in ast.walk(node):  # an attribute comes before the name that it is one of
-            reached = through_module(here, used)
-            if reached is not None and isinstance(used, ast.Attribute):
-                changed.append((used, self.add(*reached)))
-                modules.add(used.value)
+            if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name) and used.value.id in outer:
+                reached = through_module(here, used.value.id, used.attr)
+                if reached is not None:
+                    modules.add(used.value)
+                    yield used, used.value.id, self.add(*reached)
             elif isinstance(used, ast.Name) and used.id in outer and used not in modules:
                 called = self._use(here, used.id)
-                if called != used.id and used.id in bound_in(node):
-                    raise HarnessFault(f"{here.module}: {used.id} is a name of the module and of something within it")
-                changed += [(used, called)] if called != used.id else []
-        text = _QUIET.sub("", replaced(here.text, node, changed))
-        aside = self._renamed.get((module, node))
-        return text if aside is None else as_named(text, *aside)
+                if called != used.id and isinstance(used.ctx, ast.Load):  # a class's field keeps its name
+                    yield used, used.id, called
 
     def _use(self, here: Source, name: str) -> str:
         """What the script calls what ``here`` calls ``name``."""
@@ -186,14 +225,6 @@ class Collection:
             raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
 
 
-def bound_in(node: ast.AST) -> frozenset[str]:
-    """Names that a definition gives to something within it: under one of them, another may be meant in each scope."""
-    inner = [each for each in ast.walk(node) if each is not node]
-    names = {each.arg for each in inner if isinstance(each, ast.arg)}
-    names |= {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return frozenset(names if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ())
-
-
 def as_named(text: str, own: str, name: str) -> str:
     """A definition at the top of a module under another name than its ``own``."""
     return re.sub(rf"^(def |class |){own}\b", rf"\1{name}", text, count=1, flags=re.MULTILINE)
@@ -208,33 +239,17 @@ def home(module: str, name: str) -> tuple[str, str]:
     return module, name
 
 
-def through_module(here: Source, node: ast.AST) -> tuple[str, str] | None:
+def through_module(here: Source, value: str, name: str) -> tuple[str, str] | None:
     """The module and the name that ``nets.MLP`` speaks of, where ``nets`` is a module of this package."""
-    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in here.ours):
+    if value not in here.ours:
         return None
-    module, name = here.ours[node.value.id]
-    path = f"{module}.{name}" if name else module
+    module, inner = here.ours[value]
+    path = f"{module}.{inner}" if inner else module
     try:
         found = importlib.import_module(path)
     except ImportError:
         return None
-    return (found.__name__, node.attr) if isinstance(found, ModuleType) else None
-
-
-def reached_outside(text: str) -> frozenset[str]:
-    """Names that ``text``, a statement or an expression, takes from the module it stands in, by Python's own rules."""
-    found: set[str] = set()
-    tables = [symtable.symtable(text, "script", "exec")]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        outermost = table.get_type() == "module"
-        found |= {
-            symbol.get_name()
-            for symbol in table.get_symbols()
-            if symbol.is_referenced() and (symbol.is_global() or outermost)
-        }
-    return frozenset(found)
+    return (found.__name__, name) if isinstance(found, ModuleType) else None
 
 
 def replaced(text: str, node: ast.AST, changes: list[tuple[ast.AST, str]]) -> str:

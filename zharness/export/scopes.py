@@ -1,0 +1,80 @@
+"""Which names a piece of a module takes from it, and which it gives to something within, by Python's own rules."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Iterator
+from functools import cache
+
+# Statements of a class that read all that they read before they give anything a name.
+_READ_FIRST = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef, ast.Expr)
+
+
+@cache
+def reached_outside(text: str) -> frozenset[str]:
+    """Names that ``text``, a statement or an expression, takes from the module it stands in."""
+    found = {
+        symbol.get_name()
+        for table in scopes(text)
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
+    }
+    return frozenset(found | read_by_classes(text)[0])
+
+
+@cache
+def bound_in(text: str) -> frozenset[str]:
+    """Names that ``text`` gives to something within it: in one scope or another, one may mean that.
+
+    A class's names are seen by its own body alone: a method's is mistaken for nothing where that does not read it.
+    """
+    found: set[str] = set()
+    for table in scopes(text):
+        found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global()}
+        if table.get_type() == "module":  # newer Pythons count a comprehension's names among those around it
+            found |= given(table) & read(table)
+        elif table.get_type() != "class":
+            found |= given(table)
+    return frozenset(found | read_by_classes(text)[1])
+
+
+@cache
+def read_by_classes(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Of the classes' own names, those that their bodies read: before they have them, from the module; and after."""
+    before: set[str] = set()
+    after: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        early: set[str] = set()
+        own: set[str] = set()
+        for statement in node.body:
+            table = next(scopes(ast.unparse(statement)))
+            early |= read(table) - own
+            after |= read(table) & own
+            own |= given(table)
+            if not isinstance(statement, _READ_FIRST):  # a loop, say: in which order is not looked into
+                after |= read(table) & own
+                early -= given(table)
+        before |= early & own
+    return frozenset(before), frozenset(after)
+
+
+def read(table: symtable.SymbolTable) -> set[str]:
+    """Names that a scope reads, its inner ones aside."""
+    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+
+
+def given(table: symtable.SymbolTable) -> set[str]:
+    """Names that a scope gives to something."""
+    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()}
+
+
+def scopes(text: str) -> Iterator[symtable.SymbolTable]:
+    """The scope that a statement or an expression stands in, and then those within it."""
+    tables = [symtable.symtable(text, "script", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        yield table
