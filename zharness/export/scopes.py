@@ -14,13 +14,21 @@ _READ_FIRST = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef, ast.Exp
 @cache
 def reached_outside(text: str) -> frozenset[str]:
     """Names that ``text``, a statement or an expression, takes from the module it stands in."""
-    found = {
-        symbol.get_name()
-        for table in scopes(text)
-        for symbol in table.get_symbols()
-        if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
-    }
+    found: set[str] = set()
+    for table in scopes(text):
+        if table.get_type() == "module":  # newer Pythons count a comprehension's names among those around it
+            found |= read(table) - (given(table) & run_over(text))
+        else:
+            found |= {
+                symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()
+            }
     return frozenset(found | read_by_classes(text)[0])
+
+
+def run_over(text: str) -> set[str]:
+    """The names that comprehensions give to what they run over."""
+    loops = [loop for node in ast.walk(ast.parse(text)) for loop in getattr(node, "generators", ())]
+    return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
 
 
 @cache
@@ -32,7 +40,7 @@ def bound_in(text: str) -> frozenset[str]:
     found: set[str] = set()
     for table in scopes(text):
         found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global()}
-        if table.get_type() == "module":  # newer Pythons count a comprehension's names among those around it
+        if table.get_type() == "module":
             found |= given(table) & read(table)
         elif table.get_type() != "class":
             found |= given(table)
