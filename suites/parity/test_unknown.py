@@ -23,6 +23,7 @@ from zharness.workload import model_spec
 from zharness.workload.programs import Pending
 
 PLACE = Place("w", Part.OPTIMIZER)
+NAMES = Baseline(model_spec("odd"), 0, 3).names
 
 
 def test_a_sparse_gradient_is_taken_apart_into_entries_that_have_no_row_twice() -> None:
@@ -112,6 +113,14 @@ def test_a_narrow_parameter_that_an_engine_holds_in_a_wider_dtype_is_reduced_in_
     off = terms[0] * (1 + 6e-3)
     assert any(each.mismatch for each in reduced("narrow", off, terms))
     assert any(each.mismatch for each in reduced("narrow", off.half(), terms, torch.float16))
+
+
+def test_an_engine_that_hands_out_narrow_gradients_of_a_wide_parameter_is_held_to_the_wire_that_it_declares() -> None:
+    terms = [torch.tensor([1.0, 1 / 3, 1 / 5])] * 3
+    mean, name = torch.stack(terms).mean(0), next(name for name in NAMES if name != "narrow")
+    off = mean.bfloat16() * (1 + 2**-7)  # one step of bf16 beside what that would round to
+    assert not any(each.mismatch for each in reduced(name, mean.bfloat16(), terms))
+    assert any(each.mismatch for each in reduced(name, off, terms))
 
 
 def test_a_wire_that_is_narrower_than_a_gradient_decides() -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="th
 
 
 def usable(monkeypatch: pytest.MonkeyPatch, cores: Iterable[int]) -> None:
+    monkeypatch.delenv("ZHARNESS_DEVICE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(cores))
 
 
@@ -77,11 +78,17 @@ def test_cells_of_anyone_s_own_model_have_every_core(monkeypatch: pytest.MonkeyP
     assert given(9, model="my_package.models:large") == [[], []]
 
 
+def test_ranks_on_gpus_have_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable(monkeypatch, (0, 1))
+    monkeypatch.setenv("ZHARNESS_DEVICE", "cuda")
+    assert given(9) == [[], []]
+
+
 @pytest.fixture
 def all_cores() -> Iterator[set[int]]:
-    """Those that this process may use, which may be kept to one of them by the suites' own settings."""
+    """Those that this process may use; the suites' own settings keep a worker of xdist to one of its parent's."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.sched_setaffinity(0, before | os.sched_getaffinity(os.getppid()))
     yield os.sched_getaffinity(0)
     os.sched_setaffinity(0, before)
 

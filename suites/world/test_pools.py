@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import get_debug_level
@@ -137,7 +139,7 @@ def test_ranks_that_live_on_compare_the_collectives_of_the_work_that_asks_for_it
     assert "mismatch between collectives" in told
 
 
-RARE = "torch.utils.throughput_benchmark"  # a module of torch that nothing else imports
+RARE = "torch.utils.made_up_for_this_test"
 
 
 def had_it() -> bool:
@@ -147,11 +149,13 @@ def had_it() -> bool:
     return found
 
 
-def test_what_one_rank_imported_of_torch_the_next_ones_find() -> None:
+def test_what_one_rank_imported_of_torch_the_next_ones_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{RARE.rpartition('.')[2]}.py").touch()
+    monkeypatch.setattr(torch.utils, "__path__", [*torch.utils.__path__, str(tmp_path)])
     with RankServer() as server:
         first = server.run(had_it, world_size=2)
-        assert [rank.imported for rank in first.ranks] == [(RARE,)] * 2
         second = server.run(had_it, world_size=2)
-        assert [rank.imported for rank in second.ranks] == [()] * 2
+    assert [rank.imported for rank in first.ranks] == [(RARE,)] * 2
+    assert [rank.imported for rank in second.ranks] == [()] * 2
     assert first.values() == [False, False]
     assert second.values() == [True, True]

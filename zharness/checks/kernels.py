@@ -51,7 +51,7 @@ def judge_kernels(trial: Trial) -> Iterator[Comparison]:
     for name in own[0]:
         terms = [grads[name] for grads in own]
         held = everyone[0][name].dtype
-        wire = trial.wire_of(held)
+        wire = trial.wire_of(name, held)
         mean, bound = mean_and_bound(terms, wire, held)
         if not is_power_of_two(size):  # then a gradient alone was rounded when it was divided
             bound = bound + gamma(1, wire) * sum(term.abs() for term in terms) / size

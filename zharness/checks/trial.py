@@ -47,9 +47,17 @@ class Trial:
     def reduced_in(self) -> torch.dtype:
         return self.wire or self.dtype
 
-    def wire_of(self, held: torch.dtype) -> torch.dtype:
-        """In which dtype a gradient is reduced that comes in ``held``: in that one, where it is the narrower."""
-        return max(self.reduced_in, held, key=unit_roundoff)
+    def wire_of(self, name: str, held: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of a parameter are reduced, which come in ``held``.
+
+        In its own, where the model has that narrower than the cell and the engine has left it so.
+        """
+        narrow = held == self.narrowest(name) != self.dtype
+        return max(self.reduced_in, held, key=unit_roundoff) if narrow else self.reduced_in
+
+    def narrowest(self, name: str) -> torch.dtype:
+        """In which dtype an engine may hold a parameter: the cell's, or the model's own where that is narrower."""
+        return max(self.dtype, self.baseline.dtypes[name], key=unit_roundoff)
 
     @property
     def world_size(self) -> int:
@@ -115,14 +123,14 @@ class Trial:
     def means(self, micros: Sequence[Sequence[Local]], scale: float, held: Mapping[str, torch.dtype]) -> Means:
         """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
 
-        For a step of whose gradients nothing was recorded. A parameter that ``held`` does not name has the cell's.
+        For a step of whose gradients nothing was recorded. What ``held`` does not name may be as narrow as it gets.
         """
         found = {}
         for name in self.baseline.names:
             if any(name in local.grads for row in micros for local in row):
-                dtype = held.get(name, self.dtype)
+                dtype = held.get(name, self.narrowest(name))
                 terms = [scale * term.double() for row in self._known(name, micros) for term in row]
-                found[name] = Bounded(*mean_and_bound(terms, self.wire_of(dtype), dtype), dtype)
+                found[name] = Bounded(*mean_and_bound(terms, self.wire_of(name, dtype), dtype), dtype)
         return found
 
     def _known(self, name: str, micros: Sequence[Sequence[Local]]) -> list[list[Tensor]]:
@@ -163,7 +171,7 @@ class Trial:
         first = everyone[0]
         if first.numel() <= PIECE or any(term.shape != first.shape for row in grads for term in row):
             return []
-        flat, wire = [[term.flatten() for term in row] for row in grads], self.wire_of(first.dtype)
+        flat, wire = [[term.flatten() for term in row] for row in grads], self.wire_of(name, first.dtype)
 
         def compare(piece: slice, held: Tensor) -> list[Comparison]:
             terms = [[term[piece] for term in row] for row in flat]
@@ -213,7 +221,7 @@ class Trial:
         A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
         """
         terms = [[scale * grad.double() for grad in row] for row in grads]
-        flat, wire = [term for row in terms for term in row], self.wire_of(everyone[0].dtype)
+        flat, wire = [term for row in terms for term in row], self.wire_of(name, everyone[0].dtype)
         mean, bound = mean_and_bound(flat, wire, everyone[0].dtype) if not exact else (mean_of(flat), None)
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""

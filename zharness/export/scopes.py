@@ -17,7 +17,7 @@ def reached_outside(text: str) -> frozenset[str]:
     found: set[str] = set()
     for table in scopes(text):
         if table.get_type() == "module":  # newer Pythons count a comprehension's names among those around it
-            found |= read(table) - (given(table) & run_over(text))
+            found |= read(table) - (given(table) & run_over(text)) | read_around(ast.parse(text), frozenset())
         else:
             found |= {
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()
@@ -27,8 +27,29 @@ def reached_outside(text: str) -> frozenset[str]:
 
 def run_over(text: str) -> set[str]:
     """The names that comprehensions give to what they run over."""
-    loops = [loop for node in ast.walk(ast.parse(text)) for loop in getattr(node, "generators", ())]
+    return {name for node in ast.walk(ast.parse(text)) for name in targets(node)}
+
+
+def targets(node: ast.AST) -> set[str]:
+    """The names that a comprehension gives to what it runs over; of any other node, none."""
+    loops: list[ast.comprehension] = getattr(node, "generators", [])
     return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+
+
+def read_around(node: ast.AST, own: frozenset[str]) -> set[str]:
+    """The names of comprehensions within ``node`` that it reads where they are not theirs; ``own`` are, here."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+        return set()  # scopes of their own
+    inner = own | targets(node)
+    found = {node.id} - own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.comprehension):
+            first = child is node.generators[0]  # type: ignore[attr-defined]  # what it runs over is read around it
+            found |= read_around(child.iter, own if first else inner)
+            found |= {name for part in child.ifs for name in read_around(part, inner)}
+        else:
+            found |= read_around(child, inner)
+    return found
 
 
 @cache
@@ -41,7 +62,7 @@ def bound_in(text: str) -> frozenset[str]:
     for table in scopes(text):
         found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global()}
         if table.get_type() == "module":
-            found |= given(table) & read(table)
+            found |= given(table) & read(table) | run_over(text)
         elif table.get_type() != "class":
             found |= given(table)
     return frozenset(found | read_by_classes(text)[1])
@@ -57,15 +78,20 @@ def read_by_classes(text: str) -> tuple[frozenset[str], frozenset[str]]:
             continue
         early: set[str] = set()
         own: set[str] = set()
+        unbound: set[str] = set()
         for statement in node.body:
             table = next(scopes(ast.unparse(statement)))
             early |= read(table) - own
             after |= read(table) & own
+            if isinstance(statement, ast.AnnAssign) and statement.value is None:
+                unbound |= given(table)  # such a name is given to nothing yet
+                continue
             own |= given(table)
-            if not isinstance(statement, _READ_FIRST):  # a loop, say: in which order is not looked into
+            if not isinstance(statement, _READ_FIRST):  # in which order is not looked into
                 after |= read(table) & own
+            if isinstance(statement, ast.For):
                 early -= given(table)
-        before |= early & own
+        before |= early & (own | unbound)
     return frozenset(before), frozenset(after)
 
 

@@ -73,7 +73,7 @@ def mutants(patterns: tuple[str, ...], options: Options, jsonl: Path | None, run
         bar = stack.enter_context(tqdm(total=len(tries), unit="pair", leave=False, disable=not sys.stderr.isatty()))
         if any(open_cells(tried, known) for tried in tries):
             runners = [stack.enter_context(MutantRunner(options.timeout)) for _ in range(options.lanes)]
-            keep_apart(runners, [cell for tried in tries for cell in open_cells(tried, known)])
+            keep_apart(runners, [cell for tried in tries for cell in open_cells(tried, known)[:1]])
         while cells := [cell for tried in tries for cell in open_cells(tried, known)[:1]]:
             bar.update(len(tries) - len(cells) - bar.n)
             for record in run_all(cells, runners):

@@ -236,7 +236,7 @@ class TakesWhatAFailedBackwardGathered(Around):
         try:
             self.right.backward(loss, retain_graph=retain_graph)
         except Exception:
-            self.ahead = dict(getattr(self.shelf._lot, "shards", {}))
+            self.ahead = dict(self.shelf._lot.shards) if self.shelf._lot else {}
             raise
 
     def fetch(self, original: Original, full: Tensor) -> None:
@@ -249,16 +249,18 @@ class TakesWhatAFailedBackwardGathered(Around):
 class LaysOutInTheSecondForward(Around):
     """Makes its buckets in the forward after the first backward, in memory that a transform of torch.func hides."""
 
-    trained_once = laid_out = False
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.backwards, self.buckets = 0, list[int]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.trained_once and not self.laid_out and torch.is_grad_enabled():
-            self.laid_out = torch.empty(1).data_ptr() != 0  # raises in a transform
+        if self.backwards and not self.buckets and torch.is_grad_enabled():
+            self.buckets.append(torch.empty(1).data_ptr())  # raises in a transform
         return self.right(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
-        self.trained_once = True
+        self.backwards += 1
 
 
 ORDER = "training.any_order"

@@ -29,6 +29,7 @@ from zharness.run.record import Record, Verdict
 from zharness.workload.foreign import is_foreign, taken_apart
 from zharness.world import End, Group, GroupOutcome, Isolation, RankOutcome, RankServer, Work
 from zharness.world.cores import share
+from zharness.world.rank import gpus_asked_for
 from zharness.world.server import Surroundings
 
 # Code of this package that is under test like any engine: what it raises is the engine's doing, not the harness's.
@@ -218,10 +219,11 @@ class Runner:
 def keep_apart(runners: Sequence[Runner], cells: Sequence[Planned]) -> None:
     """Give each runner a core of its own, before its first cell, where they leave none idle.
 
-    Models of the workload do next to nothing on a core; anyone's own may need all that there are.
+    Models of the workload do next to nothing on a core. Anyone's own may need all that there are; ranks on GPUs have
+    threads that wait.
     """
     busy = min(len(runners), sum(not cell.unsupported for cell in cells))
-    if not any(is_foreign(cell.case.model) for cell in cells):
+    if not gpus_asked_for() and not any(is_foreign(cell.case.model) for cell in cells):
         for lane, runner in enumerate(runners):
             runner.keep_to(share(lane, busy))
 

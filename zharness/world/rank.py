@@ -194,25 +194,22 @@ def redirect(ends: Ends) -> None:
 
 def attempt(work: Work, seat: Seat, inherited: Callable[..., Any] | None) -> RankOutcome:
     """The outcome of ``work`` on this rank; every exception, SystemExit included, becomes part of it."""
-    loaded = len(sys.modules)
+    loaded = set(sys.modules)
     try:
         form_group(work, seat)
         function = inherited if work.function is by_inheritance and inherited is not None else work.function
         value = function(*work.args)
         payload = pickle.dumps(value)
         return RankOutcome(
-            seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload, imported=imported_behind(loaded)
+            seat.rank, End.RETURNED, time.monotonic_ns(), payload=payload, imported=imported_since(loaded)
         )
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
         return raised(seat.rank, error)
 
 
-def imported_behind(first: int) -> tuple[str, ...]:
-    """torch's modules behind the ``first`` so many: they are in the order in which they were imported.
-
-    Of work that takes modules away some are missed, and imported by every rank again: a matter of time, not of results.
-    """
-    return tuple(name for name in list(sys.modules)[first:] if name.startswith("torch."))
+def imported_since(loaded: set[str]) -> tuple[str, ...]:
+    """torch's modules that are not among those ``loaded``."""
+    return tuple(name for name in list(sys.modules) if name not in loaded and name.startswith("torch."))
 
 
 def by_inheritance() -> None:
@@ -285,12 +282,17 @@ def debug_level(work: Work) -> DebugLevel:
     return DebugLevel.DETAIL if checked else DebugLevel.OFF
 
 
+def gpus_asked_for() -> bool:
+    """Whether ranks are to run on GPUs; asks without touching any."""
+    return os.environ.get("ZHARNESS_DEVICE", "cpu") == "cuda"
+
+
 def rank_device(rank: int, world_size: int) -> torch.device:
     """A GPU of its own for every rank where ``ZHARNESS_DEVICE=cuda`` asks for it, else the CPU.
 
     Asked for by name, because whether CUDA may be touched is decided before a process forks.
     """
-    if os.environ.get("ZHARNESS_DEVICE", "cpu") != "cuda":
+    if not gpus_asked_for():
         return torch.device("cpu")
     device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)

@@ -138,12 +138,10 @@ class RankServer:
         self.close()
 
     def keep_to(self, cores: Collection[int]) -> None:
-        """Have the server, and the ranks that it forks from now on, run on these cores alone; as they do, where none.
-
-        Raises OSError where the system does not let it.
-        """
+        """Have the server, and ranks that it forks from now on, run on these cores alone; as they do, where none."""
         if cores and self._process.pid is not None:
-            os.sched_setaffinity(self._process.pid, cores)
+            with suppress(OSError):  # a container may forbid it, or take a core away meanwhile: then anywhere
+                os.sched_setaffinity(self._process.pid, cores)
 
     @property
     def ended(self) -> bool:

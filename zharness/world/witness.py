@@ -321,21 +321,20 @@ def how_it_ended(pid: int) -> tuple[End, str] | None:
     return End.EXITED, f"exit status {status >> 8}"
 
 
-# faulthandler's words for the signals it hears of; Python itself ends by SIGABRT after whatever other words it has.
+# faulthandler's words for the signals that it hears of; from 3.13 on "Floating-point".
 _FATAL_SIGNALS = {
     "Segmentation fault": signal.SIGSEGV,
     "Bus error": signal.SIGBUS,
     "Illegal instruction": signal.SIGILL,
     "Floating point exception": signal.SIGFPE,
+    "Aborted": signal.SIGABRT,
 }
 
 
 def told_by(dump: str) -> tuple[End, str]:
-    """How a process ended that wrote ``dump`` in a fatal error, or nothing."""
-    if FATAL not in dump:
-        return End.EXITED, GONE
-    said = dump.rpartition(f"{FATAL}: ")[2].partition("\n")[0]
-    return End.SIGNALLED, _FATAL_SIGNALS.get(said, signal.SIGABRT).name
+    """How a process ended that wrote ``dump`` in a fatal error, or nothing that says it."""
+    said = dump.rpartition(f"{FATAL}: ")[2].partition("\n")[0].replace("-", " ")
+    return (End.SIGNALLED, _FATAL_SIGNALS[said].name) if said in _FATAL_SIGNALS else (End.EXITED, GONE)
 
 
 def alive(pid: int) -> bool:
