@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import statistics
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from zharness.parity.baseline import Baseline
 from zharness.releases.surroundings import surroundings
 from zharness.run import Request, cell, plan
 from zharness.world import Group, Isolation, RankServer
+from zharness.world.cores import share
 from zharness.world.work import Work
 
 BAR = 0.30
@@ -155,6 +157,8 @@ def main() -> int:
         if not planned.unsupported
     ][:: options.every]
     with RankServer(surroundings(options.engine)) as ranks, RankServer() as judges:
+        for server in (ranks, judges):
+            server.keep_to(share(0, os.cpu_count() or 1))  # as a lane among as many as there are cores
         room = tempfile.mkdtemp(dir=judges.room)
         for case in {case.stage: case for case in cells}.values():
             cost(ranks, judges, case, claimed[case.stage], room)  # the first of its stage starts the ranks
