@@ -30,7 +30,6 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 ONCE = (  # words around a number that is of a day, or of a part
-    "before the last two laws were there",
     "27,917 cells all 280 mutants",
     "two models could draw a factor of zero",
     "7 bugs are gone on 2.13.0",  # its sum is held below
