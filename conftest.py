@@ -1,6 +1,5 @@
 """The suites' own settings; the fixtures come with the plugin that the package registers."""
 
-import contextlib
 import gc
 import os
 import signal
@@ -18,13 +17,12 @@ torch.set_num_threads(1)
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """Where xdist has a worker for every core, each keeps to one, with all that its tests start."""
-    from zharness.world.cores import share
+    from zharness.world.cores import keep_to, share
 
     worker = getattr(config, "workerinput", None)
     number = worker["workerid"].removeprefix("gw") if worker else ""
-    if number.isdigit() and (core := share(int(number), worker["workercount"])):
-        with contextlib.suppress(OSError):  # where a container forbids it they run anywhere
-            os.sched_setaffinity(0, core)
+    if number.isdigit():
+        keep_to(share(int(number), worker["workercount"]))
 
 
 @pytest.hookimpl(wrapper=True)

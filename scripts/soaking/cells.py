@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         for record in known:
             file.add(record)
         matrix = whole_matrix(options, runners[0])
-        keep_apart(runners, matrix[: options.per_seed])
+        keep_apart(runners, matrix[: options.per_seed])  # as many as run between two seeds
         known.extend(soak(options, matrix, runners, known, file))
     found = clean_record(known)
     print(found.words())

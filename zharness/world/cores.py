@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from contextlib import suppress
 
 
 def share(lane: int, lanes: int) -> frozenset[int]:
@@ -16,3 +18,13 @@ def share(lane: int, lanes: int) -> frozenset[int]:
         return frozenset()
     usable = sorted(os.sched_getaffinity(0))
     return frozenset({usable[lane % len(usable)]}) if lanes >= len(usable) else frozenset()
+
+
+def keep_to(cores: Collection[int], pid: int = 0) -> None:
+    """Have a process, this one where none is named, and what it forks from now on run on these cores alone.
+
+    As it does, where there are none; and where a container forbids it, or has taken a core away meanwhile.
+    """
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(pid, cores)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from zharness.errors import UsageError, WorldError
+from zharness.world.cores import keep_to
 from zharness.world.limits import check_world_size, raise_file_limit
 from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group, end_strays
 from zharness.world.outcome import GroupOutcome
@@ -139,9 +140,8 @@ class RankServer:
 
     def keep_to(self, cores: Collection[int]) -> None:
         """Have the server, and ranks that it forks from now on, run on these cores alone; as they do, where none."""
-        if cores and self._process.pid is not None:
-            with suppress(OSError):  # a container may forbid it, or take a core away meanwhile: then anywhere
-                os.sched_setaffinity(self._process.pid, cores)
+        assert self._process.pid is not None, "forked, so it has a pid"
+        keep_to(cores, self._process.pid)
 
     @property
     def ended(self) -> bool:
