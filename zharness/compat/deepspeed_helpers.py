@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zharness.engines.deepspeed_process import imported
 from zharness.world import assert_together, exchange
+from zharness.world.rank import gpus_asked_for
 
 _compare = torch.testing.assert_close  # its tolerances come from the caller: here nobody knows what is computed
 
@@ -75,7 +76,7 @@ def set_accelerator_visible() -> None:
 
 def accelerator() -> Any:
     """DeepSpeed's accelerator. Raises MissingEngine where DeepSpeed is not installed."""
-    device = "cuda" if os.environ.get("ZHARNESS_DEVICE", "cpu") == "cuda" else "cpu"
+    device = "cuda" if gpus_asked_for() else "cpu"
     return imported(device).accelerator.get_accelerator()
 
 
