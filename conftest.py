@@ -16,8 +16,13 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Where xdist has a worker for every core, each keeps to one, with all that its tests start."""
-    from zharness.world.cores import keep_to, share
+    """Where xdist has a worker for every core, each keeps to one, with all that its tests start.
+
+    Ranks that a test starts by a command of its own, torchrun's say, share it as those of the fixtures do.
+    """
+    from zharness.world.cores import finish_turns, keep_to, share
+
+    finish_turns()
 
     worker = getattr(config, "workerinput", None)
     number = worker["workerid"].removeprefix("gw") if worker else ""

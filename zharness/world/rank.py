@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, set_debug_level, set_debug_level_from_env
 
 from zharness.errors import WorldError
+from zharness.world.cores import finish_turns
 from zharness.world.here import Here, NotTogether, become
 from zharness.world.messages import Announced, Answer, Apart, Hold, Leave, Note, Standing, Vote, Votes
 from zharness.world.orphans import die_with_parent
@@ -142,6 +143,8 @@ def live(seat: Seat, ends: Ends, work: Work, inherited: Callable[..., Any] | Non
     channel = ServerChannel(seat, ends)
     become(Here(seat.rank, seat.world_size, channel))
     torch.set_num_threads(1)
+    if not gpus_asked_for():
+        finish_turns()
     try:
         stacks = stack_file(seat.room, seat.rank).open("a")
     except FileNotFoundError:
