@@ -1,4 +1,4 @@
-"""Real torchruns as a user starts them: one agent, two on one machine, two on two "machines"."""
+"""Real torchruns: one agent, two on one machine, two on two "machines"."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from suites.warm.programs import Program, content
+
+RUN = ("-m", "torch.distributed.run")
 MARK = "ZHARNESS_SUITE"
 LIMIT = 120.0  # seconds for a whole launch
 GONE_WITHIN = 5.0  # seconds for the last process of a launch to be gone after its agents
@@ -36,15 +40,29 @@ class Launched:
 
 
 def one_agent(ranks: int, *command: str, cwd: Path, **environment: str) -> Launched:
-    return launch([["--standalone", f"--nproc-per-node={ranks}", "-m", *command]], cwd, environment)
+    return warm([["--standalone", f"--nproc-per-node={ranks}", "-m", *command]], ranks, cwd, environment)
 
 
-def two_agents(ranks: int, *command: str, cwd: Path, prefixes: Sequence[Sequence[str]] = ((), ()), **environment: str):  # type: ignore[no-untyped-def]
-    """Each with that many ranks; ``prefixes`` are commands that run the agents."""
-    address = environment.pop("MASTER", "127.0.0.1")
+def two_agents(ranks: int, *command: str, cwd: Path, **environment: str) -> Launched:
+    """Each with that many ranks."""
+    return warm(agents_of_two(ranks, "127.0.0.1", *command), ranks, cwd, environment)
+
+
+def one_started_agent(ranks: int, *command: str, cwd: Path) -> Launched:
+    """As ``one_agent``, and as a shell starts it: no process is a fork of one that has imported anything."""
+    return started([["--standalone", f"--nproc-per-node={ranks}", "-m", *command]], cwd, {})
+
+
+def two_started_agents(
+    ranks: int, *command: str, cwd: Path, prefixes: Sequence[Sequence[str]], address: str, **environment: str
+) -> Launched:
+    """Each run by a command, a prefix; ``address`` is where the agents meet."""
+    return started(agents_of_two(ranks, address, *command), cwd, environment, prefixes)
+
+
+def agents_of_two(ranks: int, address: str, *command: str) -> list[list[str]]:
     where = ["--nnodes=2", f"--nproc-per-node={ranks}", f"--master-addr={address}", f"--master-port={free_port()}"]
-    agents = [[*where, f"--node-rank={node}", "-m", *command] for node in (0, 1)]
-    return launch(agents, cwd, environment, prefixes)
+    return [[*where, f"--node-rank={node}", "-m", *command] for node in (0, 1)]
 
 
 def free_port() -> int:
@@ -53,26 +71,44 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(
+def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a launch: no pytest's, and no other launch's."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC_"))}
+    return {**outer, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment}
+
+
+def warm(agents: Sequence[Sequence[str]], ranks: int, cwd: Path, environment: Mapping[str, str]) -> Launched:
+    """Agents and ranks that are processes of their own and have no torch to import."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in agents]
+        programs = [
+            stack.enter_context(Program((*RUN, *agent), file, file, cwd, surroundings(environment), spares=ranks))
+            for agent, file in zip(agents, files, strict=True)
+        ]
+        statuses = tuple(program.wait(LIMIT) for program in programs)
+        left = tuple(words for program in programs for words in program.left().values())
+        return Launched(statuses, tuple(map(content, files)), left)
+
+
+def started(
     agents: Sequence[Sequence[str]],
     cwd: Path,
-    environment: dict[str, str],
-    prefixes: Sequence[Sequence[str]] = ((), ()),
+    environment: Mapping[str, str],
+    prefixes: Sequence[Sequence[str]] = ((),),
 ) -> Launched:
+    """Agents that are started anew, by the commands that are ``prefixes``, and start their ranks anew."""
     token = uuid.uuid4().hex
-    outer = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC_"))}
-    inherited = {**outer, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment, MARK: token}
     try:
         processes = [
             subprocess.Popen(
-                [*prefix, sys.executable, "-m", "torch.distributed.run", *agent],
+                [*prefix, sys.executable, *RUN, *agent],
                 cwd=cwd,
-                env=inherited,
+                env={**surroundings(environment), MARK: token},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for agent, prefix in zip(agents, prefixes, strict=False)
+            for agent, prefix in zip(agents, prefixes, strict=True)
         ]
         outputs = tuple(process.communicate(timeout=LIMIT)[0] for process in processes)
         left = tuple(words for pid in marked(token) if (words := outlives(pid)))

@@ -1,4 +1,8 @@
-"""Tests and cells in ranks that torchrun started: one report, every rank judged, nothing left behind."""
+"""Tests and cells in ranks that torchrun started: one report, every rank judged, nothing left behind.
+
+The agents and ranks of most are forks of a Python that has imported torch. Two tests start theirs as a shell does: that
+of two machines, and that of a project without tests in ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,15 @@ from pathlib import Path
 import pytest
 
 from suites import inner
-from suites.attached.launches import ADDRESSES, Launched, one_agent, two_agents, two_machines
+from suites.attached.launches import (
+    ADDRESSES,
+    Launched,
+    one_agent,
+    one_started_agent,
+    two_agents,
+    two_machines,
+    two_started_agents,
+)
 
 PYTEST = ("pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-v")
 HEAD = """
@@ -218,8 +230,8 @@ def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path
         pytest.skip("network namespaces need root and the command ip")
     try:
         with two_machines() as prefixes:
-            where = {"prefixes": prefixes, "MASTER": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable"}
-            done = two_agents(2, *PYTEST, cwd=folder, FAILS="3", DIES="2", **where)  # type: ignore[arg-type]
+            where = {"prefixes": prefixes, "address": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable"}
+            done = two_started_agents(2, *PYTEST, cwd=folder, FAILS="3", DIES="2", **where)  # type: ignore[arg-type]
     except OSError as error:
         pytest.skip(f"network namespaces: {error}")
     assert 0 not in done.statuses, done.output
@@ -234,7 +246,7 @@ def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path
 
 def test_a_project_without_tests_in_ranks_runs_all_tests_in_every_process(tmp_path: Path) -> None:
     folder = written(tmp_path, "def test_everywhere():\n    dist.init_process_group('gloo')\n    dist.barrier()\n")
-    done = one_agent(2, *PYTEST, cwd=folder)
+    done = one_started_agent(2, *PYTEST, cwd=folder)
     assert done.statuses == (0,), done.output
     assert done.output.count("= 1 passed in ") == 2
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 from suites import inner
-from suites.world.faults.sessions import number, order
+from suites.world.faults.sessions import pytest
 
 HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
@@ -61,14 +59,9 @@ def session_in(directory: Path) -> Session:
 
 
 def forked(directory: Path, arguments: list[str], typed: str) -> Told:
-    """A session that has no imports to wait for."""
-    for name in ("pid", "status", "output.txt", "typed"):  # of a session before this one
-        (directory / name).unlink(missing_ok=True)
-    os.mkfifo(directory / "typed")
-    order(directory, arguments, {}, "typed")
-    with suppress(BrokenPipeError), (directory / "typed").open("w") as pipe:  # it may end without having read it all
-        pipe.write(typed)
-    status = number(directory / "status")
+    """A session that has no imports to wait for, nor has its worker, where it is to have one."""
+    with pytest(directory, arguments, {}, typed, spares=arguments.count("-n1")) as program:
+        status = program.wait()
     return Told((directory / "output.txt").read_text(), status)
 
 

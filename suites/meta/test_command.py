@@ -1,4 +1,8 @@
-"""The command as a user meets it: exit codes, one sentence for each wrong input, nothing left after Ctrl-C."""
+"""The command as a user meets it: exit codes, one sentence for each wrong input, nothing left after Ctrl-C.
+
+Most commands are forks of a Python that has imported torch. As a shell starts them: that of a law that holds, the one
+that Ctrl-C ends, and those that are to start without torch.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,23 @@ from typing import NoReturn
 
 import pytest
 
+from suites.warm import programs
+from suites.warm.programs import Program
 from zharness.cli import main
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from zharness.cli import main; main()"]
+WORDS = ("-c", "from zharness.cli import main; main()")
+COMMAND = [sys.executable, *WORDS]
 
 
 def started(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as a shell starts it."""
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own that has torch already."""
+    return programs.run(*WORDS, *arguments)
 
 
 SEVERAL = """
@@ -44,10 +56,9 @@ print(json.dumps(done))
 
 @cache
 def all_wrong() -> dict[str, tuple[int, str, str]]:
-    """Exit code, output and errors of every command of WRONG: one after the other in one process, which loads torch."""
+    """Exit code, output and errors of every command of WRONG: one after the other in one process."""
     asked = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
-    command = [sys.executable, "-c", SEVERAL]
-    done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, timeout=300)
+    done = programs.run("-c", SEVERAL, typed=asked)
     assert done.returncode == 0, done.stderr
     return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
 
@@ -87,21 +98,21 @@ def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> 
 
 def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_shows_it_again(tmp_path: Path) -> None:
     engine = "zharness.mutants:never_reduces"
-    done = started("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
+    done = forked("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
     assert done.returncode == 1, done.stderr
     assert "step 0, reduction: first.weight[" in done.stdout
     assert "it is the gradient of rank 0 alone, not reduced" in done.stdout
     (record,) = records(tmp_path / "r")
     assert record["command"] in done.stdout
     assert record["divergence"]["part"] == "reduction"  # type: ignore[index]
-    again = started(*str(record["command"]).replace("'", "").split()[1:])
+    again = forked(*str(record["command"]).replace("'", "").split()[1:])
     assert again.returncode == 1
     assert record["divergence"]["words"] in again.stdout  # type: ignore[index]
 
 
 def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
     engine = "zharness.mutants:wrong_epsilon"
-    done = started("check", "training.trajectory", "--model", "mlp", "--engine", engine)
+    done = forked("check", "training.trajectory", "--model", "mlp", "--engine", engine)
     assert done.returncode == 1, done.stderr
     assert "step 0, optimizer: " in done.stdout
 
@@ -172,12 +183,11 @@ def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
         "m.version = version\n"
         "from zharness.cli import main; main()"
     )
-    command = [sys.executable, "-c", hide]
-    done = subprocess.run([*command, "check", "--engine", "deepspeed"], cwd=ROOT, capture_output=True, text=True)
+    done = programs.run("-c", hide, "check", "--engine", "deepspeed")
     assert done.returncode == 2
     assert "engine 'deepspeed' is not installed" in done.stderr
     assert 'pip install "zharness[deepspeed]"' in done.stderr
-    listed = subprocess.run([*command, "list", "engines"], cwd=ROOT, capture_output=True, text=True)
+    listed = programs.run("-c", hide, "list", "engines")
     assert "not installed" in listed.stdout
     assert 'pip install "zharness[deepspeed]"' in listed.stdout
 
@@ -224,17 +234,21 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
     path = tmp_path / "records.jsonl.partial"
     arguments = ["check", "--jsonl", str(tmp_path / "records.jsonl")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
-        os.sched_yield()
-    ends = {os.pidfd_open(pid) for pid in descendants(process.pid) if is_alive(pid)}
-    process.send_signal(number)
-    process.wait(timeout=60)
-    assert ends
-    open_still = set(ends)
-    while open_still and (ready := wait(open_still, timeout=30)):
-        open_still -= set(ready)  # type: ignore[arg-type]
-    assert not open_still
+    with (
+        open(os.devnull, "wb") as nothing,
+        Program([*WORDS, *arguments], nothing, nothing, ROOT, environment) as process,
+    ):
+        while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
+            os.sched_yield()
+        ends = {os.pidfd_open(pid) for pid in descendants(process.pid) if is_alive(pid)}
+        process.send_signal(number)
+        process.wait(timeout=60)
+        assert ends
+        open_still = set(ends)
+        while open_still and (ready := wait(open_still, timeout=30)):
+            open_still -= set(ready)  # type: ignore[arg-type]
+        assert not open_still
+        assert not process.below()
     assert not list(tmp_path.glob("zharness-*")), "temporary files go as well"
     for end in ends:
         os.close(end)

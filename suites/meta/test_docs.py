@@ -16,6 +16,7 @@ import pytest
 
 from suites.meta.documents import PAGES, ROOT, Command, anchors, blocks, commands, files, links, spans
 from suites.meta.test_workflows import environments
+from suites.warm import programs
 from zharness.case import Case
 from zharness.checks import check_named
 from zharness.cli import cli
@@ -175,10 +176,15 @@ def test_a_newcomer_s_commands_do_what_the_readme_says(tmp_path: Path) -> None:
 
 
 def run(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command of a page as its reader types it, with the interpreter of these tests."""
+    """A command of a page as its reader types it, with the interpreter of these tests.
+
+    That is started for scripts alone; the other commands run in forks of one that has imported torch.
+    """
     program, *words = command.words
     modules = {"zharness": ("-m", "zharness"), "pytest": ("-m", "pytest", "-p", "no:cacheprovider"), "python": ()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if program != "python":
+        return programs.run(*modules[program], *words, folder=folder, environment=environment)
     return subprocess.run(
         [sys.executable, *modules[program], *words], cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zharness
+from suites.warm import programs
 from zharness.case import Case
 from zharness.errors import UsageError
 from zharness.run import Verdict
@@ -26,9 +25,8 @@ def test_the_toy_engine_of_the_documentation_keeps_the_laws_that_it_claims(tmp_p
         (text,) = [block for block in blocks if block.startswith(f"# {name}\n")]
         (tmp_path / name).write_text(text, encoding="utf-8")
     options = ("-v", "-p", "no:cacheprovider", "--isolation", "pooled", "-k", "exact and (grads or accumulation)")
-    command = [sys.executable, "-m", "pytest", *options, FILES[1]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = programs.run("-m", "pytest", *options, FILES[1], folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training.accumulation[my_engine:MyEngine-zero0-w2-fp32-exact-caller]] PASSED" in done.stdout
 

@@ -14,6 +14,8 @@ from suites.world.faults.sessions import Done, Session, run
 from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, VERDICTS, WORDS
 
 MODES = ("fresh", "pooled")
+# Sessions whose workers of xdist are started anew, as by a shell; those of the others are forks of one with torch.
+STARTED = ("fresh -n 2", "workers")
 
 
 def side_by_side(
@@ -23,7 +25,8 @@ def side_by_side(
     started = {}
     for name, (source, arguments) in sessions.items():
         files = {"test_it.py": source} if isinstance(source, str) else source
-        started[name] = Session(folder / re.sub(r"\W+", "-", name), files, *arguments)
+        spares = 2 if "-n" in arguments and name not in STARTED else 0
+        started[name] = Session(folder / re.sub(r"\W+", "-", name), files, *arguments, spares=spares)
     return {name: session.done() for name, session in started.items()}
 
 

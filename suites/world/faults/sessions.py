@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from suites import inner
-
-TAG = "ZHARNESS_SUITE_TAG"  # a variable whose value every process of one session has
-LIMIT = 300.0  # seconds for one session
-GONE = 5.0  # seconds in which everything has to be gone
+from suites.warm.programs import GONE, Program
 
 # The recorder: what pytest logs and when, for the process that runs the session alone (ranks are forks of it). Where a
 # test noted process ids, it waits at the next test until they are gone, and records those that are not.
@@ -120,64 +112,50 @@ class Done:
         }
 
 
-def order(folder: Path, arguments: Sequence[str], variables: Mapping[str, str], typed: str = os.devnull) -> None:
-    """Begin a session of pytest in ``folder``, as warm.py describes it; ``typed`` is the path of its standard input."""
-    warm().write(json.dumps([str(folder), list(arguments), dict(variables), typed]) + "\n")
-    warm().flush()
+def pytest(
+    folder: Path, arguments: Sequence[str], variables: Mapping[str, str], typed: str = "", spares: int = 0
+) -> Program:
+    """Begin a session of pytest in ``folder``, which has what it prints in ``output.txt``.
 
-
-def number(file: Path) -> int:
-    """The content of a file that a session is yet to write: its pid, its status."""
-    until = time.monotonic() + LIMIT
-    while not file.exists():
-        assert time.monotonic() < until, f"no {file.name} of the session in {file.parent} in {LIMIT} s"
-        threading.Event().wait(0.02)
-    return int(file.read_text())
-
-
-@functools.cache
-def warm() -> IO[str]:
-    """Where to write an order for a session; the process behind it ends with this one."""
-    command = [sys.executable, "-m", "suites.world.faults.warm"]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, text=True)
-    assert process.stdin is not None, "asked for"
-    return process.stdin
+    Of the environment it has what is not that of this pytest, and ``variables``.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ZHARNESS"))}
+    with (folder / "output.txt").open("wb") as output:
+        words = ("-m", "pytest", *arguments)
+        return Program(words, output, output, folder, {**environment, **variables}, typed=typed, spares=spares)
 
 
 class Session:
-    """A pytest of its own over files in ``folder``, with a private place for temporary files."""
+    """A pytest of its own over files in ``folder``, with a private place for temporary files.
 
-    def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str) -> None:
+    ``spares`` are workers of xdist that do not have to import anything.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str, spares: int = 0) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         (folder / "notes").mkdir(exist_ok=True)
-        for name in ("pid", "status", "output.txt", "record.jsonl"):  # of a session before this one
-            (folder / name).unlink(missing_ok=True)
+        (folder / "record.jsonl").unlink(missing_ok=True)  # of a session before this one
         (folder / "pytest.ini").write_text(inner.settings(*files.values()))
         (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(GONE)))
         for name, text in files.items():
             (folder / name).write_text(textwrap.dedent(text))
-        self._tag = uuid.uuid4().hex
         command = [f"--basetemp={folder / 'base'}", *arguments]
-        variables = {TAG: self._tag, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
         self._began = time.monotonic()
-        order(folder, command, variables)
-        self.pid = number(folder / "pid")
+        self._program = pytest(folder, command, {"TMPDIR": str(self.temporary), "COLUMNS": "200"}, spares=spares)
+        self.pid = self._program.pid
 
     def signal(self, what: signal.Signals) -> None:
         """Send it to pytest, and to nothing else."""
-        os.kill(self.pid, what)
+        self._program.send_signal(what)
 
     def done(self) -> Done:
         """Wait for the end, and for everything that it started to be gone."""
-        try:
-            status = number(self.folder / "status")
-        finally:
+        with self._program as program:
+            status = program.wait()
             seconds = time.monotonic() - self._began
             left = tuple(self._left())
-            for pid in self.processes():
-                os.kill(pid, signal.SIGKILL)  # leave nothing to the tests that follow
         output = (self.folder / "output.txt").read_text()
         return Done(status, output, told_in(self.folder / "record.jsonl"), seconds, left)
 
@@ -195,20 +173,7 @@ class Session:
 
     def processes(self) -> dict[int, str]:
         """The command lines of all living processes of this session."""
-        return dict(living(self.pid, f"{TAG}={self._tag}".encode()))
-
-
-def living(session: int, tag: bytes) -> Iterator[tuple[int, str]]:
-    """Living processes of that session of processes, and programs with ``tag`` in the environment they started with."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, _, _, its_session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if state not in "ZX" and (int(its_session) == session or tag in (entry / "environ").read_bytes()):
-                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        except OSError:
-            continue  # it has ended, or is not ours
+        return self._program.below()
 
 
 def told_in(path: Path) -> dict[str, Told]:

@@ -1,0 +1,68 @@
+"""What a warm Python is asked to run, and how that is sent to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LARGEST = 1 << 17  # bytes of an order
+
+
+@dataclass(frozen=True)
+class Order:
+    """The words of a command after ``python``, and its surroundings.
+
+    ``spares`` are processes that wait beside it to become the programs which it starts.
+    """
+
+    words: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+    spares: int = 0
+    new_session: bool = True
+
+
+def send(way: socket.socket, order: Order, descriptors: Sequence[int]) -> None:
+    """Over a socket of packets: the order and copies of the descriptors."""
+    packet = json.dumps(asdict(order)).encode()
+    assert len(packet) <= LARGEST, f"an order of {len(packet)} bytes"
+    socket.send_fds(way, [packet], descriptors)
+
+
+def received(way: socket.socket) -> tuple[Order, list[int]] | None:
+    """The next order and its descriptors; None when nobody is left to order anything."""
+    packet, descriptors, _, _ = socket.recv_fds(way, LARGEST, 4)
+    return (Order(**json.loads(packet)), descriptors) if packet else None
+
+
+def below(pid: int) -> dict[int, str]:
+    """The command lines of all living processes below ``pid``, by the kernel's own list; the newest come first."""
+    found: dict[int, str] = {}
+    try:
+        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in words_of(task / "children")]
+    except OSError:
+        return found
+    for child in children:
+        found |= below(child)
+        if is_alive(child):
+            found[child] = " ".join(words_of(Path(f"/proc/{child}/cmdline"), "\0")).strip()
+    return found
+
+
+def words_of(path: Path, between: str | None = None) -> list[str]:
+    """The words of a file of /proc; none, where its process is gone."""
+    try:
+        return path.read_text().split(between)
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and waits to be asked for its status does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,56 @@
+"""A fork of a warm Python that becomes the program it was forked for."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from io import TextIOWrapper
+from types import ModuleType
+from typing import NoReturn, cast
+
+import torch
+
+from suites.warm.orders import Order
+
+
+def settle(order: Order, streams: Sequence[int]) -> None:
+    """Make this process what a shell would have started: its session, signals, streams, folder and environment."""
+    if order.new_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored below a shell's background
+    for target, descriptor in enumerate(streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    # What was found out when Python or a library started follows from the environment that there is now.
+    tempfile.tempdir = None
+    for place in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if place and place not in sys.path[1:]:
+            sys.path.insert(1, place)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def run(words: Sequence[str]) -> NoReturn:
+    """What Python does with the words of its command line; raises SystemExit, or what the program raises."""
+    if words[0] == "-u":
+        for stream in (sys.stdout, sys.stderr):
+            cast(TextIOWrapper, stream).reconfigure(write_through=True)
+        words = words[1:]
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = ["-m", *words[2:]], os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(words[1], main.__dict__)  # noqa: S102 - that is what -c means
+    else:
+        sys.argv, sys.path[0] = list(words), os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+    sys.exit(0)

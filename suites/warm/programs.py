@@ -1,0 +1,133 @@
+"""Programs that a warm Python runs, for tests that need a process of its own and no new Python."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from suites.warm.orders import Order, below, send
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300.0  # seconds for one program
+GONE = 5.0  # seconds in which everything has to be gone
+
+
+@functools.cache
+def warm() -> tuple[socket.socket, Mapping[str, str]]:
+    """The way to a warm Python, which ends with this process, and what Python read of the environment at its start."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen([sys.executable, "-m", "suites.warm.server"], cwd=ROOT, stdin=theirs)
+    return ours, at_start(os.environ)
+
+
+def at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """What only a new Python would see. PYTHONPATH is not of it: a program has what it is given."""
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
+
+
+class Program:
+    """``python WORDS`` in a process of its own. Its standard input is a pipe that has ``typed`` and has been closed.
+
+    The first Pythons that it starts, ``spares`` of them, are forks as well. Use it as a context manager, or call
+    ``close``, which ends what is left of it.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        output: IO[bytes],
+        errors: IO[bytes],
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        *,
+        typed: str = "",
+        spares: int = 0,
+    ) -> None:
+        way, started_with = warm()
+        environment = dict(os.environ if environment is None else environment)
+        assert at_start(environment) == started_with, "Python reads these at its start: start one"
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, pipe_with(typed) as entry:
+            descriptors = [file.fileno() for file in (entry, output, errors, theirs)]
+            send(way, Order(words, str(folder), environment, spares), descriptors)
+        self._line.settimeout(LIMIT)
+        self._keeper, self.pid = map(int, self._line.recv(64).split())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, as subprocess has it; None while it runs."""
+        return self.wait(0.0) if self.returncode is not None or select.select([self._line], [], [], 0)[0] else None
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """Its exit status. Raises TimeoutError where it does not end in time."""
+        if self.returncode is None:
+            self._line.settimeout(timeout)
+            self.returncode = int(self._line.recv(64))
+        return self.returncode
+
+    def send_signal(self, what: signal.Signals) -> None:
+        """To the program, and to nothing else, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, what)
+
+    def below(self) -> dict[int, str]:
+        """The command lines of all living processes of this program, those included that have lost their parent."""
+        return below(self._keeper)
+
+    def left(self) -> dict[int, str]:
+        """Those that are still there ``GONE`` seconds from now."""
+        until = time.monotonic() + GONE
+        while self.below() and time.monotonic() < until:
+            threading.Event().wait(0.02)
+        return self.below()
+
+    def close(self) -> None:
+        """Leave nothing to the tests that follow."""
+        while pids := self.below():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._line.close()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pipe_with(typed: str) -> IO[bytes]:
+    """The end to read from of a pipe that is closed at the other."""
+    read, write = os.pipe()
+    with open(write, "wb", buffering=0) as pipe:
+        os.set_blocking(write, False)
+        assert pipe.write(typed.encode()) == len(typed.encode()), "more than a pipe holds"
+    return open(read, "rb")
+
+
+def run(
+    *words: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None, typed: str = "", spares: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """``python WORDS`` from its start to its end, and what it printed."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        with Program(words, output, errors, folder, environment, typed=typed, spares=spares) as program:
+            status = program.wait()
+        return subprocess.CompletedProcess(words, status, content(output), content(errors))
+
+
+def content(file: IO[bytes]) -> str:
+    """What a program has written to it. The position in the file is the program's too."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()

@@ -1,0 +1,83 @@
+"""A program that a warm Python runs is what a shell would have started, but for the imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from suites.warm import programs
+from suites.warm.programs import Program
+
+TELLS = """
+import json, os, sys, tempfile
+print("to errors", file=sys.stderr)
+told = [sys.argv, sys.path[0], os.getcwd(), os.environ["TMPDIR"], tempfile.gettempdir(), sorted(os.environ)]
+print(json.dumps([*told, sys.stdin.read(), __name__, os.getsid(0) == os.getpid()]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("words", [("-c", TELLS), ("-m", "tells"), ("tells.py",)], ids=["code", "module", "script"])
+def test_a_fork_tells_what_a_new_python_tells(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PLANTED": "1"}
+    told = programs.run(*words, "--an-option", folder=tmp_path, environment=environment, typed="typed\n")
+    new = subprocess.run(
+        [sys.executable, *words, "--an-option"],
+        cwd=tmp_path,
+        env=environment,
+        input="typed\n",
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (told.returncode, told.stderr) == (new.returncode, new.stderr) == (3, "to errors\n")
+    assert json.loads(told.stdout) == json.loads(new.stdout)
+
+
+@pytest.mark.parametrize(("code", "status"), [("pass", 0), ("1 / 0", 1), ("import os; os.abort()", -signal.SIGABRT)])
+def test_the_end_of_a_program_is_told_as_subprocess_has_it(code: str, status: int) -> None:
+    assert programs.run("-c", code).returncode == status
+
+
+STARTS = """
+import os, subprocess, sys
+words = [sys.executable, "-u", "-c", "import os, sys; print(os.getppid(), sys.argv); sys.exit(4)", "word"]
+for _ in range(2):
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    parent, _, words_of_it = child.communicate()[0].partition(" ")
+    print(int(parent) == os.getpid(), words_of_it.strip(), child.returncode)
+"""
+
+
+def test_a_spare_is_the_child_of_the_program_that_starts_it() -> None:
+    """The first is a spare, the second a new Python."""
+    done = programs.run("-c", STARTS, spares=1)
+    assert done.stdout.splitlines() == ["True ['-c', 'word'] 4"] * 2, done.stderr
+
+
+def test_what_outlives_a_program_is_found_and_ended_though_it_has_left_its_session(tmp_path: Path) -> None:
+    code = "import subprocess; print(subprocess.Popen(['tail', '-f', '/dev/null'], start_new_session=True, env={}).pid)"
+    with (tmp_path / "output").open("w+b") as output:
+        with Program(["-c", code], output, output) as program:
+            assert program.wait() == 0
+            pid = int(programs.content(output))
+            assert program.left() == {pid: "tail -f /dev/null"}
+        assert not program.below()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_reaches_the_program_alone(number: signal.Signals, tmp_path: Path) -> None:
+    code = "import threading; print('ready', flush=True); threading.Event().wait()"
+    with (tmp_path / "output").open("w+b") as output, Program(["-c", code], output, output) as program:
+        while not programs.content(output) and program.poll() is None:
+            os.sched_yield()
+        program.send_signal(number)
+        assert program.wait() == -number
+        assert not program.left()
