@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
@@ -46,11 +47,24 @@ def run(words: Sequence[str]) -> NoReturn:
     if words[0] == "-m":
         sys.argv, sys.path[0] = ["-m", *words[2:]], os.getcwd()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
+        sys.exit(0)
+    try:
+        text_or_file(words)
+    except KeyboardInterrupt:
+        # Python ends by the signal then, after all that it does at its end, so that a shell sees what happened.
+        sys.excepthook(*sys.exc_info())
+        atexit._run_exitfuncs()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(0)
+
+
+def text_or_file(words: Sequence[str]) -> None:
+    """A program given as text behind ``-c``, or as a file."""
+    if words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
         sys.modules["__main__"] = main = ModuleType("__main__")
         exec(words[1], main.__dict__)  # noqa: S102 - that is what -c means
     else:
         sys.argv, sys.path[0] = list(words), os.path.dirname(os.path.abspath(words[0]))
         runpy.run_path(words[0], run_name="__main__")
-    sys.exit(0)
