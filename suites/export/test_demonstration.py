@@ -5,27 +5,26 @@ All of it in processes of its own: a model's factory that changes an engine chan
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from suites.warm import programs
 from zharness.report.reading import read
 from zharness.run.record import Record
 
 # Looked for, not imported: every worker would import both, and what they do runs in processes of its own.
 pytestmark = pytest.mark.skipif(not (find_spec("deepspeed") and find_spec("peft")), reason="needs deepspeed and peft")
-ROOT = Path(__file__).parents[2]
 MODEL = "suites.export.planted:lora"
 SMALL = "num_hidden_layers=1,num_attention_heads=1,hidden_size=8,vocab_size=16,max_position_embeddings=8"
 FACTOR = "it is 1.0001 x the right gradient"
 
 
-def zharness(*arguments: str) -> int:
-    command = [sys.executable, "-m", "zharness", *arguments]
-    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+def zharness(status: int, *arguments: str) -> None:
+    """The command in a process of its own, which has to end with this exit code."""
+    done = programs.run("-m", "zharness", *arguments)
+    assert done.returncode == status, done.stdout + done.stderr
 
 
 def of(model: str) -> str:
@@ -35,7 +34,7 @@ def of(model: str) -> str:
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, ...]:
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
-    assert zharness("check", of(f"{MODEL}({SMALL})"), "--jsonl", str(path)) == 1
+    zharness(1, "check", of(f"{MODEL}({SMALL})"), "--jsonl", str(path))
     return tuple(read([path]).records)
 
 
@@ -48,7 +47,7 @@ def test_the_planted_fault_is_found_in_the_smallest_model(records: tuple[Record,
 
 
 def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
-    assert zharness("export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py")) == 0
+    zharness(0, "export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
     script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
     assert "reduced(factory(), {'num_hidden_layers': '1'" in script

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from suites.warm import programs
 from zharness import engines
 from zharness.case import Case
 from zharness.checks import CHECKS, DTYPES
@@ -131,10 +132,7 @@ def ended(text: str, folder: Path) -> tuple[int, str]:
     path = folder / "script.py"
     path.write_text(text)
     rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=folder, env={**os.environ, **rendezvous}, stdout=subprocess.PIPE, text=True, timeout=170,
-    )  # fmt: skip
+    done = programs.run(str(path), folder=folder, environment={**os.environ, **rendezvous})
     return done.returncode, done.stdout.splitlines()[-1]
 
 
@@ -161,11 +159,8 @@ def test_what_no_script_can_say_is_refused_by_its_type() -> None:
 
 def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "zharness", "export", "-o", str(script),
-         "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"],
-        capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+    cell = "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"
+    run = programs.run("-m", "zharness", "export", "-o", str(script), cell, spares=1)
     assert run.returncode == 0, run.stderr
     assert "the script: reproduced" in run.stderr
     # One number, found twice: by the harness's judge, and by the script's own few lines.

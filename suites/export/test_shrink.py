@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from suites.warm import programs
 from zharness import engines
 from zharness.case import Case
 from zharness.errors import UsageError
@@ -26,10 +25,7 @@ KILLED = Case.parse("training.grads[zharness.mutants:never_reduces-zero0-w2-fp32
 
 def test_a_planted_failure_shrinks_to_one_layer_and_its_script_shows_it(tmp_path: Path) -> None:
     script = tmp_path / "small.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "zharness", "shrink", KILLED.id, "-o", str(script)],
-        capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+    run = programs.run("-m", "zharness", "shrink", KILLED.id, "-o", str(script), spares=1)
     assert run.returncode == 0, run.stderr
     assert "fail: x(1) linear(1) | f b" in run.stderr
     assert "it shows the same verdict" in run.stderr
