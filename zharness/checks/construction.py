@@ -67,8 +67,8 @@ class Given:
     @classmethod
     def of(cls, model: nn.Module) -> Given:
         """What ``model`` is now."""
-        weights, buffers = copies(dict(model.named_parameters())), copies(dict(model.named_buffers()))
-        return cls(modes(model), gradients_required(model), names_of(model), weights, buffers)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        return cls(modes(model), gradients_required(parameters), names_of(model), copies(parameters), copies(buffers))
 
     def require_unchanged(self, model: nn.Module, layout: Layout) -> None:
         """Raises EngineContractError where a flag, a name, a buffer or a weight is another now.
@@ -84,13 +84,13 @@ class Given:
         check_names(
             "the model's state dict, once the engine has it,", dict.fromkeys(self.names), dict.fromkeys(names_of(model))
         )
-        turned = differing(self.trained, gradients_required(model))
+        weights = dict(model.named_parameters())
+        turned = differing(self.trained, gradients_required(weights))
         if turned:
             names = ", ".join(map(repr, turned))
             raise EngineContractError(
                 f"the engine changed requires_grad of {names}; what trains is the caller's to say"
             )
-        weights = dict(model.named_parameters())
         for name, before in self.weights.items():
             whole = is_whole(weights[name], before, layout.get(name, ()))
             if whole and not same_values(before, weights[name]):
@@ -121,8 +121,8 @@ def modes(model: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
-def gradients_required(model: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def gradients_required(parameters: Mapping[str, Tensor]) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in parameters.items()}
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from time import monotonic_ns  # bound now: a test may patch the module's
 from typing import Any, Protocol
 
 import pytest
-import torch
 from _pytest.capture import CaptureManager  # no public way to give a process a capture of its own
 from _pytest.runner import runtestprotocol  # what pytest-forked and pytest-rerunfailures call as well
 
@@ -26,7 +25,7 @@ from zharness.items.told import Told
 from zharness.world.here import here
 from zharness.world.leftovers import Fingerprint, fingerprint, left_behind
 from zharness.world.messages import Standing
-from zharness.world.rank import ServerChannel
+from zharness.world.rank import ServerChannel, seed_torch
 
 
 @dataclass(frozen=True)
@@ -328,10 +327,6 @@ def seed(nodeid: str) -> None:
     """The same random numbers on every rank, in every mode and every run."""
     number = int.from_bytes(hashlib.sha256(nodeid.encode()).digest()[:4], "big")
     random.seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.manual_seed(number)
-    else:
-        # Where no device is in use, torch.manual_seed only queues a call for each kind, with a stack that costs 0.5 ms.
-        torch.default_generator.manual_seed(number)
+    seed_torch(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)

@@ -142,17 +142,17 @@ def small(
     """
     if not error.numel() or not math.isfinite(float((error + bound + size).sum())):
         return None
-    ratio = float(torch.where(error == 0, 0.0, error / bound).max())
+    ratio = float((error / bound).nan_to_num_(0.0).max())  # 0 / 0: no error where none is allowed
     if not ratio < 1:
         return None
-    used = size > 0
-    share = torch.where(used, bound / size, math.inf)
+    share = (bound / size).nan_to_num_(math.inf, math.inf)  # 0 / 0: nothing that could be scaled
+    zeros = size.numel() - int(size.count_nonzero())  # which are within any bound, and tell nothing
     return Comparison(
         tier,
         ratio,
         max(unit_roundoff(dtype), float(share.min())),
         elements=error.numel(),
-        undetermined=int((used & (share >= 1)).sum()),
+        undetermined=int((bound >= size).count_nonzero()) - zeros,
         place=place,
     )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zharness import engines
@@ -33,7 +32,7 @@ from zharness.parity.snapshot import Records, read, records_in
 from zharness.run.configuration import configured, is_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.foreign import is_foreign
-from zharness.world.rank import rank_device
+from zharness.world.rank import rank_device, seed_torch
 
 MOST_UNDETERMINED = 1 / 2  # the share of elements beyond which a cell that found nothing has shown nothing
 
@@ -67,7 +66,7 @@ def observe(case: Case, salt: int, room: str, capabilities: Capabilities, option
     """In every rank: run the check's observer on the engine, and write what it saw into ``room``."""
     bench = bench_of(case, salt, capabilities, options, Path(room))
     # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
-    torch.manual_seed(case.seed(salt))
+    seed_torch(case.seed(salt))
     check_named(case.check).observe(bench)
     bench.finish()
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from zharness import engines
 from zharness.checks import DTYPES, LOSS_SCALES, Trial
 from zharness.checks.program import missing, observe_program
@@ -28,6 +26,7 @@ from zharness.workload.layers import spec_of
 from zharness.workload.program_text import PLAIN
 from zharness.workload.programs import Program
 from zharness.world import Group, Isolation, RankServer, Work
+from zharness.world.rank import seed_torch
 from zharness.world.server import Surroundings
 
 SEED = 0x5EED  # of every program's weights; its batches follow from its text as well
@@ -64,7 +63,7 @@ def observe(engine: str, programs: Sequence[Program], room: str, capabilities: C
         config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
         folder = folder_of(room, number)
         bench = cell.bench_here(engine, spec_of(program.layers), SEED, config, capabilities, folder)
-        torch.manual_seed(SEED)
+        seed_torch(SEED)
         observe_program(bench, program)
         bench.finish()
 
