@@ -113,7 +113,7 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
             assert len(list(shared_tmp_path.iterdir())) == 4
         """,
     )
-    done = one_agent(4, *PYTEST, "--junitxml=report.xml", "--basetemp=base", cwd=folder)
+    done = one_started_agent(4, *PYTEST, "--junitxml=report.xml", "--basetemp=base", cwd=folder)
     assert done.statuses == (1,), done.output
     assert done.output.count("test session starts") == 1
     assert len(done.lines("FAILED ")) == 3
@@ -246,14 +246,14 @@ def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path
 
 def test_a_project_without_tests_in_ranks_runs_all_tests_in_every_process(tmp_path: Path) -> None:
     folder = written(tmp_path, "def test_everywhere():\n    dist.init_process_group('gloo')\n    dist.barrier()\n")
-    done = one_started_agent(2, *PYTEST, cwd=folder)
+    done = one_agent(2, *PYTEST, cwd=folder)
     assert done.statuses == (0,), done.output
     assert done.output.count("= 1 passed in ") == 2
 
 
 def test_cells_run_on_the_ranks_of_the_launch(tmp_path: Path) -> None:
     arguments = ("zharness", "check", "training.grads", "--model", "mlp", "--stage", "0,3", "--jsonl", "records")
-    done = one_agent(2, *arguments, cwd=tmp_path)
+    done = one_started_agent(2, *arguments, cwd=tmp_path)
     assert done.statuses == (0,), done.output
     assert done.output.count("training.grads  pass 1") == 1
     assert len((tmp_path / "records").read_text().splitlines()) == 2

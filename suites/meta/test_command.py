@@ -248,7 +248,7 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
         while open_still and (ready := wait(open_still, timeout=30)):
             open_still -= set(ready)  # type: ignore[arg-type]
         assert not open_still
-        assert not process.below()
+        assert not process.left()
     assert not list(tmp_path.glob("zharness-*")), "temporary files go as well"
     for end in ends:
         os.close(end)

@@ -178,7 +178,7 @@ def test_a_newcomer_s_commands_do_what_the_readme_says(tmp_path: Path) -> None:
 def run(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
     """A command of a page as its reader types it, with the interpreter of these tests.
 
-    That is started for scripts alone; the other commands run in forks of one that has imported torch.
+    Only a script gets a newly started Python; the other commands run in forks of one that has imported torch.
     """
     program, *words = command.words
     modules = {"zharness": ("-m", "zharness"), "pytest": ("-m", "pytest", "-p", "no:cacheprovider"), "python": ()}

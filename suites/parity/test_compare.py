@@ -99,6 +99,14 @@ def test_nothing_is_within_a_bound_that_is_not_finite(bad: float) -> None:
     assert within(PLACE, one, torch.tensor([1.0]), end).mismatch is None, "the same value always does"
 
 
+@pytest.mark.parametrize("bound", [-0.0, -1.0])
+def test_no_error_is_within_a_bound_that_is_not_above_zero(bound: float) -> None:
+    expected = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = within(PLACE, expected, expected + 1, torch.full_like(expected, bound))
+    assert found.mismatch is not None
+    assert found.mismatch.wrong == 2
+
+
 def test_a_scalar_and_an_empty_tensor_can_be_compared() -> None:
     assert identical(PLACE, torch.tensor(1.0), torch.tensor(1.0)).mismatch is None
     assert identical(PLACE, torch.zeros(0, 3), torch.zeros(0, 3)).mismatch is None

@@ -39,14 +39,28 @@ def received(way: socket.socket) -> tuple[Order, list[int]] | None:
 
 
 def below(pid: int) -> dict[int, str]:
-    """The command lines of all living processes below ``pid``, by the kernel's own list; the newest come first."""
-    found: dict[int, str] = {}
+    """The command lines of living processes below ``pid``; none only where there is none.
+
+    What ends while it is looked at leaves its children to ``pid``, whose own have been listed by then: once more.
+    """
+    while not (found := seen_below(pid)) and any(map(is_alive, children_of(pid))):
+        continue
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """By the kernel's own list; none of a process that is gone."""
     try:
-        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in words_of(task / "children")]
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in words_of(task / "children")]
     except OSError:
-        return found
-    for child in children:
-        found |= below(child)
+        return []
+
+
+def seen_below(pid: int) -> dict[int, str]:
+    """The command lines of living processes below ``pid`` as they are met, the newest first."""
+    found: dict[int, str] = {}
+    for child in children_of(pid):
+        found |= seen_below(child)
         if is_alive(child):
             found[child] = " ".join(words_of(Path(f"/proc/{child}/cmdline"), "\0")).strip()
     return found

@@ -9,9 +9,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from types import ModuleType
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 
@@ -41,8 +41,11 @@ def settle(order: Order, streams: Sequence[int]) -> None:
 def run(words: Sequence[str]) -> NoReturn:
     """What Python does with the words of its command line; raises SystemExit, or what the program raises."""
     if words[0] == "-u":
-        for stream in (sys.stdout, sys.stderr):
-            cast(TextIOWrapper, stream).reconfigure(write_through=True)
+        # Anew: those that there are keep what is written until they are flushed, and a program may die before.
+        sys.stdout, sys.stderr = (
+            TextIOWrapper(FileIO(target, "wb", closefd=False), errors=stream.errors, write_through=True)
+            for target, stream in ((1, sys.stdout), (2, sys.stderr))
+        )
         words = words[1:]
     if words[0] == "-m":
         sys.argv, sys.path[0] = ["-m", *words[2:]], os.getcwd()

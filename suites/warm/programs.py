@@ -22,6 +22,7 @@ from suites.warm.orders import Order, below, send
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0  # seconds for one program
 GONE = 5.0  # seconds in which everything has to be gone
+SURROUNDINGS = dict(os.environ)  # before any test has changed it
 
 
 @functools.cache
@@ -29,8 +30,8 @@ def warm() -> tuple[socket.socket, Mapping[str, str]]:
     """The way to a warm Python, which ends with this process, and what Python read of the environment at its start."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        subprocess.Popen([sys.executable, "-m", "suites.warm.server"], cwd=ROOT, stdin=theirs)
-    return ours, at_start(os.environ)
+        subprocess.Popen([sys.executable, "-m", "suites.warm.server"], cwd=ROOT, stdin=theirs, env=SURROUNDINGS)
+    return ours, at_start(SURROUNDINGS)
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -64,7 +65,9 @@ class Program:
             descriptors = [file.fileno() for file in (entry, output, errors, theirs)]
             send(way, Order(words, str(folder), environment, spares), descriptors)
         self._line.settimeout(LIMIT)
-        self._keeper, self.pid = map(int, self._line.recv(64).split())
+        told = self._line.recv(64).split()
+        assert told, "the warm Python has ended; what it wrote to its errors says why"
+        self._keeper, self.pid = map(int, told)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -75,7 +78,9 @@ class Program:
         """Its exit status. Raises TimeoutError where it does not end in time."""
         if self.returncode is None:
             self._line.settimeout(timeout)
-            self.returncode = int(self._line.recv(64))
+            told = self._line.recv(64)
+            assert told, "whoever keeps the program has ended"
+            self.returncode = int(told)
         return self.returncode
 
     def send_signal(self, what: signal.Signals) -> None:
@@ -90,9 +95,9 @@ class Program:
     def left(self) -> dict[int, str]:
         """Those that are still there ``GONE`` seconds from now."""
         until = time.monotonic() + GONE
-        while self.below() and time.monotonic() < until:
+        while (found := self.below()) and time.monotonic() < until:
             threading.Event().wait(0.02)
-        return self.below()
+        return found
 
     def close(self) -> None:
         """Leave nothing to the tests that follow."""

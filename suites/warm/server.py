@@ -32,7 +32,7 @@ def keep(order: Order, streams: Sequence[int], line: socket.socket) -> None:
 
     What outlives the program becomes this process's own.
     """
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "or what is left behind is not found"
     pid = os.fork()
     if pid == 0:
         line.close()
@@ -42,9 +42,10 @@ def keep(order: Order, streams: Sequence[int], line: socket.socket) -> None:
     for descriptor in streams:
         os.close(descriptor)
     os.setsid()  # what ends the tests by their group of processes leaves this one to end the program
+    ended = os.pidfd_open(pid)
     with suppress(OSError):  # of a client that is gone
         line.send(f"{os.getpid()} {pid}".encode())
-        select.select([os.pidfd_open(pid), line], [], [])
+        select.select([ended, line], [], [])
         if pid not in below(os.getpid()):
             line.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
             line.recv(1)
@@ -57,6 +58,7 @@ def keep(order: Order, streams: Sequence[int], line: socket.socket) -> None:
 
 def main() -> None:
     """Until nobody is left to order anything."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle; programs hear it again
     way = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # else every fork held the way, and an order would wait there for a dead server

@@ -6,10 +6,12 @@ status, signals them and ends with them as with those that it would have started
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,19 +63,37 @@ class Popen(subprocess.Popen[Any]):
     """Starts Python in one of those that wait, while there is one; any other command as ever."""
 
     def _execute_child(self, args: Any, *how: Any) -> None:
-        """As in subprocess. Its first fifteen arguments are the same from Python 3.10 to 3.13."""
-        _, preexec, _, passed, folder, environment, _, _, shell, *pipes = how[:15]
-        if not WAITING or shell or preexec or passed or args[0] != sys.executable:
+        given = dict(zip(TOLD, (args, *how), strict=True))
+        if not WAITING or not plain(given):
             super()._execute_child(args, *how)  # type: ignore[misc]
             return
-        read, _, _, write, _, errors = pipes
-        new_session = bool(how[20])
-        streams = [ours if ours != -1 else own for own, ours in enumerate((read, write, errors))]
+        asked = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [theirs if theirs != -1 else own for own, theirs in enumerate(asked)]
         words = [os.fsdecode(word) for word in args[1:]]
         spare = WAITING.pop(0)
-        surroundings = dict(os.environ if environment is None else environment)
-        send(spare.way, Order(words, str(folder or os.getcwd()), surroundings, 0, new_session), streams)
+        surroundings = dict(os.environ if given["env"] is None else given["env"])
+        folder = os.fspath(given["cwd"] or os.getcwd())
+        send(spare.way, Order(words, folder, surroundings, 0, bool(given["start_new_session"])), streams)
         spare.way.close()
         self.pid = spare.pid
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
+
+
+TOLD = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def plain(given: Mapping[str, Any]) -> bool:
+    """Whether this starts Python, on a module, a text or a file, and asks for nothing that a spare could not do."""
+    args = given["args"]
+    if given["shell"] or given["executable"] is not None or given["preexec_fn"] is not None or given["pass_fds"]:
+        return False
+    another = [given.get(name) for name in ("uid", "gid", "gids")] != [None] * 3
+    if another or given["umask"] != -1 or given.get("process_group", -1) != -1:
+        return False
+    words = [] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
+    return len(words) > 1 and words[0] == sys.executable and (words[1] in PROGRAMS or not words[1].startswith("-"))
+
+
+PROGRAMS = ("-u", "-m", "-c")  # of Python's options, what ``program.run`` knows

@@ -1,4 +1,7 @@
-"""A program that a warm Python runs is what a shell would have started, but for the imports."""
+"""A program that a warm Python runs is what a shell would have started: its words, place, streams, signals and end.
+
+But for what Python does at its start: imports, hash seeds, its ``__main__``, and no frames above a program's own.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,11 @@ def test_a_fork_tells_what_a_new_python_tells(words: tuple[str, ...], tmp_path: 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("1 / 0", 1), ("import os; os.abort()", -signal.SIGABRT)])
 def test_the_end_of_a_program_is_told_as_subprocess_has_it(code: str, status: int) -> None:
     assert programs.run("-c", code).returncode == status
+
+
+def test_what_a_program_without_buffers_writes_is_there_when_it_dies() -> None:
+    done = programs.run("-u", "-c", "import os, sys; print('seen'); print('told', file=sys.stderr); os._exit(7)")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "seen\n", "told\n")
 
 
 STARTS = """

@@ -13,7 +13,7 @@ from zharness.case import Case
 from zharness.run import Planned
 from zharness.run.runner import keep_apart
 from zharness.world import Group, RankServer
-from zharness.world.cores import share
+from zharness.world.cores import finish_turns, share
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process to cores")
 
@@ -109,6 +109,10 @@ def test_ranks_keep_to_the_core_of_their_server_and_nobody_else_does(all_cores: 
 def in_turns() -> Iterator[None]:
     """This process is scheduled as any other; the suites' own settings have it preempt nobody."""
     before = os.sched_getscheduler(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:
+        pytest.skip(f"the system lets nobody choose how it is scheduled: {error}")
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     yield
     os.sched_setscheduler(0, before, os.sched_param(0))
@@ -125,3 +129,16 @@ def test_ranks_on_cpus_preempt_nobody_and_those_on_gpus_whom_they_like(monkeypat
         policies = server.run(os.sched_getscheduler, 0, world_size=2, group=Group.NONE).values()
     assert policies == [os.SCHED_OTHER] * 2
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def chosen() -> int:
+    """The policy of this process, where somebody had chosen one for it."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    finish_turns()
+    return os.sched_getscheduler(0)
+
+
+@pytest.mark.usefixtures("in_turns")
+def test_a_policy_that_somebody_has_chosen_is_left_as_it_is() -> None:
+    with RankServer() as server:
+        assert server.run(chosen, group=Group.NONE).values() == [os.SCHED_IDLE]

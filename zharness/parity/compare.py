@@ -138,12 +138,13 @@ def small(
 ) -> Comparison | None:
     """What ``within`` comes to where all numbers are finite and within their bounds, which is nearly always; else None.
 
-    A third of the operations, and to be right it may give None wherever it likes.
+    ``error`` and ``size``, of one shape, are not negative. A third of the operations, and to be right it may give None
+    wherever it likes.
     """
     if not error.numel() or not math.isfinite(float((error + bound + size).sum())):
         return None
     ratio = float((error / bound).nan_to_num_(0.0).max())  # 0 / 0: no error where none is allowed
-    if not ratio < 1:
+    if not ratio < 1 or bool((bound < error).any()):  # the second where a bound is negative, and with it its ratio
         return None
     share = (bound / size).nan_to_num_(math.inf, math.inf)  # 0 / 0: nothing that could be scaled
     zeros = size.numel() - int(size.count_nonzero())  # which are within any bound, and tell nothing

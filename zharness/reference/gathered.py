@@ -39,8 +39,9 @@ class Ledger:
 
     def add(self, tensor: Tensor) -> private.WeakStorage:
         storage = private.WeakStorage(tensor)
-        self._live[storage.holds()] = storage
-        self._at_most += storage.nbytes
+        if storage.holds() not in self._live:
+            self._live[storage.holds()] = storage
+            self._at_most += storage.nbytes
         self._look()
         return storage
 

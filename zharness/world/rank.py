@@ -291,9 +291,9 @@ def gpus_asked_for() -> bool:
 
 
 def seed_torch(number: int) -> None:
-    """Seed torch's generators as torch.manual_seed does.
+    """Seed torch's generators: on CPUs that of the CPU alone, as ranks there use no other device.
 
-    That one also queues a call for each kind of device that is not in use, with a stack that costs a millisecond.
+    torch.manual_seed also queues a call for each kind of device that is not in use, and its stack: a millisecond.
     """
     if gpus_asked_for() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.manual_seed(number)
