@@ -1,7 +1,7 @@
 """Tests and cells in ranks that torchrun started: one report, every rank judged, nothing left behind.
 
-The agents and ranks of most are forks of a Python that has imported torch. Two tests start theirs as a shell does: that
-of two machines, and that of a project without tests in ranks.
+The agents and ranks of most are forks of a Python that has imported torch. Three tests start theirs as a shell does:
+that of two machines, that of four ranks on one, and that of cells.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import NoReturn
 import pytest
 
 from suites.warm import programs
+from suites.warm.orders import below, is_alive
 from suites.warm.programs import Program
 from zharness.cli import main
 
@@ -192,21 +193,6 @@ def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
     assert 'pip install "zharness[deepspeed]"' in listed.stdout
 
 
-def descendants(pid: int) -> list[int]:
-    """Every living process below ``pid``, by the kernel's own list."""
-    found: list[int] = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *descendants(int(child))]
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the list of processes is read from /proc")
 def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: Path) -> None:
@@ -216,14 +202,14 @@ def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: 
     partial = tmp_path / "records.jsonl.partial"
     while process.poll() is None and not (partial.exists() and partial.read_text().count("\n") >= 2):
         os.sched_yield()
-    below = descendants(process.pid)
+    ranks = below(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert b"interrupted" in errors
     assert b"Traceback" not in errors
-    assert below
-    assert not [pid for pid in below if is_alive(pid)]
+    assert ranks
+    assert not [pid for pid in ranks if is_alive(pid)]
     assert len(records(path)) >= 2
     assert not partial.exists()
 
@@ -240,7 +226,7 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
     ):
         while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
             os.sched_yield()
-        ends = {os.pidfd_open(pid) for pid in descendants(process.pid) if is_alive(pid)}
+        ends = {os.pidfd_open(pid) for pid in below(process.pid)}
         process.send_signal(number)
         process.wait(timeout=60)
         assert ends

@@ -159,17 +159,17 @@ class Session:
         output = (self.folder / "output.txt").read_text()
         return Done(status, output, told_in(self.folder / "record.jsonl"), seconds, left)
 
-    def _left(self) -> Iterator[str]:
+    def _left(self) -> list[str]:
         """What is still there ``GONE`` seconds after the end: processes, and the servers' directories."""
         until = time.monotonic() + GONE
-        while (self.processes() or self._rooms()) and time.monotonic() < until:
+        while (found := [*self._there()]) and time.monotonic() < until:
             threading.Event().wait(0.05)
+        return found
+
+    def _there(self) -> Iterator[str]:
         for pid, words in self.processes().items():
             yield f"process {pid}: {words}"
-        yield from (f"directory {room.name}" for room in self._rooms())
-
-    def _rooms(self) -> list[Path]:
-        return list(self.temporary.glob("zharness-*"))
+        yield from (f"directory {room.name}" for room in self.temporary.glob("zharness-*"))
 
     def processes(self) -> dict[int, str]:
         """The command lines of all living processes of this session."""
