@@ -20,14 +20,14 @@ def pytest_configure(config):
 
     Ranks that a test starts by a command of its own, torchrun's say, share it as those of the fixtures do.
     """
-    from zharness.world.cores import finish_turns, keep_to, share
+    from zharness.world.cores import assign_cores, pin_to_cores, use_batch_scheduling
 
-    finish_turns()
+    use_batch_scheduling()
 
     worker = getattr(config, "workerinput", None)
     number = worker["workerid"].removeprefix("gw") if worker else ""
     if number.isdigit():
-        keep_to(share(int(number), worker["workercount"]))
+        pin_to_cores(assign_cores(int(number), worker["workercount"]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -27,20 +27,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from zharness.case import Case
-from zharness.checks import check_named
-from zharness.checks.bench import Bench
+from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import HarnessFault
-from zharness.parity.baseline import Baseline, Local
-from zharness.releases.surroundings import surroundings
-from zharness.report.live import Options
-from zharness.report.own_model import Asked, run_model
-from zharness.run import cell
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws import get_law
+from zharness.parity.baseline import Baseline, LocalResult
+from zharness.releases.rank_environment import get_release_environment
+from zharness.run import observe_and_judge
+from zharness.run.check_loop import RunOptions
+from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.workload.models import SAMPLES
-from zharness.world import Group, Isolation, Work
+from zharness.world import Group, Isolation, RankTask
 
 TIMEOUT = 600.0
 AIM = 0.3
@@ -74,10 +74,10 @@ def of_124_million() -> Any:
 class TimedBaseline(Baseline):
     """Notes in a list how long its own runs take."""
 
-    def local(self, *args: Any, **kwargs: Any) -> Local:
+    def local(self, *args: Any, **kwargs: Any) -> LocalResult:
         began = time.process_time()
         try:
-            return super().local(*args, **kwargs)
+            return super().run_rank(*args, **kwargs)
         finally:
             SPENT.append(time.process_time() - began)
 
@@ -85,7 +85,7 @@ class TimedBaseline(Baseline):
 SPENT: list[float] = []
 
 
-class SilentBench(Bench):
+class SilentBench(RankContext):
     """Records nothing."""
 
     def record(self, *_: Any, **__: Any) -> None: ...
@@ -95,52 +95,52 @@ class SilentBench(Bench):
     def record_state(self, *_: Any, **__: Any) -> None: ...
 
 
-def observed(case: Case, room: str, claims: Capabilities) -> float:
+def observed(case: Cell, room: str, claims: Capabilities) -> float:
     """In every rank: seconds of the check's own observing."""
     began = time.process_time()
-    cell.observe(case, 0, room, claims, {})
+    observe_and_judge.observe(case, 0, room, claims, {})
     return time.process_time() - began
 
 
-def alone(case: Case, claims: Capabilities) -> float:
+def alone(case: Cell, claims: Capabilities) -> float:
     """In every rank: seconds of the same calls of the engine, with nothing recorded."""
-    bench = cell.bench_of(case, 0, claims, {})
+    bench = observe_and_judge.build_cell_context(case, 0, claims, {})
     bench.__class__ = SilentBench
     torch.manual_seed(case.seed(0))
     began = time.process_time()
-    check_named(case.check).observe(bench)
+    get_law(case.law).observe(bench)
     return time.process_time() - began
 
 
-def judged(case: Case, room: str, claims: Capabilities) -> tuple[float, float]:
+def judged(case: Cell, room: str, claims: Capabilities) -> tuple[float, float]:
     """In the judge: seconds of judging, and how many of them the plain model ran. Raises HarnessFault for a fail."""
     SPENT.clear()
-    plain = cell.baseline_of(case, 0, claims)
+    plain = observe_and_judge.build_baseline(case, 0, claims)
     timed = TimedBaseline(**{name: getattr(plain, name) for name in plain.__dataclass_fields__})
     began = time.process_time()
-    found = cell.judge_beside(timed, case, room, claims)
+    found = observe_and_judge.judge_against_baseline(timed, case, room, claims)
     took = time.process_time() - began
     if found.mismatch is not None:
-        raise HarnessFault(f"{case.id} passed, and does not where it is timed: {found.mismatch.words()}")
+        raise HarnessFault(f"{case.id} passed, and does not where it is timed: {found.mismatch.describe()}")
     return took, sum(SPENT)
 
 
-def built(case: Case, claims: Capabilities) -> None:
+def built(case: Cell, claims: Capabilities) -> None:
     """In the judge: the model once, which imports what it is made of."""
-    cell.baseline_of(case, 0, claims).module()
+    observe_and_judge.build_baseline(case, 0, claims).build_module()
 
 
-def measured(runner: Runner, case: Case, room: str) -> tuple[float, float, float]:
+def measured(runner: Runner, case: Cell, room: str) -> tuple[float, float, float]:
     """CPU seconds of a cell: whole, engine's and baseline's."""
     claims = runner.claims(case.engine, case.stage)
 
     def ranks(function: Any, *args: Any) -> float:
-        work = Work(function, args, case.world_size, TIMEOUT, Group.KEPT, Isolation.POOLED, "bench")
+        work = RankTask(function, args, case.world_size, TIMEOUT, Group.REUSED, Isolation.POOLED, "bench")
         return sum(runner._servers[case.engine].submit(work).values())
 
     def judge(function: Any, *args: Any) -> Any:
-        work = Work(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
-        return runner._judges.submit(work).values()[0]
+        work = RankTask(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
+        return runner._judge_server.submit(work).values()[0]
 
     ranks(alone, case, claims)  # the first run of a pool imports, and builds the model
     judge(built, case, claims)
@@ -157,29 +157,29 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=0)
     asked = parser.parse_args()
     began = time.monotonic()
-    wanted = Asked(asked.model, "", asked.engine, (asked.stage,))
-    options = Options(timeout=TIMEOUT, lanes=asked.jobs, isolation=Isolation.POOLED)
-    records: list[Record] = run_model(
-        wanted, options, lambda: None, surroundings, told=lambda line: print(line, flush=True)
+    wanted = ModelCheckRequest(asked.model, "", asked.engine, (asked.stage,))
+    options = RunOptions(timeout=TIMEOUT, jobs=asked.jobs, isolation=Isolation.POOLED)
+    records: list[Record] = check_model(
+        wanted, options, lambda: None, get_release_environment, report_status=lambda line: print(line, flush=True)
     )
     seconds = time.monotonic() - began
-    failed = [record.case.id for record in records if record.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
+    failed = [record.cell.id for record in records if record.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
     print(f"all {len(records)} laws: {seconds:.1f} s; not passed: {', '.join(failed) or 'none'}", flush=True)
-    return told([record.case for record in records if record.verdict is Verdict.PASS], asked.engine) or int(
+    return told([record.cell for record in records if record.verdict is Verdict.PASS], asked.engine) or int(
         bool(failed)
     )
 
 
-def told(cases: Sequence[Case], engine: str) -> int:
+def told(cases: Sequence[Cell], engine: str) -> int:
     """Measure these cells one after the other, and print what each takes; 1 where that is above the aim."""
     sums = (0.0, 0.0, 0.0)
     with (
-        Runner({engine: surroundings(engine)}, TIMEOUT, isolation=Isolation.POOLED) as runner,
+        Runner({engine: get_release_environment(engine)}, TIMEOUT, isolation=Isolation.POOLED) as runner,
         tempfile.TemporaryDirectory() as room,
     ):
         for case in cases:
             parts = measured(runner, case, room)
-            print("{:<28} whole {:6.2f} s, engine {:6.2f} s, baseline {:6.2f} s".format(case.check, *parts), flush=True)
+            print("{:<28} whole {:6.2f} s, engine {:6.2f} s, baseline {:6.2f} s".format(case.law, *parts), flush=True)
             sums = tuple(map(sum, zip(sums, parts, strict=True)))
     whole, alone_, baseline = sums
     over = (whole - alone_ - baseline) / alone_

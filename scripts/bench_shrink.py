@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zharness.case import Case
-from zharness.export.shrink import shrink
+from zharness.cell import Cell
+from zharness.export.shrink import shrink_failure
 from zharness.mutants import MUTANTS
-from zharness.run.runner import surroundings
+from zharness.run.runner import build_rank_environment
 
 SECONDS, MODULES = 60.0, 3
 SEARCH = 45.0  # seconds of them, as the command has by default: ranks have to start, and what was found runs once more
@@ -41,12 +41,12 @@ CHOSEN = (
 )
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str) -> Cell:
     """The cell that is meant to kill a mutant."""
     mutant = MUTANTS[name]
     target = mutant.targets[0]
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Case(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
+    return Cell(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
 
 
 def main() -> int:
@@ -59,12 +59,14 @@ def main() -> int:
     lines = []
     for name in tqdm(given.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
         case, began = case_of(name), time.monotonic()
-        found = shrink(case, 0, surroundings(case.engine), 30.0, given.seconds)
-        took, size = time.monotonic() - began, found.modules
+        found = shrink_failure(case, 0, build_rank_environment(case.engine), 30.0, given.seconds)
+        took, size = time.monotonic() - began, found.module_count
         late += took > SECONDS or size > MODULES
-        shown = found.record.case.id if found.program is None else str(found.program)
-        print(f"{took:6.1f} s  {size} modules  {found.tried:3} tried  {case.id}\n{'':9}{shown}", flush=True)
-        lines.append({"case": case.id, "seconds": round(took, 2), "modules": size, "tried": found.tried, "to": shown})
+        shown = found.record.cell.id if found.program is None else str(found.program)
+        print(f"{took:6.1f} s  {size} modules  {found.attempts:3} tried  {case.id}\n{'':9}{shown}", flush=True)
+        lines.append(
+            {"case": case.id, "seconds": round(took, 2), "modules": size, "tried": found.attempts, "to": shown}
+        )
     if given.jsonl is not None:
         given.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(given.mutants) - late} of {len(given.mutants)} within {SECONDS:.0f} s and {MODULES} modules")

@@ -32,16 +32,16 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from zharness import engines
-from zharness.case import Case
-from zharness.checks import bench, construction, play
+from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.law_kit import construction, rank_context, scenarios
 from zharness.parity import snapshot
 from zharness.parity.baseline import Baseline
-from zharness.releases.surroundings import surroundings
-from zharness.run import Request, cell, plan
+from zharness.releases.rank_environment import get_release_environment
+from zharness.run import Request, observe_and_judge, plan
 from zharness.world import Group, Isolation, RankServer
-from zharness.world.cores import share
-from zharness.world.work import Work
+from zharness.world.cores import assign_cores
+from zharness.world.task import RankTask
 
 BAR = 0.30
 
@@ -52,7 +52,7 @@ Parts = tuple[tuple[Any, str], ...]  # functions, by what they belong to
 class Cost:
     """Seconds of one cell: in all, of the engine's slowest rank, of the plain model's runs, and of the judge."""
 
-    case: Case
+    case: Cell
     whole: float
     engine: float
     plain: float
@@ -66,13 +66,13 @@ class Cost:
 
 def observed(*arguments: Any) -> float:
     """In a rank: its seconds, without those of comparing."""
-    whole, comparing = watched(COMPARING, cell.observe, arguments)
+    whole, comparing = watched(COMPARING, observe_and_judge.observe, arguments)
     return whole - comparing
 
 
 def judged(*arguments: Any) -> tuple[float, float]:
     """In the judge's process: its seconds, and among them those in which the plain model was built and run."""
-    return watched(PLAIN, cell.judge, arguments)
+    return watched(PLAIN, observe_and_judge.judge, arguments)
 
 
 def watched(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float]:
@@ -88,16 +88,16 @@ def watched(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ..
 
 # In a rank, beside the engine.
 COMPARING: Parts = (
-    (cell, "records_in"),
-    (snapshot.Records, "keep"),
-    (snapshot.Records, "finish"),
-    (bench, "conditions"),
-    (bench.Bench, "record"),
-    (construction.Given, "of"),
-    (construction.Given, "require_unchanged"),
+    (observe_and_judge, "records_in"),
+    (snapshot.EvidenceWriter, "keep"),
+    (snapshot.EvidenceWriter, "finish"),
+    (rank_context, "conditions"),
+    (rank_context.RankContext, "record"),
+    (construction.ModelSnapshot, "of"),
+    (construction.ModelSnapshot, "require_unchanged"),
 )
 # In the cell's dtype: what runs once more, in float64, shows that arithmetic is exact, and is part of comparing.
-PLAIN: Parts = (*((Baseline, name) for name in ("module", "batch", "local")), (play, "play_plain"))
+PLAIN: Parts = (*((Baseline, name) for name in ("module", "batch", "local")), (scenarios, "play_plain"))
 
 
 class Watch:
@@ -126,13 +126,13 @@ class Watch:
         return on_the_clock
 
 
-def cost(ranks: RankServer, judges: RankServer, case: Case, claims: Capabilities, room: str) -> Cost:
+def cost(ranks: RankServer, judges: RankServer, case: Cell, claims: Capabilities, room: str) -> Cost:
     """One cell as ``zharness check --isolation pooled`` runs it: files in ``room`` are those of the cell before."""
     began = time.perf_counter()
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
     pool = f"stage {case.stage}"  # ranks are one stage's, the judge is everyone's
     arguments = (case, 0, room, claims, {})
-    seen = submitted(ranks, observed, arguments, case.world_size, group=Group.KEPT, pool=pool, **common)
+    seen = submitted(ranks, observed, arguments, case.world_size, group=Group.REUSED, pool=pool, **common)
     judge, plain = submitted(judges, judged, (case, 0, room, claims), 1, group=Group.NONE, **common)[0]
     return Cost(case, time.perf_counter() - began, max(seen), plain, judge)
 
@@ -141,7 +141,7 @@ def submitted(
     server: RankServer, function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, **options: Any
 ) -> list[Any]:
     """What every rank returned."""
-    return server.submit(Work(function, arguments, ranks, **options)).values()
+    return server.submit(RankTask(function, arguments, ranks, **options)).values()
 
 
 def main() -> int:
@@ -152,14 +152,14 @@ def main() -> int:
     importlib.import_module("torch._dynamo")  # here once, or in every process again
     claimed = {stage: engines.capabilities(options.engine, stage) for stage in range(4)}
     cells = [
-        planned.case
+        planned.cell
         for planned in plan(Request(engines=(options.engine,)), lambda _, stage: claimed[stage])
-        if not planned.unsupported
+        if not planned.unsupported_reason
     ][:: options.every]
-    with RankServer(surroundings(options.engine)) as ranks, RankServer() as judges:
+    with RankServer(get_release_environment(options.engine)) as ranks, RankServer() as judges:
         for server in (ranks, judges):
-            server.keep_to(share(0, os.cpu_count() or 1))  # as a lane among as many as there are cores
-        room = tempfile.mkdtemp(dir=judges.room)
+            server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # as a lane among as many as there are cores
+        room = tempfile.mkdtemp(dir=judges.scratch_dir)
         for case in {case.stage: case for case in cells}.values():
             cost(ranks, judges, case, claimed[case.stage], room)  # the first of its stage starts the ranks
         costs = [cost(ranks, judges, case, claimed[case.stage], room) for case in tqdm(cells, unit="cell")]
@@ -170,7 +170,7 @@ def report(costs: list[Cost]) -> int:
     """The table, and whether the median keeps to the bar."""
     groups: dict[str, list[Cost]] = {}
     for each in costs:
-        groups.setdefault(each.case.check.partition(".")[0], []).append(each)
+        groups.setdefault(each.case.law.partition(".")[0], []).append(each)
     rows = [
         [
             name,

@@ -19,22 +19,22 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness import engines
-from zharness.cli.cells import runs
+from zharness.cli.cells import make_script_runner
 from zharness.errors import UsageError
-from zharness.export.script import script_of
-from zharness.export.verify import Shown, faithful
+from zharness.export.cell_script import render_cell_script
+from zharness.export.verify import ScriptResult, is_faithful
 from zharness.mutants import MUTANTS
-from zharness.report.reading import read
 from zharness.run.record import Record, Verdict
+from zharness.run.record_reader import load_records
 
 
 def chosen(files: list[Path], verdicts: set[str], each: int, pattern: str) -> list[Record]:
     """The first records of every law, variant, engine and stage."""
     seen: Counter[tuple[str, str, str]] = Counter()
     found = []
-    for record in read(files).records:
-        case = record.case
-        key = (case.check, case.variant, case.engine)
+    for record in load_records(files).records:
+        case = record.cell
+        key = (case.law, case.variant, case.engine)
         if record.verdict.value in verdicts and seen[key] < each and pattern in case.id:
             seen[key] += 1
             found.append(record)
@@ -42,21 +42,21 @@ def chosen(files: list[Path], verdicts: set[str], each: int, pattern: str) -> li
 
 
 def claims_of(record: Record) -> engines.Capabilities:
-    case = record.case
+    case = record.cell
     known = engines.capabilities(case.engine, case.stage)
     return known or MUTANTS[case.engine.partition(":")[2]].claims(case.stage)
 
 
-def tried(record: Record, folder: Path) -> tuple[str, Shown | None, int]:
+def tried(record: Record, folder: Path) -> tuple[str, ScriptResult | None, int]:
     """Why there is no script, or what it came to and its lines."""
-    case = record.case
+    case = record.cell
     try:
-        script = script_of(record, claims_of(record), "script.py")
+        script = render_cell_script(record, claims_of(record), "script.py")
     except UsageError as refused:
         return str(refused), None, 0
     path = folder / "script.py"
     path.write_text(script.text)
-    return "", runs(case.engine)(path), len(script.text.splitlines())
+    return "", make_script_runner(case.engine)(path), len(script.text.splitlines())
 
 
 def main() -> int:
@@ -72,12 +72,12 @@ def main() -> int:
         for record in tqdm(records, unit="cell", leave=False, disable=not sys.stderr.isatty()):
             began = time.monotonic()
             reason, shown, lines = tried(record, Path(folder))
-            word = "none" if shown is None else "shown" if faithful(record, shown) else "NOT SHOWN"
+            word = "none" if shown is None else "shown" if is_faithful(record, shown) else "NOT SHOWN"
             counts[word] += 1
             said = (
                 reason if shown is None else f"{lines} lines, {time.monotonic() - began:.1f} s: {shown.evidence[:150]}"
             )
-            print(f"{word:9} {record.case.id}: {said}", flush=True)
+            print(f"{word:9} {record.cell.id}: {said}", flush=True)
     print(dict(counts))
     return int(counts["NOT SHOWN"] > 0)
 

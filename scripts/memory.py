@@ -9,7 +9,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from zharness.reference import initialize
-from zharness.reference.layout import STAGES, Owner
+from zharness.reference.layout import STAGES, ShardPlacement
 from zharness.world import run
 
 VOCABULARY, SEQUENCE, BATCH = 512, 16, 2
@@ -69,7 +69,7 @@ def main() -> None:
             ("optimizer_state", 8, owners.optimizer_state),
         ):
             most = max(held[kind] for held in ranks)
-            formula = bytes_each * psi / (arguments.world_size if owner is Owner.SHARDED else 1)
+            formula = bytes_each * psi / (arguments.world_size if owner is ShardPlacement.SHARDED else 1)
             rows.append([stage, kind.replace("_", " "), owner.value, most, formula, most / formula])
         rows.append([stage, "gathered, at the peak", "", max(held["gathered peak"] for held in ranks), None, None])
     print(f"{psi:,} parameters in {len(sizes)} tensors, {arguments.world_size} ranks, fp32, AdamW; most of any rank")

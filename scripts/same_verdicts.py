@@ -13,9 +13,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from zharness.releases.surroundings import surroundings
-from zharness.report.live import Options, run_request
+from zharness.releases.rank_environment import get_release_environment
 from zharness.run import Record, Request, Verdict
+from zharness.run.check_loop import RunOptions, run_request
 from zharness.world import Isolation
 
 
@@ -36,8 +36,8 @@ WAYS = (Way(POOLED), Way(POOLED), Way(POOLED, 1), Way(POOLED, 2), Way(FRESH), Wa
 
 def verdict(record: Record) -> str:
     """What has to be the same. A crash has no number, and which rank tells of it first is a matter of time."""
-    excuse = f" ({record.excuse})" if record.excuse else ""
-    number = f": {record.divergence.words()}" if record.divergence is not None else ""
+    excuse = f" ({record.expected_failure})" if record.expected_failure else ""
+    number = f": {record.divergence.describe()}" if record.divergence is not None else ""
     return f"{record.verdict.value}{excuse}{number}"
 
 
@@ -61,12 +61,12 @@ def main() -> int:
     for number, way in enumerate(WAYS, start=1):
         print(f"run {number} of {len(WAYS)}: {way}", file=sys.stderr)
         began = time.monotonic()
-        options = Options(asked.timeout, lanes=asked.jobs, isolation=way.isolation, shuffle=way.shuffle)
-        records, _ = run_request(request, options, lambda: None, surroundings)
-        found = {record.case.id: record for record in records if record.verdict is not Verdict.UNSUPPORTED}
+        options = RunOptions(asked.timeout, jobs=asked.jobs, isolation=way.isolation, shuffle_seed=way.shuffle)
+        records, _ = run_request(request, options, lambda: None, get_release_environment)
+        found = {record.cell.id: record for record in records if record.verdict is not Verdict.UNSUPPORTED}
         first = first or found
         changed = [name for name in first if verdict(found[name]) != verdict(first[name])]
-        unexpected = sum(not record.expected for record in found.values())
+        unexpected = sum(not record.is_expected for record in found.values())
         # Each as it ends, so that a run that is interrupted has shown what it found.
         print(
             f"{way!s:24}{len(found)} cells in {time.monotonic() - began:.0f} s, {unexpected} unexpected, "

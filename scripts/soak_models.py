@@ -18,10 +18,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zharness.errors import UsageError
-from zharness.report.live import Options, opened
-from zharness.report.matrix import counts
-from zharness.report.own_model import Asked, run_model
-from zharness.report.words import failures
+from zharness.report.failures import render_failures
+from zharness.report.matrix import count_outcomes
+from zharness.run.check_loop import RunOptions, open_optional_record_file
+from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import RecordFile
 from zharness.world import Isolation
 
@@ -44,7 +44,7 @@ def main() -> int:
     asked = parser.parse_args()
     broken = 0
     with ExitStack() as stack:
-        file = opened(stack, asked.jsonl)
+        file = open_optional_record_file(stack, asked.jsonl)
         for model in asked.model or MODELS:
             for engine in asked.engine or ENGINES:
                 broken += one(model, engine, asked, file)
@@ -53,20 +53,20 @@ def main() -> int:
 
 def one(model: str, engine: str, asked: argparse.Namespace, file: RecordFile | None) -> int:
     """One model on one engine; how many cells are not as expected."""
-    options = Options(timeout=300, lanes=asked.jobs, isolation=Isolation.POOLED)
+    options = RunOptions(timeout=300, jobs=asked.jobs, isolation=Isolation.POOLED)
     path = f"{MODELS[model]}:{model}"
     stages = tuple(stage for stage in ENGINES[engine] if stage in (asked.stage or ENGINES[engine]))
-    wanted = Asked(path, "", engine, stages, asked.world_size, asked.dtype)
+    wanted = ModelCheckRequest(path, "", engine, stages, asked.world_size, asked.dtype)
     try:
-        records = run_model(wanted, options, lambda: file)
+        records = check_model(wanted, options, lambda: file)
     except UsageError as error:
         print(f"{model} on {engine}: {error}", flush=True)
         return 1
-    told = ", ".join(f"{count} {word}" for word, count in counts(records).items())
-    wrong = [record for record in records if not record.expected or record.verdict.value == "error"]
+    told = ", ".join(f"{count} {word}" for word, count in count_outcomes(records).items())
+    wrong = [record for record in records if not record.is_expected or record.verdict.value == "error"]
     print(f"{model} on {engine}: {told}", flush=True)
     if wrong:
-        print(failures(wrong), flush=True)
+        print(render_failures(wrong), flush=True)
     return len(wrong)
 
 

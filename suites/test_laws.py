@@ -2,17 +2,17 @@
 
 import pytest
 
-from zharness.checks import CHECKS
+from zharness.laws import LAWS
+from zharness.run.pytest_cells import describe_problem
 from zharness.run.record import Record
-from zharness.run.session import problem
 
 # Long programs, whose cells cost the most: at the stages that differ most.
-ANY_ORDER = tuple(name for name in CHECKS if name.endswith(".any_order"))
+ANY_ORDER = tuple(name for name in LAWS if name.endswith(".any_order"))
 
 
 def laws_of(*groups: str) -> tuple[str, ...]:
     """The laws of these groups, without the long programs."""
-    return tuple(name for name in CHECKS if name.partition(".")[0] in groups and name not in ANY_ORDER)
+    return tuple(name for name in LAWS if name.partition(".")[0] in groups and name not in ANY_ORDER)
 
 
 # A sample of the whole matrix, which `zharness check --world-size 1,2,3,4 --dtype fp32,bf16,fp16` runs and
@@ -56,4 +56,4 @@ COSTLY = ("mlp", "transformer")
 # Stages 1 and 2 share their code in DeepSpeed, but for when gradients are reduced; stage 0 refuses most of it.
 @pytest.mark.cells("deepspeed", stages=(1, 3), checks=OTHERS)
 def test_the_law_holds(record: Record) -> None:
-    assert not problem(record), problem(record)
+    assert not describe_problem(record), describe_problem(record)

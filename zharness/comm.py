@@ -33,7 +33,7 @@ class Tally:
     calls: int = 0
     elements: int = 0
 
-    def plus(self, elements: int) -> Tally:
+    def add_call(self, elements: int) -> Tally:
         return Tally(self.calls + 1, self.elements + elements)
 
 
@@ -41,7 +41,7 @@ class Tally:
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Elements of a shard from which gloo's copies cost more than a collective of its own for each rank: on 2 ranks 0.7 ms
 # against 1.1 for 64 elements, as long for 2**16, 11 ms against 9 for 2**20.
-LONG = 2**16
+MIN_BROADCAST_ELEMENTS = 2**16
 
 Observer = Callable[[Collective, Tensor], None]
 
@@ -87,7 +87,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Tensor:
         """Fill ``full`` (1-D, N x len(shard)) with every rank's ``shard`` (1-D, contiguous), in rank order."""
         self._count(Collective.ALL_GATHER, full)
-        if self._gloo and full.device.type == "cpu" and shard.numel() >= LONG:
+        if self._gloo and full.device.type == "cpu" and shard.numel() >= MIN_BROADCAST_ELEMENTS:
             # gloo's own goes through two more buffers, and takes three times as long as each rank's part sent to where
             # it belongs: 15 ms against 5 for 20 MB on 2 ranks. A short one costs what it is to begin a collective.
             parts = full.view(self.world_size, shard.numel()).unbind()
@@ -124,4 +124,4 @@ class Comm:
         if self._observer is not None:
             self._observer(kind, full)
         key = (kind, full.dtype)
-        self._tallies[key] = self._tallies.get(key, Tally()).plus(full.numel())
+        self._tallies[key] = self._tallies.get(key, Tally()).add_call(full.numel())

@@ -7,24 +7,24 @@ from collections.abc import Callable
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.releases.surroundings import surroundings
+from zharness.releases.rank_environment import get_release_environment
 from zharness.run.plan import Request, plan
 from zharness.run.record import Record
 from zharness.run.runner import Runner
 from zharness.world import Isolation
 
-Strings = tuple[str, ...]
-Numbers = tuple[int, ...]
+StringTuple = tuple[str, ...]
+IntTuple = tuple[int, ...]
 
 
 def check_engine(
     factory: EngineFactory | str,
     *,
-    checks: Strings = (),
-    stages: Numbers = (),
-    world_sizes: Numbers = (2,),
-    dtypes: Strings = ("fp32",),
-    models: Strings = (),
+    checks: StringTuple = (),
+    stages: IntTuple = (),
+    world_sizes: IntTuple = (2,),
+    dtypes: StringTuple = ("fp32",),
+    models: StringTuple = (),
     variant: str = "",
 ) -> Callable[[Record], None]:
     """A pytest test of ``factory(model, config)`` for each law, model and stage; its ids are those of the cases.
@@ -36,10 +36,10 @@ def check_engine(
     """
     import pytest
 
-    from zharness.run.session import problem
+    from zharness.run.pytest_cells import describe_problem
 
     @pytest.mark.cells(
-        engine_named(factory),
+        importable_engine_name(factory),
         world_sizes=world_sizes,
         dtypes=dtypes,
         checks=checks,
@@ -48,7 +48,7 @@ def check_engine(
         variant=variant,
     )
     def test_the_law_holds(record: Record) -> None:
-        assert not problem(record), problem(record)
+        assert not describe_problem(record), describe_problem(record)
 
     return test_the_law_holds
 
@@ -56,11 +56,11 @@ def check_engine(
 def run_laws(
     factory: EngineFactory | str,
     *,
-    checks: Strings = (),
-    stages: Numbers = (),
-    world_sizes: Numbers = (2,),
-    dtypes: Strings = ("fp32",),
-    models: Strings = (),
+    checks: StringTuple = (),
+    stages: IntTuple = (),
+    world_sizes: IntTuple = (2,),
+    dtypes: StringTuple = ("fp32",),
+    models: StringTuple = (),
     variant: str = "",
     timeout: float = 60.0,
 ) -> list[Record]:
@@ -69,13 +69,13 @@ def run_laws(
     Call it before any tensor operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the
     ranks of one cell. Raises UsageError for what cannot be run.
     """
-    name = engine_named(factory)
+    name = importable_engine_name(factory)
     request = Request(checks, (name,), stages, world_sizes, dtypes, models, variant)
-    with Runner({name: surroundings(name)}, timeout, isolation=Isolation.POOLED) as runner:
+    with Runner({name: get_release_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
         return [runner.run(planned) for planned in plan(request, runner.claims)]
 
 
-def engine_named(factory: EngineFactory | str) -> str:
+def importable_engine_name(factory: EngineFactory | str) -> str:
     """The name under which ranks find ``factory``. Raises UsageError where they could not."""
     if isinstance(factory, str):
         return factory

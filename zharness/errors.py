@@ -14,11 +14,11 @@ class UsageError(ZHarnessError):
     """
 
     @classmethod
-    def unknown(cls, kind: str, got: object, allowed: object, remedy: str = "") -> UsageError:
+    def unknown_name(cls, kind: str, value: object, allowed: object, remedy: str = "") -> UsageError:
         """One sentence for a name that is not in a closed list."""
         names = ", ".join(str(name) for name in allowed) if not isinstance(allowed, str) else allowed  # type: ignore[attr-defined]
         tail = f"; {remedy}" if remedy else ""
-        return cls(f"unknown {kind} {str(got)!r}; allowed: {names}{tail}")
+        return cls(f"unknown {kind} {str(value)!r}; allowed: {names}{tail}")
 
 
 class ConfigError(UsageError):

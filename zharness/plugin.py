@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from zharness.comm import Comm
-    from zharness.run import Planned, Record
+    from zharness.run import PlannedCell, Record
 
 # Nothing of torch is imported here: every pytest run in the environment loads this file, also those of other projects.
 
@@ -69,7 +69,7 @@ def seconds(text: str) -> float:
     return value
 
 
-CULPRIT = pytest.StashKey[str]()  # on the config: the file whose import initialised CUDA
+CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose import initialised CUDA
 
 
 MARKERS = (
@@ -88,29 +88,31 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from zharness.items.attached import arrive
+        from zharness.pytest_ranks.torchrun_plugin import register_torchrun_plugin
 
-        arrive(config)
+        register_torchrun_plugin(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each world size, and one for each planned cell; its id is the case's."""
     if metafunc.definition.get_closest_marker("world_size") is not None:
-        from zharness.items.placement import parametrize
+        from zharness.pytest_ranks.rank_requirements import parametrize_world_sizes
 
         try:
-            parametrize(metafunc)
+            parametrize_world_sizes(metafunc)
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
     if "cell" in metafunc.fixturenames:
-        from zharness.releases.surroundings import surroundings
-        from zharness.run.session import planned_for
+        from zharness.releases.rank_environment import get_release_environment
+        from zharness.run.pytest_cells import plan_marked_cells
 
         try:
-            cells = planned_for(metafunc.definition.iter_markers("cells"), metafunc.config, surroundings)
+            cells = plan_marked_cells(
+                metafunc.definition.iter_markers("cells"), metafunc.config, get_release_environment
+            )
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
-        metafunc.parametrize("cell", cells, ids=[cell.case.id for cell in cells])
+        metafunc.parametrize("cell", cells, ids=[cell.cell.id for cell in cells])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,8 +122,8 @@ def pytest_make_collect_report(
     """Remember what was being imported when CUDA was initialised: ranks cannot be forked after that."""
     report = yield
     torch = sys.modules.get("torch")
-    if torch is not None and CULPRIT not in collector.config.stash and torch.cuda.is_initialized():
-        collector.config.stash[CULPRIT] = collector.nodeid or "a conftest.py or a plugin"
+    if torch is not None and CUDA_INIT_SOURCE not in collector.config.stash and torch.cuda.is_initialized():
+        collector.config.stash[CUDA_INIT_SOURCE] = collector.nodeid or "a conftest.py or a plugin"
     return report
 
 
@@ -136,29 +138,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers now: after collection, before any fixture or test has run a tensor operation."""
     if getattr(session.config.pluginmanager.getplugin("zharness-attached"), "engaged", False):
-        from zharness.releases.surroundings import surroundings
-        from zharness.run.attached import start_runner
+        from zharness.releases.rank_environment import get_release_environment
+        from zharness.run.torchrun_runner import start_torchrun_runner
 
-        start_runner(session, surroundings)
+        start_torchrun_runner(session, get_release_environment)
         return
-    if any(item.get_closest_marker("world_size") for item in session.items) and runs_here(session.config):
-        from zharness.items.conductor import Conductor
+    if any(item.get_closest_marker("world_size") for item in session.items) and is_test_process(session.config):
+        from zharness.pytest_ranks.controller import RankTestController
         from zharness.world.server import refuse_cuda
 
         try:
-            refuse_cuda(session.config.stash.get(CULPRIT, ""))
+            refuse_cuda(session.config.stash.get(CUDA_INIT_SOURCE, ""))
             # Registered last, so that it is asked first: pytest-forked would run the test in one process.
-            session.config.pluginmanager.register(Conductor(session), "zharness-conductor")
+            session.config.pluginmanager.register(RankTestController(session), "zharness-conductor")
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
     if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
-        from zharness.releases.surroundings import surroundings
-        from zharness.run.session import start_servers
+        from zharness.releases.rank_environment import get_release_environment
+        from zharness.run.pytest_cells import start_servers
 
-        start_servers(session, surroundings)
+        start_servers(session, get_release_environment)
 
 
-def runs_here(config: pytest.Config) -> bool:
+def is_test_process(config: pytest.Config) -> bool:
     """Whether tests run in this process: not while tests are only listed, and not in xdist's controller."""
     controls = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     return not (config.option.collectonly or controls)
@@ -166,15 +168,15 @@ def runs_here(config: pytest.Config) -> bool:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the rank servers, where any were started."""
-    session = sys.modules.get("zharness.run.session")
+    session = sys.modules.get("zharness.run.pytest_cells")
     if session is not None:
         session.stop_servers(config)
 
 
 @pytest.fixture
-def record(cell: Planned, pytestconfig: pytest.Config) -> Record:
+def record(cell: PlannedCell, pytestconfig: pytest.Config) -> Record:
     """The Record of the cell, run on ranks of its own; skipped or expected to fail as the record says."""
-    from zharness.run.session import run_cell
+    from zharness.run.pytest_cells import run_cell
 
     return run_cell(cell, pytestconfig)
 
@@ -188,23 +190,23 @@ def _world(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def rank() -> int:
     """This process's rank; 0 in a test that runs in pytest's own process."""
-    from zharness.world.here import here, is_rank
+    from zharness.world.current_rank import current_rank, is_rank
 
-    return here().rank if is_rank() else 0
+    return current_rank().rank if is_rank() else 0
 
 
 @pytest.fixture(scope="session")
 def world_size() -> int:
     """How many ranks there are; 1 in a test that runs in pytest's own process."""
-    from zharness.world.here import here, is_rank
+    from zharness.world.current_rank import current_rank, is_rank
 
-    return here().world_size if is_rank() else 1
+    return current_rank().world_size if is_rank() else 1
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """This rank's device: a GPU of its own where ``ZHARNESS_DEVICE=cuda`` asks for it, else the CPU."""
-    from zharness.items.fixtures import make_device
+    from zharness.pytest_ranks.fixtures import make_device
 
     return make_device()
 
@@ -212,7 +214,7 @@ def device() -> torch.device:
 @pytest.fixture
 def comm() -> Comm:
     """The collectives of the test's default group, counted, and compared between the ranks at every world size."""
-    from zharness.items.fixtures import make_comm
+    from zharness.pytest_ranks.fixtures import make_comm
 
     return make_comm()
 
@@ -220,6 +222,6 @@ def comm() -> Comm:
 @pytest.fixture
 def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
     """A temporary directory that all ranks of the test share; ``tmp_path`` is private to each."""
-    from zharness.items.fixtures import make_shared
+    from zharness.pytest_ranks.fixtures import make_shared_tmp_path
 
-    return make_shared(request)
+    return make_shared_tmp_path(request)

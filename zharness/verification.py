@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
-from zharness.releases.surroundings import surroundings
-from zharness.report.live import Options
-from zharness.report.matrix import matrix
-from zharness.report.own_model import Asked, run_model
-from zharness.report.uncompared import uncompared
-from zharness.report.words import failures, summary
+from zharness.releases.rank_environment import get_release_environment
+from zharness.report.failures import render_failures, render_summary
+from zharness.report.matrix import render_matrix
+from zharness.report.uncompared_gradients import explain_uncompared_gradients
 from zharness.run import Record, Verdict, configuration
-from zharness.run.record import record_file
-from zharness.workload import foreign
-from zharness.workload.models import SAMPLES, mapped, tensors_in
+from zharness.run.check_loop import RunOptions
+from zharness.run.model_check import ModelCheckRequest, check_model
+from zharness.run.record import open_record_file
+from zharness.workload import user_model
+from zharness.workload.models import SAMPLES, collect_tensors, map_tensors
 from zharness.world import Isolation, is_rank
 
 
@@ -47,19 +47,23 @@ class Verification:
 
         Where all hold and the result is false all the same, why. Empty for a result that is true.
         """
-        wrong = (r for r in self.records if not r.expected or r.verdict is Verdict.ERROR)
+        wrong = (r for r in self.records if not r.is_expected or r.verdict is Verdict.ERROR)
         first = next(wrong, None)
-        return uncompared(self.records) if first is None else f"{first.case.id}: {first.stale or first.cause}"
+        return (
+            explain_uncompared_gradients(self.records)
+            if first is None
+            else f"{first.cell.id}: {first.stale_reason or first.cause}"
+        )
 
     def table(self) -> str:
         """Laws x stages, what did not pass, and how many cells there were."""
-        parts = [matrix(self.records), failures(self.records), summary(self.records, self.seconds)]
-        parts.append(uncompared(self.records))
+        parts = [render_matrix(self.records), render_failures(self.records), render_summary(self.records, self.seconds)]
+        parts.append(explain_uncompared_gradients(self.records))
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:
         """Write the records as JSON lines, which `zharness report` reads. Raises UsageError."""
-        with record_file(Path(path)) as file:
+        with open_record_file(Path(path)) as file:
             for record in self.records:
                 file.add(record)
 
@@ -95,74 +99,76 @@ def verify(
     if is_rank():
         raise UsageError("verify() starts ranks of its own; call it outside of a test that is one of several ranks")
     began = time.monotonic()
-    options = Options(timeout=timeout, lanes=jobs, isolation=Isolation.POOLED)
-    name = named(model, batch, loss)
+    options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
+    name = register_model(model, batch, loss)
     file = ""
     try:
-        file = file_of(config)
-        asked = Asked(name, file, engine, stages, world_size, dtype, steps)
-        records = run_model(asked, options, lambda: None, surroundings)
+        file = resolve_config_name(config)
+        asked = ModelCheckRequest(name, file, engine, stages, world_size, dtype, steps)
+        records = check_model(asked, options, lambda: None, get_release_environment)
     finally:
-        foreign.take_back(name)
-        configuration.take_back(file)
+        user_model.unregister_factory(name)
+        configuration.unregister_config(file)
     return Verification(tuple(records), time.monotonic() - began)
 
 
-def named(model: Any, batch: Any, loss: Any) -> str:
+def register_model(model: Any, batch: Any, loss: Any) -> str:
     """The name under which ranks find the model.
 
     It follows from the class alone, so that a call draws the same data whatever the process called before.
     """
     if isinstance(model, str) and batch is None and loss is None:
         return model
-    factory = foreign.factory_of(model) if isinstance(model, str) else model
+    factory = user_model.resolve_factory(model) if isinstance(model, str) else model
     if not callable(factory):
         raise UsageError(
-            f"verify() got {foreign.words_of(model)}; expected a module, a function that builds one or its path"
+            f"verify() got {user_model.describe_value(model)}; expected a module, a function that builds one or its path"
         )
     title = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    first = f"{foreign.GIVEN}:{title if title.isidentifier() else 'model'}"
+    first = f"{user_model.IN_PROCESS_PACKAGE}:{title if title.isidentifier() else 'model'}"
     # Another thread's call may be using the name.
     name = next(
-        each for each in chain((first,), (f"{first}_{n}" for n in count(2))) if not foreign.is_handed_over(each)
+        each
+        for each in chain((first,), (f"{first}_{n}" for n in count(2)))
+        if not user_model.is_registered_factory(each)
     )
-    draw = batch if batch is None or callable(batch) else rows_of(batch)
+    draw = batch if batch is None or callable(batch) else make_batch_function(batch)
 
     def complete() -> Any:
         made = model if isinstance(model, nn.Module) else factory()
         return made if draw is None and loss is None else (made, draw, loss)
 
-    foreign.hand_over(name, complete)
+    user_model.register_factory(name, complete)
     return name
 
 
-def rows_of(batch: Any) -> Callable[[torch.Generator], Any]:
+def make_batch_function(batch: Any) -> Callable[[torch.Generator], Any]:
     """Micro-batches of rows drawn from ``batch``. Raises UsageError where it has fewer than two."""
-    rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in collect_tensors(batch)}
     if len(rows) != 1 or min(rows) < 2:
         raise UsageError(
-            f"verify() got the batch {foreign.words_of(batch)}; expected tensors with as many rows, at least two, of "
+            f"verify() got the batch {user_model.describe_value(batch)}; expected tensors with as many rows, at least two, of "
             "which ranks and steps draw their own, or a function batch(generator)"
         )
 
     def draw(generator: torch.Generator) -> Any:
         chosen = torch.randint(min(rows), (SAMPLES,), generator=generator)
-        return mapped(batch, lambda tensor: tensor[chosen])
+        return map_tensors(batch, lambda tensor: tensor[chosen])
 
     return draw
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
+def config_fingerprint(config: Mapping[str, Any]) -> str:
     """Eight digits that follow from what ``config`` says: calls at a time in one process do not share a name."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def file_of(config: Mapping[str, Any] | str | Path | None) -> str:
+def resolve_config_name(config: Mapping[str, Any] | str | Path | None) -> str:
     """The name of a configuration in a case."""
     if config is None:
         return ""
     if not isinstance(config, Mapping):
         return str(config)
-    name = f"{foreign.GIVEN}:{fingerprint(config)}{configuration.SUFFIX}"
-    configuration.hand_over(name, config)
+    name = f"{user_model.IN_PROCESS_PACKAGE}:{config_fingerprint(config)}{configuration.SUFFIX}"
+    configuration.register_config(name, config)
     return name

@@ -14,7 +14,7 @@ from torch import nn
 
 from engines_bench.work import SIZES, Model, Size, batch, build, loss, train
 from zharness.engines import AccumulationOwner, Engine
-from zharness.reference.buckets import SIZE
+from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
 
 SAMPLES, LENGTH = 1, 16  # bytes do not depend on them
 
@@ -85,7 +85,7 @@ def volume(stage: int, steps: int, psi: float) -> float:
 def allowed(size: Size) -> float:
     """The two largest modules, and the bucket that they were gathered with."""
     own = sorted(sum(4 * p.numel() for p in m.parameters(recurse=False)) for m in skeleton(size).modules())
-    return sum(own[-2:]) + 4 * SIZE
+    return sum(own[-2:]) + 4 * DEFAULT_BUCKET_SIZE
 
 
 def grown(stage: int, steps: int) -> dict[str, float]:

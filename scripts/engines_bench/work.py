@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zharness import engines
 from zharness.engines import Engine, EngineConfig, OptimizerSpec
-from zharness.workload.nets import Block
+from zharness.workload.nets import TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Model(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.tokens = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(size.width, size.heads) for _ in range(size.depth))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 

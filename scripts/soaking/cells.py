@@ -16,15 +16,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zharness.case import numbers
-from zharness.checks import DTYPES
-from zharness.kills.clean import clean_record
-from zharness.kills.ledger import resumed
-from zharness.releases.surroundings import surroundings
-from zharness.report.live import run_all
-from zharness.run import Planned, Record, Request, Runner, plan
-from zharness.run.record import RecordFile, record_file
-from zharness.run.runner import keep_apart
+from zharness.cell import parse_integers
+from zharness.kill_matrix.clean_record import make_clean_record
+from zharness.kill_matrix.resume import load_finished_records
+from zharness.laws import DTYPES
+from zharness.releases.rank_environment import get_release_environment
+from zharness.run import PlannedCell, Record, Request, Runner, plan
+from zharness.run.check_loop import run_cells
+from zharness.run.record import RecordFile, open_record_file
+from zharness.run.runner import pin_runners_to_cores
 from zharness.world import Isolation
 
 ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
@@ -46,56 +46,56 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit code: 1 for a false alarm or a failure of the harness."""
-    known = resumed(options.jsonl)
+    known = load_finished_records(options.jsonl)
     with ExitStack() as stack:
-        places = {name: surroundings(name) for name in options.engines or ENGINES}
+        places = {name: get_release_environment(name) for name in options.engines or ENGINES}
         runners = [
             stack.enter_context(Runner(places, options.timeout, isolation=Isolation.POOLED))
             for _ in range(options.jobs)
         ]
-        file = stack.enter_context(record_file(options.jsonl))
+        file = stack.enter_context(open_record_file(options.jsonl))
         for record in known:
             file.add(record)
         matrix = whole_matrix(options, runners[0])
-        keep_apart(runners, matrix[: options.per_seed])  # as many as run between two seeds
+        pin_runners_to_cores(runners, matrix[: options.per_seed])  # as many as run between two seeds
         known.extend(soak(options, matrix, runners, known, file))
-    found = clean_record(known)
-    print(found.words())
-    return 1 if found.alarms or found.errors else 0
+    found = make_clean_record(known)
+    print(found.describe())
+    return 1 if found.false_alarms or found.errors else 0
 
 
-def whole_matrix(options: argparse.Namespace, runner: Runner) -> list[Planned]:
+def whole_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell]:
     """Every cell that an engine claims."""
     request = Request(
         tuple(options.checks),
         engines=tuple(options.engines or ENGINES),
-        world_sizes=numbers(options.world_size),
+        world_sizes=parse_integers(options.world_size),
         dtypes=tuple(options.dtype.split(",")),
     )
-    return [cell for cell in plan(request, runner.claims) if not cell.unsupported]
+    return [cell for cell in plan(request, runner.claims) if not cell.unsupported_reason]
 
 
 def soak(
     options: argparse.Namespace,
-    matrix: Sequence[Planned],
+    matrix: Sequence[PlannedCell],
     runners: Sequence[Runner],
     known: Sequence[Record],
     file: RecordFile,
 ) -> Iterator[Record]:
     """Records of fresh cells, until there are as many as were asked for."""
-    done = {(record.case, record.seed) for record in known}
+    done = {(record.cell, record.seed) for record in known}
     left, alarms = options.cells - len(known), 0
     size = min(options.per_seed, len(matrix))
     with tqdm(total=options.cells, initial=len(known), unit="cell", disable=not sys.stderr.isatty()) as bar:
         seed = options.first_seed
         while left > 0:
             sample = random.Random(seed).sample(matrix, size)  # noqa: S311 - reproducible, not secret
-            cells = [cell for cell in sample if (cell.case, seed) not in done][:left]
+            cells = [cell for cell in sample if (cell.cell, seed) not in done][:left]
             for runner in runners:
                 runner.seed = seed
-            for record in run_all(cells, runners):
+            for record in run_cells(cells, runners):
                 file.add(record)
-                alarms += record.verdict.broken and not record.excuse
+                alarms += record.verdict.is_broken and not record.expected_failure
                 bar.set_postfix_str(f"seed {seed}, {alarms} alarms", refresh=False)
                 bar.update()
                 yield record

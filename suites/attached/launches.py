@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from suites.warm.programs import Program, content
+from suites.warm.programs import Program, read_output
 
 RUN = ("-m", "torch.distributed.run")
 MARK = "ZHARNESS_SUITE"
@@ -86,8 +86,8 @@ def warm(agents: Sequence[Sequence[str]], ranks: int, cwd: Path, environment: Ma
             for agent, file in zip(agents, files, strict=True)
         ]
         statuses = tuple(program.wait(LIMIT) for program in programs)
-        left = tuple(words for program in programs for words in program.left().values())
-        return Launched(statuses, tuple(map(content, files)), left)
+        left = tuple(words for program in programs for words in program.wait_for_leftovers().values())
+        return Launched(statuses, tuple(map(read_output, files)), left)
 
 
 def started(

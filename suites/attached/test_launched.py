@@ -7,7 +7,7 @@ import os
 import pytest
 
 from zharness.errors import UsageError
-from zharness.world.launched import Launch, launched
+from zharness.world.launch import Launch, detect_launch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -23,30 +23,32 @@ TORCHRUN = {
 
 
 def test_a_process_that_torchrun_started_is_the_rank_that_it_says() -> None:
-    launch = launched(dict(TORCHRUN))
-    assert launch == Launch(5, 8, 1, 4, "far.example", 29500, attempt=1, agent_store=True)
+    launch = detect_launch(dict(TORCHRUN))
+    assert launch == Launch(5, 8, 1, 4, "far.example", 29500, restart_count=1, uses_agent_store=True)
     assert launch.describe() == "8 ranks that torchrun started by 2 agents"
 
 
 def test_a_process_that_set_rank_by_itself_was_not_launched() -> None:
-    assert launched({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}) is None
+    assert detect_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}) is None
 
 
 def test_what_a_rank_starts_is_no_rank_and_the_rank_stays_one() -> None:
     environment = dict(TORCHRUN)
-    assert launched(environment) is not None
-    assert launched(environment) is not None
+    assert detect_launch(environment) is not None
+    assert detect_launch(environment) is not None
     below = {name: value.replace(f" {os.getpid()}", " 1") for name, value in environment.items()}
-    assert launched(below) is None
+    assert detect_launch(below) is None
 
 
 def test_a_launch_inside_of_a_launch_is_one_of_its_own() -> None:
     environment = dict(TORCHRUN)
-    assert launched(environment) is not None
+    assert detect_launch(environment) is not None
     inner = {**environment, "MASTER_PORT": "29501", "ZHARNESS_ATTACHED": "none@far.example:29500 by 1"}
-    assert launched(inner) is not None
+    assert detect_launch(inner) is not None
 
 
 def test_variables_that_make_no_sense_are_named() -> None:
     with pytest.raises(UsageError, match="WORLD_SIZE='many', LOCAL_RANK=None"):
-        launched({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"} | {"WORLD_SIZE": "many"})
+        detect_launch(
+            {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"} | {"WORLD_SIZE": "many"}
+        )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zharness.world.outcome import End
-from zharness.world.witness import GONE, how_it_ended, told_by
+from zharness.world.outcome import RankEnd
+from zharness.world.witness import PROCESS_GONE_CAUSE, parse_fatal_dump, read_process_end
 
 LETHAL = [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT]
 
@@ -31,15 +31,15 @@ def ended(code: str) -> tuple[int, int, str]:
 def test_a_fatal_signal_is_read_in_the_stack_that_it_left(number: signal.Signals) -> None:
     pid, status, dump = ended(f"os.kill(os.getpid(), {int(number)})")
     assert status == -number
-    assert how_it_ended(pid) is None
-    assert told_by(dump) == (End.SIGNALLED, number.name)
+    assert read_process_end(pid) is None
+    assert parse_fatal_dump(dump) == (RankEnd.SIGNALLED, number.name)
 
 
 def test_an_end_that_left_no_stack_is_the_launcher_s_to_tell() -> None:
     pid, status, dump = ended("os._exit(5)")
     assert status == 5
-    assert how_it_ended(pid) is None
-    assert told_by(dump) == (End.EXITED, GONE)
+    assert read_process_end(pid) is None
+    assert parse_fatal_dump(dump) == (RankEnd.EXITED, PROCESS_GONE_CAUSE)
 
 
 def test_the_status_of_an_end_is_read_before_anybody_has_waited_for_it() -> None:
@@ -48,6 +48,6 @@ def test_the_status_of_an_end_is_read_before_anybody_has_waited_for_it() -> None
         os._exit(5)
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert how_it_ended(pid) == (End.EXITED, "exit status 5")
+        assert read_process_end(pid) == (RankEnd.EXITED, "exit status 5")
     finally:
         os.waitpid(pid, 0)

@@ -15,7 +15,7 @@ from zharness import world
 from zharness.compat import deepspeed as compat
 from zharness.compat.deepspeed import DistributedTest
 from zharness.errors import MissingEngine
-from zharness.items.placement import sizes
+from zharness.pytest_ranks.rank_requirements import parse_world_sizes
 
 # Every name that DeepSpeed's test files (0.16 to 0.19) import from unit.common.
 IMPORTED = (
@@ -86,7 +86,7 @@ def test_determinism_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flags_of_two_ranks() -> tuple[bool, bool, str]:
-    rank = world.here().rank
+    rank = world.current_rank().rank
     try:
         compat.allclose_on_all_ranks(torch.tensor(float(rank)), torch.tensor(0.0), "not close")
         words = ""
@@ -125,8 +125,8 @@ def test_attributes_become_markers_where_the_class_itself_sets_them() -> None:
     base = type("Base", (DistributedTest,), {"world_size": [2, 4], "reuse_dist_env": True})
     decorated = pytest.mark.world_size(3)(base)
     derived = type("Derived", (decorated,), {"reuse_dist_env": False})
-    assert sizes(marks(base)["world_size"]) == (3,)
-    assert sizes(marks(derived)["world_size"]) == (3,)  # a marker of a base is not undone by its attribute
+    assert parse_world_sizes(marks(base)["world_size"]) == (3,)
+    assert parse_world_sizes(marks(derived)["world_size"]) == (3,)  # a marker of a base is not undone by its attribute
     assert marks(base)["isolation"].args == ("pooled",)
     assert marks(derived)["isolation"].args == ("fresh",)
 
@@ -135,9 +135,9 @@ def test_markers_in_the_body_of_a_class_count_more_than_its_attributes() -> None
     body = {"world_size": 2, "exec_timeout": 9.0, "pytestmark": pytest.mark.rank_timeout(5)}
     found = marks(type("Marked", (DistributedTest,), body))
     assert found["rank_timeout"].args == (5,)
-    assert sizes(found["world_size"]) == (2,)
+    assert parse_world_sizes(found["world_size"]) == (2,)
 
 
 def test_an_attribute_of_a_mixin_counts() -> None:
     mixin = type("Mixin", (), {"world_size": 3})
-    assert sizes(marks(type("Mixed", (mixin, DistributedTest), {}))["world_size"]) == (3,)
+    assert parse_world_sizes(marks(type("Mixed", (mixin, DistributedTest), {}))["world_size"]) == (3,)

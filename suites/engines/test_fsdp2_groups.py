@@ -13,14 +13,14 @@ from zharness.errors import ConfigError
 
 
 def test_pieces_are_those_of_chunk_and_late_ranks_may_own_nothing() -> None:
-    assert fsdp2.pieces((5, 2), 4) == (Piece(0, 0, 4), Piece(1, 4, 8), Piece(2, 8, 10))
-    assert fsdp2.pieces((1,), 2) == (Piece(0, 0, 1),)
-    assert fsdp2.pieces((0, 3), 2) == ()
+    assert fsdp2.shard_pieces((5, 2), 4) == (Piece(0, 0, 4), Piece(1, 4, 8), Piece(2, 8, 10))
+    assert fsdp2.shard_pieces((1,), 2) == (Piece(0, 0, 1),)
+    assert fsdp2.shard_pieces((0, 3), 2) == ()
 
 
 def named_groups(model: nn.Module, grouping: str = "leaf") -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(module)] for module in fsdp2.groups(model, grouping)]
+    return [names[id(module)] for module in fsdp2.select_group_modules(model, grouping)]
 
 
 class Holder(nn.Module):
@@ -57,14 +57,17 @@ def test_a_module_used_under_two_names_is_one_group() -> None:
 def test_a_module_whose_weight_the_root_reads_falls_to_the_root() -> None:
     with torch.device("meta"):
         model = Holder()
-    assert [type(module) for module in fsdp2.groups(model, "leaf", ["blocks.2"])] == [nn.MultiheadAttention, nn.Linear]
+    assert [type(module) for module in fsdp2.select_group_modules(model, "leaf", ["blocks.2"])] == [
+        nn.MultiheadAttention,
+        nn.Linear,
+    ]
     with pytest.raises(ConfigError, match=r"unknown module in in_root 'head'; allowed: attention"):
-        fsdp2.groups(model, "leaf", ["head"])
+        fsdp2.select_group_modules(model, "leaf", ["head"])
 
 
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaf, block, root"):
-        fsdp2.groups(nn.Identity(), "blocks")
+        fsdp2.select_group_modules(nn.Identity(), "blocks")
 
 
 class Counting(nn.Module):
@@ -86,10 +89,10 @@ def test_a_deferred_model_is_refused_where_no_state_dict_could_give_it_all_its_v
     mixed.append(nn.Linear(2, 2))
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"'1.weight' is not on the meta device, as the rest is"):
-        fsdp2_deferred.drawn(mixed, cpu)
+        fsdp2_deferred.initial_state_on_rank0(mixed, cpu)
     with pytest.raises(ConfigError, match="'seen' is in no state dict"):
-        fsdp2_deferred.drawn(counting, cpu)
-    assert fsdp2_deferred.drawn(nn.Linear(2, 2), cpu) is None
+        fsdp2_deferred.initial_state_on_rank0(counting, cpu)
+    assert fsdp2_deferred.initial_state_on_rank0(nn.Linear(2, 2), cpu) is None
 
 
 def of_torch_2_6(module: nn.Module, *, mesh: object = None) -> None:
@@ -97,13 +100,13 @@ def of_torch_2_6(module: nn.Module, *, mesh: object = None) -> None:
 
 
 def test_what_an_older_torch_lacks_is_asked_of_it_only_where_it_is_needed() -> None:
-    assert fsdp2.keeping_apart([], of_torch_2_6) == {}
+    assert fsdp2.ignored_params_argument([], of_torch_2_6) == {}
     with pytest.raises(ConfigError, match="has no ignored_params; take torch"):
-        fsdp2.keeping_apart([nn.Parameter(torch.tensor(1.0))], of_torch_2_6)
+        fsdp2.ignored_params_argument([nn.Parameter(torch.tensor(1.0))], of_torch_2_6)
     with pytest.raises(ConfigError, match="has no reset_iter_state"):
-        fsdp2.method("reset_iter_state", nn.Identity())
+        fsdp2.require_method("reset_iter_state", nn.Identity())
 
 
 def test_the_installed_fully_shard_takes_what_is_left_to_the_caller() -> None:
     scalar = nn.Parameter(torch.tensor(1.0))
-    assert fsdp2.keeping_apart([scalar], fully_shard) == {"ignored_params": {scalar}}
+    assert fsdp2.ignored_params_argument([scalar], fully_shard) == {"ignored_params": {scalar}}

@@ -13,7 +13,7 @@ import torch._dynamo  # torch.optim imports it at first use, a second that every
 import torch.distributed.fsdp
 from torch import Tensor, nn
 
-from zharness.engines import ddp, fsdp2, saving, zero1
+from zharness.engines import ddp, fsdp2, torch_checkpoint, zero1
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import CheckpointError
 from zharness.world import Group, run
@@ -79,7 +79,7 @@ def test_what_some_ranks_saved_is_loaded_by_more_and_by_fewer(name: str, stage: 
 
 def cut_off(source: Any, target: Any, rename: Callable[[Any, Any], None] = os.replace) -> None:
     """``os.replace`` that fails where it would give a new checkpoint its name."""
-    if Path(target).name in (saving.FILE, saving.FOLDER):
+    if Path(target).name in (torch_checkpoint.FILE_NAME, torch_checkpoint.FOLDER_NAME):
         raise OSError("the disk is gone")
     rename(source, target)
 
@@ -138,16 +138,16 @@ def after_a_load_that_failed(name: str, stage: int, folder: Path, spoil: Callabl
 
 def cut_short(folder: Path) -> None:
     """Rank 1's file, where ranks have files of their own: rank 0 reads its own all the same."""
-    shards = sorted(folder.glob(f"{saving.FOLDER}/__1_*"))
-    file = shards[0] if shards else folder / saving.FILE
+    shards = sorted(folder.glob(f"{torch_checkpoint.FOLDER_NAME}/__1_*"))
+    file = shards[0] if shards else folder / torch_checkpoint.FILE_NAME
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def of_another_model(folder: Path) -> None:
     """The second weight is another's: the first one fits."""
-    content = torch.load(folder / saving.FILE, weights_only=True)
+    content = torch.load(folder / torch_checkpoint.FILE_NAME, weights_only=True)
     content["model"]["1.weight"] = content["model"]["1.weight"][:2]
-    torch.save(content, folder / saving.FILE)
+    torch.save(content, folder / torch_checkpoint.FILE_NAME)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import zharness
 from zharness.errors import HarnessFault
-from zharness.export.collect import Collection, source
+from zharness.export.collect import DefinitionCollection, read_source
 
 SKETCH = "zharness.sketch"  # a package of a test's own, for only this package's modules are collected from
 
@@ -35,24 +35,24 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     for name in [name for name in sys.modules if name.startswith(SKETCH)]:
         del sys.modules[name]
     vars(zharness).pop("sketch", None)
-    source.cache_clear()
+    read_source.cache_clear()
 
 
-def script_of(collection: Collection, folder: Path) -> dict[str, Any]:
+def script_of(collection: DefinitionCollection, folder: Path) -> dict[str, Any]:
     """What the names of a script mean once it has run."""
     path = folder / "script.py"
     path.write_text("\n\n".join([*collection.imports.values(), *collection.texts.values()]))
     return runpy.run_path(str(path))
 
 
-def added(collection: Collection, *names: str) -> list[str]:
+def added(collection: DefinitionCollection, *names: str) -> list[str]:
     """What the script calls definitions of SKETCH: ``a.X`` is the X of its module a."""
     return [collection.add(f"{SKETCH}.{module}", name) for module, _, name in (each.rpartition(".") for each in names)]
 
 
 def test_two_constants_spelled_alike_are_two_where_their_words_mean_two_things(write: Write, tmp_path: Path) -> None:
     write(a="BASE = 1\nLIMIT = 3 * BASE\n", b="BASE = 7\nLIMIT = 3 * BASE\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     assert added(collection, "a.LIMIT", "b.LIMIT") == ["LIMIT", "b_LIMIT"]
     script = script_of(collection, tmp_path)
     assert (script["LIMIT"], script["b_LIMIT"]) == (3, 21)
@@ -62,7 +62,7 @@ def test_two_constants_spelled_alike_are_two_where_their_words_mean_two_things(w
 def test_two_constants_spelled_alike_are_one_where_their_words_mean_the_same(write: Write, base: str) -> None:
     text = f"{base}\nLIMIT = max(3, BASE)\n"
     write(a=text, b=text, c="BASE = 2\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     assert added(collection, "a.LIMIT", "b.LIMIT") == ["LIMIT", "LIMIT"]
     assert collection.texts["LIMIT"] == "LIMIT = max(3, BASE)"
 
@@ -70,13 +70,13 @@ def test_two_constants_spelled_alike_are_one_where_their_words_mean_the_same(wri
 def test_of_two_constants_spelled_alike_neither_takes_the_other_s_import(write: Write) -> None:
     write(a="from math import sqrt\nROOT = sqrt(4)\n", b="from cmath import sqrt\nROOT = sqrt(4)\n")
     with pytest.raises(HarnessFault, match="a script cannot hold both: from math import sqrt and: from cmath"):
-        added(Collection(), "a.ROOT", "b.ROOT")
+        added(DefinitionCollection(), "a.ROOT", "b.ROOT")
 
 
 def test_two_constants_spelled_alike_may_speak_of_themselves(write: Write, tmp_path: Path) -> None:
     text = "SUM = lambda n: n and BASE + SUM(n - 1)\n"
     write(a=f"BASE = 1\n{text}", b=f"BASE = 7\n{text}")
-    collection = Collection()
+    collection = DefinitionCollection()
     assert added(collection, "a.SUM", "b.SUM") == ["SUM", "b_SUM"]
     script = script_of(collection, tmp_path)
     assert (script["SUM"](3), script["b_SUM"](3)) == (3, 21)
@@ -84,7 +84,7 @@ def test_two_constants_spelled_alike_may_speak_of_themselves(write: Write, tmp_p
 
 def test_several_names_that_two_modules_spell_alike_are_refused_where_they_mean_two_things(write: Write) -> None:
     write(a="BASE = 1\nLOW, HIGH = BASE, 9\n", b="BASE = 7\nLOW, HIGH = BASE, 9\n", c="BASE = 1\nLOW, HIGH = BASE, 9\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     assert added(collection, "a.LOW", "c.HIGH") == ["LOW", "HIGH"]
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
         added(collection, "b.LOW")
@@ -93,7 +93,7 @@ def test_several_names_that_two_modules_spell_alike_are_refused_where_they_mean_
 def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: Path) -> None:
     user = "def told():\n    return {}\n\n\ndef asked():\n    return told()\n"
     write(checks=user.format(1), doctor__command=user.format(2), export__command=user.format(3))
-    collection = Collection()
+    collection = DefinitionCollection()
     told = added(collection, "checks.told", "doctor.command.told", "export.command.told")
     assert told == ["told", "command_told", "command_told_2"]
     assert added(collection, "doctor.command.told", "export.command.told") == told[1:], "what it was called before"
@@ -103,8 +103,8 @@ def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: P
 
 
 def test_the_third_of_three_definitions_of_this_package_is_not_dropped() -> None:
-    collection = Collection()
-    modules = ("zharness.checks.optimizer_step", "zharness.doctor.command", "zharness.export.command")
+    collection = DefinitionCollection()
+    modules = ("zharness.law_kit.optimizer_step", "zharness.doctor.command", "zharness.export.command")
     called = [collection.add(module, "told") for module in modules]
     assert called == ["told", "command_told", "command_told_2"]
     assert {f"def {name}" for name in called} <= {text.partition("(")[0] for text in collection.texts.values()}
@@ -123,7 +123,7 @@ def test_a_second_definition_is_not_called_what_the_script_calls_something_else(
     write: Write, part: str, names: Any
 ) -> None:
     write(a="told = 1\n", b="told = 2\n")
-    assert added(Collection(**{part: names}), "a.told", "b.told") == ["told", "b_told_2"]
+    assert added(DefinitionCollection(**{part: names}), "a.told", "b.told") == ["told", "b_told_2"]
 
 
 @pytest.mark.parametrize("order", [("b.told", "b.b_told"), ("b.b_told", "b.told")])
@@ -131,7 +131,7 @@ def test_a_second_definition_is_not_called_what_its_module_calls_another(
     write: Write, tmp_path: Path, order: tuple[str, str]
 ) -> None:
     write(a="told = 1\n", b="told = 2\nb_told = 3\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     called = added(collection, "a.told", *order)
     assert len(set(called)) == 3
     script = script_of(collection, tmp_path)
@@ -168,7 +168,7 @@ def scopes(within: str) -> str:
 def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write: Write, within: str) -> None:
     text = f"def told():\n    return 1\n\n\n{scopes(within)}"
     write(a=text, b=text)
-    collection = Collection()
+    collection = DefinitionCollection()
     assert added(collection, "a.asked") == ["asked"], "what has its own name is mistaken for nothing"
     with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
         added(collection, "b.asked")
@@ -186,13 +186,13 @@ def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write:
 def test_nor_for_anything_within_what_is_no_function(write: Write, text: str) -> None:
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}\n")
     with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
-        added(Collection(), "a.told", "b.asked")
+        added(DefinitionCollection(), "a.told", "b.asked")
 
 
 def test_what_is_told_within_a_function_alone_is_left_as_it_is(write: Write, tmp_path: Path) -> None:
     inner = "def asked():\n    def told():\n        return 5\n    return told()\n"
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{inner}")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "a.told", "b.told", "b.asked")
     assert collection.texts["asked"] == inner.strip()
     assert script_of(collection, tmp_path)["asked"]() == 5
@@ -201,7 +201,7 @@ def test_what_is_told_within_a_function_alone_is_left_as_it_is(write: Write, tmp
 def test_a_method_may_call_the_renamed_function_that_has_its_name(write: Write, tmp_path: Path) -> None:
     text = "class Asked:\n    def told(self):\n        return told()\n"
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
     assert script_of(collection, tmp_path)["Asked"]().told() == 2
 
@@ -210,7 +210,7 @@ def test_a_method_may_call_the_renamed_function_that_has_its_name(write: Write, 
 def test_a_field_keeps_the_name_that_its_class_gave_it(write: Write, tmp_path: Path, value: str, right: int) -> None:
     text = f"class Asked:\n    told: int = {value}\n\n    def asked(self):\n        return told\n"
     write(a="told = 1\n", b=f"from zharness.sketch import c\n\ntold = 2\n\n\n{text}", c="told = 3\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
     asked = script_of(collection, tmp_path)["Asked"]()
     assert (asked.told, asked.asked()) == (right, 2)
@@ -218,7 +218,7 @@ def test_a_field_keeps_the_name_that_its_class_gave_it(write: Write, tmp_path: P
 
 def test_what_a_class_body_reads_before_it_has_that_name_is_its_module_s(write: Write, tmp_path: Path) -> None:
     write(a="told = 1\n", b="told = 2\n\n\nclass Asked:\n    other = told\n    told = told\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
     asked = script_of(collection, tmp_path)["Asked"]
     assert (asked.other, asked.told) == (2, 2)
@@ -226,7 +226,7 @@ def test_what_a_class_body_reads_before_it_has_that_name_is_its_module_s(write: 
 
 def test_a_class_s_field_may_be_called_as_what_a_module_has(write: Write, tmp_path: Path) -> None:
     write(a="told = 1\n", b="from zharness.sketch import a\n\n\nclass Asked:\n    told: int = a.told\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "b.Asked")
     assert script_of(collection, tmp_path)["Asked"].told == 1
 
@@ -234,19 +234,19 @@ def test_a_class_s_field_may_be_called_as_what_a_module_has(write: Write, tmp_pa
 @pytest.mark.parametrize("loop", ["for told in range(3): pass", "for told in range(3): other = told"])
 def test_a_loop_of_a_class_body_reads_its_own_variable(write: Write, loop: str) -> None:
     write(a=f"class Asked:\n    {loop}\n")
-    assert added(Collection(), "a.Asked") == ["Asked"]
+    assert added(DefinitionCollection(), "a.Asked") == ["Asked"]
 
 
 def test_nothing_within_a_definition_is_mistaken_for_a_new_name(write: Write) -> None:
     write(a="told = 1\n", b="told = 2\ndef asked(b_told):\n    return told + b_told\n")
     with pytest.raises(HarnessFault, match="b_told is a name at the top and of something within"):
-        added(Collection(), "a.told", "b.asked")
+        added(DefinitionCollection(), "a.told", "b.asked")
 
 
 def test_a_parameter_that_is_called_as_a_module_is_not_that_module(write: Write) -> None:
     text = "def asked(a):\n    return a.told\n"
     write(a="told = 1\n", b=f"from zharness.sketch import a\n\n\n{text}\n\ndef other():\n    return a.told\n")
-    collection = Collection()
+    collection = DefinitionCollection()
     added(collection, "b.asked", "b.other")
     assert collection.texts["asked"] == text.strip()
     assert collection.texts["other"] == "def other():\n    return told"

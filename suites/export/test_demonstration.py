@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from suites.warm import programs
-from zharness.report.reading import read
 from zharness.run.record import Record
+from zharness.run.record_reader import load_records
 
 # Looked for, not imported: every worker would import both, and what they do runs in processes of its own.
 pytestmark = pytest.mark.skipif(not (find_spec("deepspeed") and find_spec("peft")), reason="needs deepspeed and peft")
@@ -35,13 +35,13 @@ def of(model: str) -> str:
 def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, ...]:
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
     zharness(1, "check", of(f"{MODEL}({SMALL})"), "--jsonl", str(path))
-    return tuple(read([path]).records)
+    return tuple(load_records([path]).records)
 
 
 def test_the_planted_fault_is_found_in_the_smallest_model(records: tuple[Record, ...]) -> None:
     assert len(records) == 1
     for record in records:
-        assert record.verdict.broken
+        assert record.verdict.is_broken
         assert FACTOR in record.cause
         assert "lora_B" in record.cause
 

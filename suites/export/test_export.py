@@ -17,28 +17,28 @@ import pytest
 
 from suites.warm import programs
 from zharness import engines
-from zharness.case import Case
-from zharness.checks import CHECKS, DTYPES
+from zharness.cell import Cell
 from zharness.errors import HarnessFault, UsageError
-from zharness.export.collect import Collection, defined
-from zharness.export.command import listed
-from zharness.export.frame import Writing
-from zharness.export.judged import GIVEN as WHOLE
-from zharness.export.judged import function
-from zharness.export.laws import OWN, told_whole
-from zharness.export.script import script_of, signature_of
-from zharness.export.spelled import spelled
-from zharness.export.text import import_block, pruned
-from zharness.export.verify import ABSENT, REPRODUCED, Shown, faithful
+from zharness.export.cell_script import extract_signature, render_cell_script
+from zharness.export.collect import DefinitionCollection, defined_names
+from zharness.export.command import render_law_table
+from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
+from zharness.export.judge_script import render_function
+from zharness.export.law_steps import SELF_COMPARING_LAWS, explain_long_script
+from zharness.export.literals import render_literal
+from zharness.export.script_writer import ScriptWriter
+from zharness.export.source_text import prune_unused, render_imports
+from zharness.export.verify import NOT_REPRODUCED, REPRODUCED, ScriptResult, is_faithful
+from zharness.laws import DTYPES, LAWS
 from zharness.parity import Mismatch, Part
-from zharness.releases.repros import parse
+from zharness.releases.repros import parse_repro
 from zharness.run import Request, plan
 from zharness.run.record import Record, Verdict
 
 ENGINES = ("reference", "ddp", "zero1", "fsdp2", "deepspeed")
 
 
-def record_of(case: Case, verdict: Verdict = Verdict.FAIL, cause: str = "step 0: wrong") -> Record:
+def record_of(case: Cell, verdict: Verdict = Verdict.FAIL, cause: str = "step 0: wrong") -> Record:
     return Record(case, 0, verdict, "1.0", "2.13", cause=cause)
 
 
@@ -48,15 +48,21 @@ def claims_of(engine: str, stage: int) -> engines.Capabilities:
     return claims
 
 
-def cells_to_export(whole: bool) -> list[Case]:
+def cells_to_export(whole: bool) -> list[Cell]:
     """A cell of every law whose script is a short one, or ``whole``; the engines in turn, at the highest stage."""
     planned = plan(Request(engines=ENGINES), claims_of)
-    found: list[Case] = []
-    for number, check in enumerate(check for check in CHECKS.values() if bool(told_whole(check, "fp32")) == whole):
-        cells = [cell.case for cell in planned if cell.case.check == check.name and not cell.unsupported]
-        cells = [case for case in cells if bool(told_whole(check, "fp32", case.engine)) == whole]
+    found: list[Cell] = []
+    for number, check in enumerate(
+        check for check in LAWS.values() if bool(explain_long_script(check, "fp32")) == whole
+    ):
+        cells = [cell.cell for cell in planned if cell.cell.law == check.name and not cell.unsupported_reason]
+        cells = [case for case in cells if bool(explain_long_script(check, "fp32", case.engine)) == whole]
         if not cells:  # a law of a user's own models alone
-            cells = [Case.parse(f"{check.name}[ddp-zero0-w2-fp32-suites.model.tiny:perceptron-{check.any_model[0]}]")]
+            cells = [
+                Cell.parse(
+                    f"{check.name}[ddp-zero0-w2-fp32-suites.model.tiny:perceptron-{check.user_model_variants[0]}]"
+                )
+            ]
         turn = [case for case in cells if case.engine == ENGINES[number % len(ENGINES)]]
         found.append((turn or cells)[-1])
     return found
@@ -80,17 +86,17 @@ def twice_defined(text: str) -> list[str]:
 
     But for a class that is made of the one before it.
     """
-    counts = Counter(name for statement in ast.parse(text).body for name in defined(statement))
+    counts = Counter(name for statement in ast.parse(text).body for name in defined_names(statement))
     return [name for name, count in counts.items() if count > 1 and f"class {name}({name}):" not in text]
 
 
-def scripts_of(cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
+def scripts_of(cases: list[Cell], folder: Path) -> Iterator[tuple[Cell, str]]:
     """The script of each cell; all are in ``folder`` afterwards, and have no undefined and no idle names."""
     for number, case in enumerate(cases):
-        script = script_of(record_of(case), claims_of(case.engine, case.stage), "x.py")
+        script = render_cell_script(record_of(case), claims_of(case.engine, case.stage), "x.py")
         path = folder / f"{number}.py"
         path.write_text(script.text)
-        assert parse(path).signature == script.signature
+        assert parse_repro(path).signature == script.signature
         own = script.text.partition("from __future__")[2]
         assert not re.search(r"^ *(from|import) zharness", own, re.MULTILINE) or case.engine == "reference", case.id
         assert not twice_defined(script.text), case.id
@@ -108,7 +114,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
     cases = cells_to_export(whole=False)
     assert len(cases) > 50
     for case, text in scripts_of(cases, tmp_path):
-        made = "Engine" if case.check in OWN else "Plain"
+        made = "Engine" if case.law in SELF_COMPARING_LAWS else "Plain"
         assert asked_of_engines(text) <= methods_of(made, text), case.id
 
 
@@ -116,15 +122,15 @@ def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> No
     cases = cells_to_export(whole=True)
     assert len(cases) > 20
     for case, text in scripts_of(cases, tmp_path):
-        judge = CHECKS[case.check].judge.__name__
+        judge = LAWS[case.law].judge.__name__
         assert f"def {judge}(" in text, case.id
         assert f"\njudge = {judge}\n" in text, case.id
 
 
 @pytest.mark.parametrize("text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[ddp-zero0-w2-fp16-mlp]"])
 def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text: str) -> None:
-    case = Case.parse(text)
-    assert "def judge_" in script_of(record_of(case), claims_of(case.engine, case.stage), "x.py").text
+    case = Cell.parse(text)
+    assert "def judge_" in render_cell_script(record_of(case), claims_of(case.engine, case.stage), "x.py").text
 
 
 def ended(text: str, folder: Path) -> tuple[int, str]:
@@ -137,9 +143,9 @@ def ended(text: str, folder: Path) -> tuple[int, str]:
 
 
 def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tmp_path: Path) -> None:
-    case = Case.parse("training.sgd_step[ddp-zero0-w1-fp32-mlp]")
-    script = script_of(record_of(case, Verdict.PASS, ""), claims_of("ddp", 0), "x.py")
-    assert ended(script.text, tmp_path) == (0, script.ok)
+    case = Cell.parse("training.sgd_step[ddp-zero0-w1-fp32-mlp]")
+    script = render_cell_script(record_of(case, Verdict.PASS, ""), claims_of("ddp", 0), "x.py")
+    assert ended(script.text, tmp_path) == (0, script.success_line)
     step = "self._optimizer.step()"
     assert script.text.count(step) == 1
     status, line = ended(script.text.replace(step, f"{step}; {step}"), tmp_path)
@@ -147,14 +153,14 @@ def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tm
 
 
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
-    case = Case.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
-    scene = function(CHECKS[case.check].observe, Writing(case.engine, WHOLE))
+    case = Cell.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
+    scene = render_function(LAWS[case.law].observe, ScriptWriter(case.engine, WHOLE))
     assert scene.startswith("observing(Scene(play=")
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:
     with pytest.raises(UsageError, match=r"no words for .*, a object"):
-        spelled({"a": [object()]}, Collection(), [])
+        render_literal({"a": [object()]}, DefinitionCollection(), [])
 
 
 def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> None:
@@ -171,39 +177,39 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
 
 
 def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:
-    record = record_of(Case.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
-    assert faithful(record, Shown(REPRODUCED, "x"))
-    assert not faithful(record, Shown(ABSENT, "x"))
-    assert not faithful(record, Shown("failed otherwise", "x"))
-    assert not faithful(record_of(record.case, Verdict.PASS), Shown(REPRODUCED, "x"))
-    died = record_of(record.case, Verdict.CRASH, "rank 0 was ended by a signal: SIGSEGV")
-    assert faithful(died, Shown("failed otherwise", "Signal 11 (SIGSEGV)"))
+    record = record_of(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    assert is_faithful(record, ScriptResult(REPRODUCED, "x"))
+    assert not is_faithful(record, ScriptResult(NOT_REPRODUCED, "x"))
+    assert not is_faithful(record, ScriptResult("failed otherwise", "x"))
+    assert not is_faithful(record_of(record.cell, Verdict.PASS), ScriptResult(REPRODUCED, "x"))
+    died = record_of(record.cell, Verdict.CRASH, "rank 0 was ended by a signal: SIGSEGV")
+    assert is_faithful(died, ScriptResult("failed otherwise", "Signal 11 (SIGSEGV)"))
 
 
 def test_the_list_says_of_every_law_what_its_script_is() -> None:
-    told = listed()
-    assert all(name in told for name in CHECKS)
+    told = render_law_table()
+    assert all(name in told for name in LAWS)
     assert re.search(r"training.grads +short", told)
     assert re.search(r"state.consolidate +long, with the law's own judge", told)
 
 
 def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:
-    case = Case.parse("torch_func.vjp[deepspeed-zero1-w2-fp32-mlp]")
+    case = Cell.parse("torch_func.vjp[deepspeed-zero1-w2-fp32-mlp]")
     cause = "rank 1 raised: RuntimeError: The size of tensor a (0) must match the size of tensor b (5)"
-    assert signature_of(record_of(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
-    assert signature_of(record_of(case)) == "plain PyTorch gives"
+    assert extract_signature(record_of(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
+    assert extract_signature(record_of(case)) == "plain PyTorch gives"
 
 
 def test_the_signature_of_a_wrong_number_is_the_name_of_what_is_wrong() -> None:
-    found = record_of(Case.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    found = record_of(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
     wrong = Mismatch(0, Part.REDUCTION, "first.weight", (1,), None, 0, 0, 1.0, 2.0, 0.0, 1, 1, 1)
-    assert signature_of(replace(found, divergence=wrong)) == "first.weight"
+    assert extract_signature(replace(found, divergence=wrong)) == "first.weight"
 
 
 def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_engine_declares() -> None:
-    case = Case.parse("training.grads[deepspeed-zero1-w2-bf16-mlp]")
+    case = Cell.parse("training.grads[deepspeed-zero1-w2-bf16-mlp]")
     claims = claims_of("deepspeed", 1)
-    text = script_of(record_of(case), claims, "x.py").text
+    text = render_cell_script(record_of(case), claims, "x.py").text
     assert "DTYPE = torch.bfloat16" in text
     assert f"WIRE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
     assert 'EngineConfig(stage=1, dtype="bf16"' in text
@@ -217,34 +223,34 @@ def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_en
 def test_a_script_compares_bitwise_where_weights_stay_integers_and_nothing_divides_by_three(
     check: str, variant: str, exact: bool
 ) -> None:
-    case = Case.parse(f"training.{check}[ddp-zero0-w2-fp32-exact{variant}]")
-    assert f"EXACT = {exact}" in script_of(record_of(case), claims_of("ddp", 0), "x.py").text
+    case = Cell.parse(f"training.{check}[ddp-zero0-w2-fp32-exact{variant}]")
+    assert f"EXACT = {exact}" in render_cell_script(record_of(case), claims_of("ddp", 0), "x.py").text
 
 
 def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_optimizer_has() -> None:
-    case = Case.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
-    text = script_of(record_of(case), claims_of("deepspeed", 1), "x.py").text
+    case = Cell.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
+    text = render_cell_script(record_of(case), claims_of("deepspeed", 1), "x.py").text
     assert "safe_get_full_fp32_param" in text
     assert "What the model computes with: the weights that the optimizer has, in its dtype." in text
 
 
 def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:
-    case = Case.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
-    text = script_of(record_of(case), claims_of("fsdp2", 3), "x.py").text
+    case = Cell.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
+    text = render_cell_script(record_of(case), claims_of("fsdp2", 3), "x.py").text
     assert "OPTIONS = {'grouping': 'block'}" in text
     assert "module.register_forward_pre_hook(joined, with_kwargs=True)" in text
     assert "class Junction(torch.autograd.Function)" in text
 
 
 def test_what_is_saved_is_held_against_the_engine_itself() -> None:
-    case = Case.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
-    text = script_of(record_of(case), claims_of("deepspeed", 2), "x.py").text
+    case = Cell.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
+    text = render_cell_script(record_of(case), claims_of("deepspeed", 2), "x.py").text
     assert 'BESIDE = "the engine that never stopped"' in text
     assert "class Plain" not in text
 
 
 def test_definitions_come_with_what_they_use_and_before_it() -> None:
-    collection = Collection()
+    collection = DefinitionCollection()
     collection.add("zharness.workload.nets", "FusedLossNet")
     names = list(collection.texts)
     assert names.index("FusedLinearLoss") < names.index("FusedLossNet")
@@ -253,26 +259,26 @@ def test_definitions_come_with_what_they_use_and_before_it() -> None:
 
 
 def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() -> None:
-    collection = Collection()
-    assert collection.add("zharness.checks.bench", "flattened") == "flattened"
-    assert collection.add("zharness.checks.foreign_state", "flattened") == "foreign_state_flattened"
+    collection = DefinitionCollection()
+    assert collection.add("zharness.law_kit.rank_context", "flattened") == "flattened"
+    assert collection.add("zharness.laws.state_foreign_checkpoints", "flattened") == "foreign_state_flattened"
     assert collection.texts["foreign_state_flattened"].startswith("def foreign_state_flattened(")
-    collection.add("zharness.checks.foreign_state", "attempted")
+    collection.add("zharness.laws.state_foreign_checkpoints", "attempted")
     assert "foreign_state_flattened(engine)" in collection.texts["attempted"]
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
-    collection = Collection(_homes={"FOLDER": ("elsewhere", "FOLDER")})
+    collection = DefinitionCollection(_definition_sites={"FOLDER": ("elsewhere", "FOLDER")})
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
-        collection.add("zharness.engines.saving", "FOLDER")
+        collection.add("zharness.engines.torch_checkpoint", "FOLDER")
 
 
 def test_what_nothing_uses_is_cut_out() -> None:
     text = (
         "def used():\n    return 1\n\n\ndef idle():\n    return idle2()\n\n\ndef idle2():\n    pass\n\n\nprint(used())"
     )
-    assert "idle" not in pruned(text)
-    assert "def used" in pruned(text)
-    assert import_block(
+    assert "idle" not in prune_unused(text)
+    assert "def used" in prune_unused(text)
+    assert render_imports(
         ["import os", "import torch", "from torch import nn", "import sys"], frozenset({"sys", "nn"})
     ) == ("import sys\n\nfrom torch import nn")

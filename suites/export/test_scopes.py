@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zharness.export.scopes import bound_in, reached_outside
+from zharness.export.scopes import find_bound_names, find_free_names
 
 # A text, what it takes from its module (builtins among it), and what it gives to something within.
 TEXTS = [
@@ -28,5 +28,5 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "reached", "bound"), TEXTS, ids=[text.replace("\n", ";") for text, _, _ in TEXTS])
 def test_names_are_taken_and_given_by_python_s_own_rules(text: str, reached: set[str], bound: set[str]) -> None:
-    assert reached_outside(text) == reached
-    assert bound_in(text) - {".0"} == bound, "but for what a comprehension calls what it runs over"
+    assert find_free_names(text) == reached
+    assert find_bound_names(text) - {".0"} == bound, "but for what a comprehension calls what it runs over"

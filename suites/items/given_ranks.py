@@ -17,8 +17,8 @@ import hypothesis.stateful  # here rather than in every rank, where pytest would
 import pytest
 
 from zharness.errors import WorldError
-from zharness.items.given import Verdict, in_step
-from zharness.world.here import NotTogether
+from zharness.pytest_ranks.hypothesis_sync import ExampleVerdict, sync_examples
+from zharness.world.current_rank import ExchangeMismatchError
 
 PATIENCE = 60.0  # seconds without a word from any rank
 
@@ -98,15 +98,15 @@ class Stepping:
         answer = self.pipe.recv()
         if answer is None:
             raise WorldError("a peer has ended")
-        if len({isinstance(value, Verdict) for value in answer}) > 1:
-            raise NotTogether("one in the test's own exchange, another after an example")
+        if len({isinstance(value, ExampleVerdict) for value in answer}) > 1:
+            raise ExchangeMismatchError("one in the test's own exchange, another after an example")
         return answer
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         before = state_of(item)
         try:
-            with in_step(item, self.exchange):
+            with sync_examples(item, self.exchange):
                 return (yield)
         finally:
             self.rank.restored &= before == state_of(item)

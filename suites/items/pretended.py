@@ -14,22 +14,22 @@ import execnet
 import pytest
 from _pytest.runner import runtestprotocol  # what pytest-forked calls as well
 
-from zharness.items.joint import joint_reports
-from zharness.items.told import PHASES, Told
-from zharness.world.messages import Note, Standing
-from zharness.world.outcome import End, GroupOutcome, RankOutcome
+from zharness.pytest_ranks.merge_reports import merge_reports
+from zharness.pytest_ranks.phase_report import PHASES, PhaseReport
+from zharness.world.messages import RankNote, RankStatus
+from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
 
 _numbers = itertools.count()
 
 
-def ending(end: End, *told: str, **facts: Any) -> dict[str, Any]:
+def ending(end: RankEnd, *told: str, **facts: Any) -> dict[str, Any]:
     """The end of a rank that told of these phases alone; ``facts`` are fields of its RankOutcome."""
     return {"end": end, "told": told, **facts}
 
 
 SITE = "all_reduce (test_x.py, line 7)"
-STOPPED = ending(End.STOPPED, "setup", phase="call", site=SITE)
-KILLED = ending(End.SIGNALLED, "setup", phase="call", cause="SIGSEGV, before its function had returned")
+STOPPED = ending(RankEnd.STOPPED, "setup", phase="call", site=SITE)
+KILLED = ending(RankEnd.SIGNALLED, "setup", phase="call", cause="SIGSEGV, before its function had returned")
 PASSES = "def test_it(rank): pass"
 PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
 CALL_FAILED = {**PASSED, "call": "failed"}
@@ -56,7 +56,7 @@ class Pretended:
         outcome = GroupOutcome(tuple(self.run_rank(item, rank) for rank in range(self.world_size)), 2.0)
         item.user_properties.clear()
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in joint_reports(item, outcome):
+        for report in merge_reports(item, outcome):
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
             # What xdist does to a report on its way.
             travelled = execnet.loads(execnet.dumps(data))
@@ -72,17 +72,17 @@ class Pretended:
         item.user_properties.clear()
         item._report_sections.clear()
         item.stash = pytest.Stash()
-        facts = {"end": End.RETURNED, "at_ns": 100 + rank, "told": PHASES, **self.ends.get(rank, {})}
+        facts = {"end": RankEnd.RETURNED, "at_ns": 100 + rank, "told": PHASES, **self.ends.get(rank, {})}
         told = facts.pop("told")
         reports = runtestprotocol(item, log=False, nextitem=None)
         notes = tuple(self.note(item, rank, report) for report in reports if report.when in told)
         return RankOutcome(rank, notes=notes, **facts)
 
-    def note(self, item: pytest.Item, rank: int, report: pytest.TestReport) -> Note:
+    def note(self, item: pytest.Item, rank: int, report: pytest.TestReport) -> RankNote:
         data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
         at_ns = self.clock.get((rank, report.when), 10 * PHASES.index(report.when) + rank)
-        standing = Standing.FAILED if report.failed else Standing.LEFT if report.skipped else Standing.FINE
-        return Note(rank, at_ns, standing, pickle.dumps(Told(report.when, data)))
+        standing = RankStatus.FAILED if report.failed else RankStatus.SKIPPED if report.skipped else RankStatus.OK
+        return RankNote(rank, at_ns, standing, pickle.dumps(PhaseReport(report.when, data)))
 
     def of(self, phase: str) -> pytest.TestReport:
         """The joint report of ``phase``."""

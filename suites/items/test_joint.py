@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pretended import CALL_FAILED, KILLED, PASSED, PASSES, SETUP_FAILED, SITE, STOPPED, Joint, ending, joint_of
 
-from zharness.items.words import prefixed, ranks_in_words, subject_and
-from zharness.world.outcome import MISMATCH, End, Printed
+from zharness.pytest_ranks.rank_text import format_rank_sentence, format_ranks, prefix_lines
+from zharness.world.outcome import MISMATCH_EXCEPTION, CapturedOutput, RankEnd
 
 FAILS_ON_1 = """
     def test_it(rank):
@@ -158,14 +158,14 @@ def test_a_call_that_a_teardown_kept_a_rank_from_finishing_is_not_told_as_passed
 
 
 def test_a_stop_in_setup_does_not_hide_the_call_that_caused_it(joint: Joint) -> None:
-    ranks = joint(FAILS_ON_1, ends={0: ending(End.STOPPED, phase="setup", site=SITE)})
+    ranks = joint(FAILS_ON_1, ends={0: ending(RankEnd.STOPPED, phase="setup", site=SITE)})
     assert ranks.outcomes == CALL_FAILED
     assert ranks.message().startswith("rank 1: assert")
 
 
 def test_a_death_comes_before_a_failure_that_was_told_earlier(joint: Joint) -> None:
     fatal = 'Fatal Python error: Segmentation fault\n\n  File "/x/test_x.py", line 3 in boom\n'
-    printed = (Printed("call", "stderr", f"hello\n{fatal}"),)
+    printed = (CapturedOutput("call", "stderr", f"hello\n{fatal}"),)
     ranks = joint("def test_it(rank): raise RuntimeError('closed')", ends={1: {**KILLED, "printed": printed}})
     assert ranks.message() == "rank 1 was ended by a signal: SIGSEGV, in call"
     assert ranks.section("Ranks").splitlines() == [
@@ -192,14 +192,14 @@ def test_a_teardown_that_failed_before_a_peer_died_is_told_on_its_own(joint: Joi
 
 
 def test_a_rank_that_fails_and_then_waits_in_its_teardown_has_one_failure(joint: Joint) -> None:
-    ranks = joint(FAILS_ON_1, ends={1: ending(End.HUNG, "setup", "call", phase="teardown", site=SITE)})
+    ranks = joint(FAILS_ON_1, ends={1: ending(RankEnd.HUNG, "setup", "call", phase="teardown", site=SITE)})
     assert ranks.outcomes == CALL_FAILED
     assert f"; then did not finish in time, in teardown, waiting in {SITE}" in ranks.section("Ranks")
 
 
 @pytest.mark.parametrize("phase", ["", "setup"])
 def test_machinery_that_raises_before_any_phase_fails_setup(joint: Joint, phase: str) -> None:
-    end = ending(End.RAISED, cause="RuntimeError: no rendezvous", traceback="Traceback: join_group", phase=phase)
+    end = ending(RankEnd.RAISED, cause="RuntimeError: no rendezvous", traceback="Traceback: join_group", phase=phase)
     ranks = joint(PASSES, ends={0: end, 1: end})
     assert ranks.outcomes == SETUP_FAILED
     where = "in" if phase else "before"
@@ -208,7 +208,7 @@ def test_machinery_that_raises_before_any_phase_fails_setup(joint: Joint, phase:
 
 
 def test_a_barrier_that_breaks_behind_the_last_phase_is_not_blamed_for_a_failure_before(joint: Joint) -> None:
-    end = {"end": End.RAISED, "cause": "RuntimeError: closed by peer", "at_ns": 99}
+    end = {"end": RankEnd.RAISED, "cause": "RuntimeError: closed by peer", "at_ns": 99}
     ranks = joint(FAILS_ON_1, ends={0: end})
     assert ranks.outcomes == CALL_FAILED
     assert ranks.message().startswith("rank 1: assert")
@@ -216,15 +216,17 @@ def test_a_barrier_that_breaks_behind_the_last_phase_is_not_blamed_for_a_failure
 
 def test_collectives_that_differ_are_the_cause_of_what_they_did_to_the_ranks(joint: Joint) -> None:
     words = "collective 1 differs: rank 0 calls all_reduce, rank 1 calls barrier"
-    end = {"end": End.RAISED, "cause": words, "exception": MISMATCH, "phase": "teardown"}
+    end = {"end": RankEnd.RAISED, "cause": words, "exception": MISMATCH_EXCEPTION, "phase": "teardown"}
     ranks = joint("def test_it(rank): raise RuntimeError(f'gloo on {rank}')", ends={0: end, 1: end})
     assert ranks.outcomes == CALL_FAILED
     assert ranks.message() == f"ranks 0-1 disagreed: {words}"
 
 
 def test_a_rank_that_hangs_alone_comes_before_those_that_wait_for_it(joint: Joint) -> None:
-    waits = ending(End.HUNG, "setup", phase="call", site=SITE, cause=f"no end within 9 s; waits in {SITE}", at_ns=1)
-    alone = ending(End.HUNG, "setup", phase="call", cause="no end within 9 s; stands in spin", at_ns=2, stack="in spin")
+    waits = ending(RankEnd.HUNG, "setup", phase="call", site=SITE, cause=f"no end within 9 s; waits in {SITE}", at_ns=1)
+    alone = ending(
+        RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s; stands in spin", at_ns=2, stack="in spin"
+    )
     ranks = joint(PASSES, 3, ends={0: waits, 1: alone, 2: waits})
     assert ranks.outcomes == CALL_FAILED
     assert ranks.message() == "rank 1 did not finish in time, in call: no end within 9 s; stands in spin"
@@ -234,7 +236,7 @@ def test_a_rank_that_hangs_alone_comes_before_those_that_wait_for_it(joint: Join
 
 
 def test_the_line_of_the_collective_is_the_line_of_the_failure(joint: Joint, tmp_path) -> None:
-    end = ending(End.HUNG, "setup", phase="call", site="barrier (FILE, line 42)")
+    end = ending(RankEnd.HUNG, "setup", phase="call", site="barrier (FILE, line 42)")
     ranks = joint(PASSES, 1)
     name = ranks.of("call").nodeid.partition("::")[0]
     number = int(name.removeprefix("test_pretended_").removesuffix(".py")) + 1
@@ -243,7 +245,11 @@ def test_the_line_of_the_collective_is_the_line_of_the_failure(joint: Joint, tmp
 
 
 def test_output_is_told_by_rank_and_never_folded(joint: Joint) -> None:
-    parts = (Printed("", "stdout", "early\n"), Printed("call", "stdout", "a\nb"), Printed("teardown", "stderr", "c\n"))
+    parts = (
+        CapturedOutput("", "stdout", "early\n"),
+        CapturedOutput("call", "stdout", "a\nb"),
+        CapturedOutput("teardown", "stderr", "c\n"),
+    )
     ranks = joint(FAILS_ON_1, ends={0: {"printed": parts}, 1: {"printed": parts}})
     call = dict(ranks.of("call").sections)
     assert call == {
@@ -255,8 +261,8 @@ def test_output_is_told_by_rank_and_never_folded(joint: Joint) -> None:
 
 
 def test_output_of_a_call_that_has_no_report_is_shown_with_setup(joint: Joint) -> None:
-    end = ending(End.EXITED, phase="setup", cause="exit status 1")
-    ranks = joint(PASSES, ends={0: {"printed": (Printed("call", "stdout", "on"),)}, 1: end})
+    end = ending(RankEnd.EXITED, phase="setup", cause="exit status 1")
+    ranks = joint(PASSES, ends={0: {"printed": (CapturedOutput("call", "stdout", "on"),)}, 1: end})
     assert dict(ranks.of("setup").sections) == {"Captured stdout call": "[rank 0] on\n"}
 
 
@@ -289,7 +295,7 @@ def test_what_a_rank_left_behind_fails_its_teardown(joint: Joint) -> None:
 
 
 def test_an_exit_behind_the_last_phase_fails_the_teardown(joint: Joint) -> None:
-    ranks = joint(PASSES, ends={1: {"end": End.EXITED, "cause": "exit status 3, after its function had returned"}})
+    ranks = joint(PASSES, ends={1: {"end": RankEnd.EXITED, "cause": "exit status 3, after its function had returned"}})
     assert ranks.outcomes == TEARDOWN_FAILED
     words = "rank 1 exited without a result: exit status 3, after its function had returned"
     assert ranks.message("teardown") == words
@@ -298,14 +304,14 @@ def test_an_exit_behind_the_last_phase_fails_the_teardown(joint: Joint) -> None:
 @pytest.mark.parametrize("missing", ["setup", "call", "teardown"])
 def test_a_rank_that_returns_without_telling_of_a_phase_has_failed(joint: Joint, missing: str) -> None:
     told = tuple(phase for phase in PASSED if phase != missing)
-    ranks = joint(PASSES, ends={1: ending(End.RETURNED, *told)})
+    ranks = joint(PASSES, ends={1: ending(RankEnd.RETURNED, *told)})
     assert ranks.outcomes[missing] == "failed"
     assert ranks.message(missing) == f"rank 1 told nothing of its {missing}"
 
 
 @pytest.mark.parametrize("world_size", [0, 1, 3])
 def test_ranks_that_tell_nothing_at_all_have_failed(joint: Joint, world_size: int) -> None:
-    ranks = joint(PASSES, world_size, ends={rank: ending(End.RETURNED) for rank in range(world_size)})
+    ranks = joint(PASSES, world_size, ends={rank: ending(RankEnd.RETURNED) for rank in range(world_size)})
     assert ranks.outcomes == SETUP_FAILED
 
 
@@ -340,14 +346,14 @@ def test_a_failure_without_a_traceback_stays_without_one(joint: Joint) -> None:
     ("ranks", "words"), [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 3], "ranks 0, 2-3, 5")]
 )
 def test_ranks_are_named_in_runs(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words
+    assert format_ranks(ranks) == words
 
 
 def test_what_is_said_of_several_ranks_is_said_in_the_plural() -> None:
-    assert subject_and([1], "failed", "was stopped") == "rank 1 failed; then was stopped"
-    assert subject_and([0, 1], "failed", "was stopped") == "ranks 0-1 failed; then were stopped"
-    assert subject_and([0, 1], "told nothing of its call") == "ranks 0-1 told nothing of their call"
+    assert format_rank_sentence([1], "failed", "was stopped") == "rank 1 failed; then was stopped"
+    assert format_rank_sentence([0, 1], "failed", "was stopped") == "ranks 0-1 failed; then were stopped"
+    assert format_rank_sentence([0, 1], "told nothing of its call") == "ranks 0-1 told nothing of their call"
 
 
 def test_every_line_has_its_rank_in_front() -> None:
-    assert prefixed(3, "a\n\nb") == "[rank 3] a\n[rank 3] \n[rank 3] b\n"
+    assert prefix_lines(3, "a\n\nb") == "[rank 3] a\n[rank 3] \n[rank 3] b\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pretended import CALL_FAILED, KILLED, PASSED, SETUP_FAILED, SITE, STOPPED, Joint, ending, joint_of
 
-from zharness.world.outcome import End
+from zharness.world.outcome import RankEnd
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_an_expected_failure_on_one_rank_is_the_joint_verdict(joint: Joint) -> N
 
 def test_ranks_that_wait_for_an_expected_failure_do_not_make_it_a_real_one(joint: Joint) -> None:
     source = xfail("reason='known', raises=AssertionError", "assert rank == 0")
-    waits = ending(End.HUNG, "setup", phase="call", site=SITE)
+    waits = ending(RankEnd.HUNG, "setup", phase="call", site=SITE)
     for end in (STOPPED, waits):
         assert joint(source, ends={0: end}).outcomes["call"] == "xfailed"
     assert joint(source, ends={0: {**waits, "site": ""}}).outcomes["call"] == "failed"
@@ -108,7 +108,7 @@ def test_a_test_that_passes_unexpectedly_on_every_rank_is_xpassed(joint: Joint) 
     assert strict.of("call").longrepr == "[XPASS(strict)] known"
 
 
-@pytest.mark.parametrize("end", [KILLED, ending(End.HUNG, "setup", phase="call", cause="no end within 9 s")])
+@pytest.mark.parametrize("end", [KILLED, ending(RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s")])
 def test_a_death_or_a_hang_under_a_mark_that_expects_anything_is_expected(joint: Joint, end: dict[str, object]) -> None:
     ranks = joint(xfail("reason='known', strict=True", "pass"), ends={1: end})
     assert ranks.outcomes == {**PASSED, "call": "xfailed"}
@@ -120,5 +120,5 @@ def test_a_death_or_a_hang_under_a_mark_that_expects_anything_is_expected(joint:
 
 def test_a_test_that_is_not_to_be_run_is_xfailed_and_its_deaths_are_not_expected(joint: Joint) -> None:
     assert joint(xfail("run=False", "pass")).outcomes == {"setup": "xfailed", "teardown": "passed"}
-    end = ending(End.EXITED, phase="setup", cause="exit status 1")
+    end = ending(RankEnd.EXITED, phase="setup", cause="exit status 1")
     assert joint(xfail("run=False", "pass"), ends={0: end, 1: end}).outcomes == SETUP_FAILED

@@ -21,7 +21,7 @@ from typing import NoReturn
 import pytest
 
 from suites.warm import programs
-from suites.warm.orders import below, is_alive
+from suites.warm.program_request import find_descendants, is_alive
 from suites.warm.programs import Program
 from zharness.cli import main
 
@@ -59,7 +59,7 @@ print(json.dumps(done))
 def all_wrong() -> dict[str, tuple[int, str, str]]:
     """Exit code, output and errors of every command of WRONG: one after the other in one process."""
     asked = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
-    done = programs.run("-c", SEVERAL, typed=asked)
+    done = programs.run("-c", SEVERAL, stdin_text=asked)
     assert done.returncode == 0, done.stderr
     return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
 
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: 
     partial = tmp_path / "records.jsonl.partial"
     while process.poll() is None and not (partial.exists() and partial.read_text().count("\n") >= 2):
         os.sched_yield()
-    ranks = below(process.pid)
+    ranks = find_descendants(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -226,7 +226,7 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
     ):
         while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
             os.sched_yield()
-        ends = {os.pidfd_open(pid) for pid in below(process.pid)}
+        ends = {os.pidfd_open(pid) for pid in find_descendants(process.pid)}
         process.send_signal(number)
         process.wait(timeout=60)
         assert ends
@@ -234,7 +234,7 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
         while open_still and (ready := wait(open_still, timeout=30)):
             open_still -= set(ready)  # type: ignore[arg-type]
         assert not open_still
-        assert not process.left()
+        assert not process.wait_for_leftovers()
     assert not list(tmp_path.glob("zharness-*")), "temporary files go as well"
     for end in ends:
         os.close(end)

@@ -15,15 +15,15 @@ import pytest
 
 from suites.meta.documents import PAGES, ROOT
 from suites.meta.test_mutants import KILLS, MISNAMED, SAMPLE
-from zharness.checks import CHECKS
+from zharness.laws import LAWS
 from zharness.mutants import FILES, MUTANTS
-from zharness.releases.repros import catalogue as reproductions
-from zharness.releases.repros import distribution
+from zharness.releases.repros import get_distribution
+from zharness.releases.repros import load_catalogue as reproductions
 from zharness.workload import MODELS
 
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 NUMBER = r"(\d[\d,]*|" + "|".join(WORDS) + ")"
-STATED_FOR_MODELS = [name for name, check in CHECKS.items() if check.models]  # the others are of anyone's model alone
+STATED_FOR_MODELS = [name for name, check in LAWS.items() if check.models]  # the others are of anyone's model alone
 # A number before one of these is held against the package, here or as what was so once.
 COUNTED = re.compile(
     rf"\b{NUMBER} (?:more )?(?:mutants|broken engines|engines, each broken|engines broken|laws|models|bugs)\b",
@@ -63,7 +63,7 @@ def bugs() -> int:
 
 
 def bugs_of_torch() -> int:
-    return sum(distribution(each.engine) == "torch" for each in reproductions())
+    return sum(get_distribution(each.engine) == "torch" for each in reproductions())
 
 
 def not_at_two_ranks() -> int:
@@ -75,13 +75,13 @@ def not_at_two_ranks() -> int:
 def shown_in_the_readme() -> int:
     """Laws in the README's extract of a first run."""
     extract = text_of("README.md").partition("more laws")[0]
-    return len([name for name in re.findall(r"(\w+\.\w+) +pass \d+", extract) if name in CHECKS])
+    return len([name for name in re.findall(r"(\w+\.\w+) +pass \d+", extract) if name in LAWS])
 
 
 STATED = (
     Stated("README.md", "shown by {} broken engines", (mutants,)),
     Stated("README.md", "... {} more laws", (lambda: len(STATED_FOR_MODELS) - shown_in_the_readme(),)),
-    Stated("CHANGELOG.md", "{} laws, {} models", (lambda: len(CHECKS), lambda: len(MODELS))),
+    Stated("CHANGELOG.md", "{} laws, {} models", (lambda: len(LAWS), lambda: len(MODELS))),
     Stated("CHANGELOG.md", "{} engines broken on purpose", (mutants,)),
     Stated("docs/mutants.md", "holds {} engines, each broken", (mutants,)),
     Stated("docs/mutants.md", "; {} imitate a known bug", (lambda: sum(bool(m.imitates) for m in MUTANTS.values()),)),

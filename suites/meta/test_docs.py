@@ -17,9 +17,9 @@ import pytest
 from suites.meta.documents import PAGES, ROOT, Command, anchors, blocks, commands, files, links, spans
 from suites.meta.test_workflows import environments
 from suites.warm import programs
-from zharness.case import Case
-from zharness.checks import check_named
+from zharness.cell import Cell
 from zharness.cli import cli
+from zharness.laws import get_law
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,7 +52,7 @@ def of_click(command: Command, root: Path) -> None:
     with suppress(click.exceptions.Exit):  # of --help
         found.make_context(name, [Path(word).name if word.endswith(".jsonl") else word for word in words])
     for case in filter(CASE.fullmatch, words):
-        check_named(Case.parse(case).check)
+        get_law(Cell.parse(case).law)
 
 
 def of_python(command: Command, root: Path) -> None:

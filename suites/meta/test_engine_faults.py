@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
-from zharness.report import failures
+from zharness.report import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
-from zharness.run.runner import Withheld, surroundings
+from zharness.run.runner import WithheldPolicy, build_rank_environment
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 
@@ -48,13 +48,13 @@ def runner() -> Iterator[Runner]:
         *(BROKEN + name for name in ("replaces_linear", "leaves_a_shard")),
         MUTANTS + "steps_late",
     ]
-    with Runner({name: surroundings(name) for name in names}, timeout=10.0) as started:
+    with Runner({name: build_rank_environment(name) for name in names}, timeout=10.0) as started:
         yield started
 
 
-def run_one(runner: Runner, case: Case) -> Record:
+def run_one(runner: Runner, case: Cell) -> Record:
     (planned,) = plan(Request(patterns=(case.id,)), runner.claims)
-    assert not planned.unsupported, planned.unsupported
+    assert not planned.unsupported_reason, planned.unsupported_reason
     return runner.run(planned)
 
 
@@ -62,7 +62,7 @@ def run_one(runner: Runner, case: Case) -> Record:
 def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
     runner: Runner, fault: str, verdict: Verdict, cause: str
 ) -> None:
-    record = run_one(runner, Case("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
+    record = run_one(runner, Cell("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
     assert record.verdict is verdict, record.cause
     assert cause in record.cause
 
@@ -71,19 +71,19 @@ def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
 def test_an_engine_that_changes_the_model_it_was_given_is_refused_when_it_is_built(
     runner: Runner, fault: str, check: str, model: str, who: str, words: str
 ) -> None:
-    record = run_one(runner, Case(check, BROKEN + fault, 0, 2, "fp32", model))
+    record = run_one(runner, Cell(check, BROKEN + fault, 0, 2, "fp32", model))
     assert record.verdict is Verdict.FAIL, record.cause
     assert f"{who}: EngineContractError" in record.cause
     assert words in record.cause
 
 
 def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:
-    record = run_one(runner, Case("training.grads", MUTANTS + "steps_late", 0, 2, "fp32", "mlp"))
+    record = run_one(runner, Cell("training.grads", MUTANTS + "steps_late", 0, 2, "fp32", "mlp"))
     assert record.verdict is Verdict.PASS, record.cause
 
 
 def test_weights_that_are_whole_again_on_some_ranks_alone_are_told(runner: Runner) -> None:
-    record = run_one(runner, Case("resources.close", BROKEN + "leaves_a_shard", 0, 2, "fp32", "exact"))
+    record = run_one(runner, Cell("resources.close", BROKEN + "leaves_a_shard", 0, 2, "fp32", "exact"))
     assert record.verdict is Verdict.FAIL, record.cause
     assert record.divergence is not None
     assert record.divergence.parameter == "whole"
@@ -92,7 +92,7 @@ def test_weights_that_are_whole_again_on_some_ranks_alone_are_told(runner: Runne
 def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_knows_nothing_of_it(
     runner: Runner,
 ) -> None:
-    record = run_one(runner, Case("training.grads", BROKEN + "replaces_linear", 0, 2, "fp32", "mlp"))
+    record = run_one(runner, Cell("training.grads", BROKEN + "replaces_linear", 0, 2, "fp32", "mlp"))
     assert record.verdict is Verdict.PASS, record.cause
     (note,) = record.notes
     assert "torch.nn.functional.linear replaced by suites.meta.broken.ReplacesLinear" in note
@@ -101,16 +101,16 @@ def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_kn
 @pytest.mark.parametrize(("fault", "words"), AT_ONCE.items(), ids=AT_ONCE)
 def test_what_is_wrong_when_the_engine_is_built_is_one_error_before_any_cell(fault: str, words: str) -> None:
     name = BROKEN + fault
-    with Runner({name: surroundings(name)}) as started, pytest.raises(UsageError) as raised:
+    with Runner({name: build_rank_environment(name)}) as started, pytest.raises(UsageError) as raised:
         started.claims(name, 0)
     assert words.format(name) in str(raised.value)
 
 
 def test_a_claim_that_is_withheld_although_the_law_holds_is_told_where_that_is_tried() -> None:
     name = BROKEN + "modest"
-    with Runner({name: surroundings(name)}, withheld=Withheld.TRIED) as started:
+    with Runner({name: build_rank_environment(name)}, withheld_policy=WithheldPolicy.TRY) as started:
         request = Request(("double_backward.retained_then_zero_grad",), (name,), models=("exact",))
         records = [started.run(planned) for planned in plan(request, started.claims)]
-    assert {(record.verdict, record.expected) for record in records} == {(Verdict.UNSUPPORTED, True)}
-    assert all(record.withheld == "a second backward on a retained graph" for record in records)
-    assert f"WITHHELD {name} does not claim a second backward" in failures(records)
+    assert {(record.verdict, record.is_expected) for record in records} == {(Verdict.UNSUPPORTED, True)}
+    assert all(record.withheld_feature == "a second backward on a retained graph" for record in records)
+    assert f"WITHHELD {name} does not claim a second backward" in render_failures(records)

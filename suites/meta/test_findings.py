@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zharness.checks import CHECKS
+from zharness.laws import LAWS
 from zharness.parity import Part
 from zharness.releases import repros
-from zharness.run.excuses import Excuse, excuses_for
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.workload import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def told(head: str) -> Iterator[tuple[str, int]]:
             yield from ((check, stage) for stage in stages)
 
 
-def excused(excuses: Iterable[Excuse]) -> set[tuple[str, int]]:
+def excused(excuses: Iterable[ExpectedFailure]) -> set[tuple[str, int]]:
     """Check and stage of every excuse that is no contract."""
     return {(excuse.check, stage) for excuse in excuses if not excuse.documented for stage in excuse.stages or (ALL,)}
 
@@ -77,7 +77,7 @@ def is_broad(signature: str) -> bool:
 @pytest.mark.parametrize("engine", sorted({*ENGINES, *entries()}))
 def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine: str) -> None:
     # What an engine shares with another stands in the other's section, as it does in the other's file.
-    own = [excuse for excuse in excuses_for(engine) if f"/{engine}.toml" in excuse.place]
+    own = [excuse for excuse in expected_failures_for(engine) if f"/{engine}.toml" in excuse.location]
     written, known = entries().get(engine, set()), excused(own)
     assert written == known, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml: {written ^ known}"
 
@@ -86,18 +86,18 @@ def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine
 def test_every_finding_names_the_scripts_that_show_it(text: str) -> None:
     named = " ".join(REPRO.findall(text)).split()
     assert named, "write a script into repro/, and `zharness repro ID` into the entry's line Again"
-    assert all(repros.find(identifier) for identifier in named)
+    assert all(repros.find_repros(identifier) for identifier in named)
 
 
 def test_every_script_names_a_law_that_there_is() -> None:
-    assert {repro.law for repro in repros.catalogue()} <= set(CHECKS)
+    assert {repro.law for repro in repros.load_catalogue()} <= set(LAWS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_signature_excuses_whatever_goes_wrong_in_a_part(engine: str) -> None:
     broad = {
-        excuse.place: words
-        for excuse in excuses_for(engine)
+        excuse.location: words
+        for excuse in expected_failures_for(engine)
         if not excuse.details and (words := list(filter(is_broad, excuse.signatures)))
     }
     assert not broad, f"say what is wrong (the hint behind the numbers, details of a crash), not where: {broad}"

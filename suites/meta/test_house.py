@@ -16,29 +16,31 @@ SOURCES = sorted(path for part in ("zharness", "suites", "repro", "scripts") for
 
 FLOORS = {
     "errors": 0,
-    "case": 0,
+    "cell": 0,
+    "torch_private": 0,
     "comm": 0,
     "step_summary": 0,
     "world": 1,
     "workload": 1,
     "reference": 1,
     "engines": 2,
-    "items": 3,
+    "pytest_ranks": 3,
     "parity": 3,
-    "checks": 4,
-    "mutants": 4,
-    "run": 5,
-    "report": 6,
-    "releases": 6,
-    "kills": 6,
-    "doctor": 6,
-    "export": 6,
-    "plugin": 7,
-    "cli": 7,
-    "conformance": 7,
-    "verification": 7,
-    "compat": 7,
-    "__main__": 8,
+    "law_kit": 4,
+    "laws": 5,
+    "mutants": 5,
+    "run": 6,
+    "report": 7,
+    "releases": 7,
+    "kill_matrix": 7,
+    "doctor": 7,
+    "export": 7,
+    "plugin": 8,
+    "cli": 8,
+    "conformance": 8,
+    "verification": 8,
+    "compat": 8,
+    "__main__": 9,
 }
 # zharness/__init__.py is the front door: it may hand out names of any floor, and nobody inside imports from it but its
 # version and its place.
@@ -146,7 +148,7 @@ def test_a_file_says_what_it_is_in_its_first_line() -> None:
 @pytest.mark.parametrize(
     ("rule", "text", "words"),
     [
-        (upward, "import zharness.run\n", "imports zharness.run on 5"),
+        (upward, "import zharness.run\n", "imports zharness.run on 6"),
         (foreign, "import deepspeed\n", "imports deepspeed"),
         (long, "\n" * (LONGEST + 1), f"{LONGEST + 1} lines"),
         (typed, "check(1, rtol=2)\n", "passes rtol"),
@@ -159,7 +161,7 @@ def test_a_file_that_breaks_a_rule_is_told(
 ) -> None:
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    file = tmp_path / "checks" / "new.py"
+    file = tmp_path / "laws" / "new.py"
     file.parent.mkdir()
     file.write_text(text)
     (told,) = wrong(rule, [file])

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from zharness.checks import CHECKS
 from zharness.errors import UsageError
-from zharness.kills import target_case
-from zharness.kills.clean import clean_record, upper_bound
-from zharness.kills.kept import KEPT
-from zharness.kills.ledger import resumed
-from zharness.kills.matrix import Matrix, kinds_table
+from zharness.kill_matrix import make_target_cell
+from zharness.kill_matrix.clean_record import make_clean_record, upper_bound
+from zharness.kill_matrix.keep_reasons import KEEP_REASONS
+from zharness.kill_matrix.matrix import KillMatrix, render_fault_kinds_table
+from zharness.kill_matrix.resume import load_finished_records
+from zharness.laws import LAWS
 from zharness.mutants import MUTANTS, Mutant, find_mutants
 from zharness.parity import Mismatch
 from zharness.run import Record, Verdict
-from zharness.run.record import record_file
+from zharness.run.record import open_record_file
 
 
 def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
@@ -27,13 +27,13 @@ def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
     if target.part is not None and verdict is Verdict.FAIL:
         name = target.parameter.replace("*", "w")
         divergence = Mismatch(0, target.part, name, (0,), None, 0, 0, 1.0, 2.0, 0.5, 9, 1, 1)
-    return Record(target_case(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.words)
+    return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.words)
 
 
-def matrix_of(*records: Record) -> Matrix:
-    names = {record.case.engine for record in records}
+def matrix_of(*records: Record) -> KillMatrix:
+    names = {record.cell.engine for record in records}
     mutants = tuple(mutant for mutant in MUTANTS.values() if mutant.engine in names)
-    return Matrix(mutants, ("training.grads", "training.trajectory"), records)
+    return KillMatrix(mutants, ("training.grads", "training.trajectory"), records)
 
 
 NEVER, LATE = MUTANTS["never_reduces"], MUTANTS["wrong_epsilon"]
@@ -41,18 +41,18 @@ NEVER, LATE = MUTANTS["never_reduces"], MUTANTS["wrong_epsilon"]
 
 def test_a_mutant_that_nobody_kills_survives_and_fails_the_command() -> None:
     matrix = matrix_of(record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.PASS))
-    assert matrix.table() == {"never_reduces": ("training.grads",), "wrong_epsilon": ()}
+    assert matrix.killers_by_mutant() == {"never_reduces": ("training.grads",), "wrong_epsilon": ()}
     assert matrix.survivors() == [LATE]
-    assert matrix.sole() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
+    assert matrix.sole_kills_by_law() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
     assert matrix.exit_code() == 1
     assert matrix_of(record_of(NEVER, Verdict.FAIL)).exit_code() == 0
 
 
 def test_what_is_wrong_is_counted_with_its_least_and_its_middle_number_of_killers() -> None:
     both = (record_of(NEVER, Verdict.FAIL), record_of(MUTANTS["leaves_out_the_last_rank"], Verdict.PASS))
-    told = kinds_table(matrix_of(*both)).splitlines()[2:]
+    told = render_fault_kinds_table(matrix_of(*both)).splitlines()[2:]
     assert [row.split()[-4:] for row in told] == [["2", "1", "0", "0"]]
-    (only,) = kinds_table(matrix_of(both[0])).splitlines()[2:]
+    (only,) = render_fault_kinds_table(matrix_of(both[0])).splitlines()[2:]
     assert only.startswith(NEVER.kind.value)
     assert only.split()[-4:] == ["1", "1", "1", "1"]
 
@@ -67,8 +67,8 @@ def test_the_first_divergence_is_right_when_it_names_the_part_and_the_parameter(
     right = record_of(MUTANTS["forgets_a_parameter"], Verdict.FAIL)
     assert right.divergence is not None
     wrong = replace(right, divergence=replace(right.divergence, parameter="second.weight"))
-    assert matrix_of(right).named() == (1, [])
-    looked, words = matrix_of(wrong).named()
+    assert matrix_of(right).check_named_divergences() == (1, [])
+    looked, words = matrix_of(wrong).check_named_divergences()
     assert looked == 1
     assert "expected reduction of first.weight" in words[0]
 
@@ -76,20 +76,20 @@ def test_the_first_divergence_is_right_when_it_names_the_part_and_the_parameter(
 def test_a_run_that_was_killed_is_resumed_from_the_lines_that_it_finished(tmp_path: Path) -> None:
     path = tmp_path / "kills.jsonl"
     first, second = record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.FAIL)
-    with record_file(path) as file:
+    with open_record_file(path) as file:
         file.add(first)
     partial = tmp_path / "kills.jsonl.partial"
     partial.write_text(json.dumps(second.as_json()) + "\n" + json.dumps(first.as_json())[:40])
-    assert [record.case for record in resumed(path)] == [first.case, second.case]
+    assert [record.cell for record in load_finished_records(path)] == [first.cell, second.cell]
     assert not partial.exists()
-    assert [record.case for record in resumed(path)] == [first.case, second.case]
+    assert [record.cell for record in load_finished_records(path)] == [first.cell, second.cell]
 
 
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a record\n")
     with pytest.raises(UsageError, match="not a zharness record"):
-        resumed(path)
+        load_finished_records(path)
     assert path.read_text() == "not a record\n"
 
 
@@ -99,8 +99,8 @@ def test_a_pattern_that_matches_no_mutant_is_refused() -> None:
 
 
 def test_each_check_has_a_reason_of_its_own_to_be_kept() -> None:
-    assert sorted(KEPT) == sorted(name for name, check in CHECKS.items() if check.models)
-    assert len(set(KEPT.values())) == len(KEPT)
+    assert sorted(KEEP_REASONS) == sorted(name for name, check in LAWS.items() if check.models)
+    assert len(set(KEEP_REASONS.values())) == len(KEEP_REASONS)
 
 
 def test_without_an_alarm_the_bound_is_the_rule_of_three() -> None:
@@ -116,12 +116,17 @@ def test_one_event_in_twenty_has_the_bound_of_the_tables() -> None:
 def test_the_cells_judged_by_arithmetic_alone_are_counted() -> None:
     passed = record_of(LATE, Verdict.PASS)
     tiers = [replace(passed, tier=tier) for tier in ("X", "S", "C", None)]
-    assert clean_record([*tiers, replace(passed, tier="X", excuse="#1")]).bounded == 2
+    assert make_clean_record([*tiers, replace(passed, tier="X", excuse="#1")]).bounded_count == 2
 
 
 def test_an_excused_cell_is_neither_clean_nor_an_alarm() -> None:
     broken = record_of(NEVER, Verdict.FAIL)
     records = [record_of(LATE, Verdict.PASS), broken, replace(broken, excuse="#1"), record_of(LATE, Verdict.ERROR)]
-    found = clean_record(records)
-    assert (found.judged, found.alarms, found.excused, len(found.errors)) == (2, (broken,), 1, 1)
-    assert "1 false alarms in 2 clean cells" in found.words()
+    found = make_clean_record(records)
+    assert (found.judged_count, found.false_alarms, found.expected_failure_count, len(found.errors)) == (
+        2,
+        (broken,),
+        1,
+        1,
+    )
+    assert "1 false alarms in 2 clean cells" in found.describe()

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from zharness.checks import CHECKS, check_named
-from zharness.kills import MutantRunner, target_case
+from zharness.kill_matrix import MutantRunner, make_target_cell
+from zharness.laws import LAWS, get_law
 from zharness.mutants import MUTANTS, Mutant, Target
-from zharness.run import Planned, Verdict
-from zharness.run.plan import unsupported
+from zharness.run import PlannedCell, Verdict
+from zharness.run.plan import unsupported_reason
 
 KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
 # Of several the newest, which was written when the law killed the others; of the laws of any order, whose variants are
@@ -53,25 +53,25 @@ def runner() -> Iterator[MutantRunner]:
 def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:
-    case = target_case(mutant, target)
-    assert target.model in check_named(target.check).models
-    assert not unsupported(check_named(case.check), case, mutant.claims(case.stage))
-    record = runner.run(Planned(case))
-    assert record.verdict.broken, record.cause or record.verdict
+    case = make_target_cell(mutant, target)
+    assert target.model in get_law(target.check).models
+    assert not unsupported_reason(get_law(case.law), case, mutant.claims(case.stage))
+    record = runner.run(PlannedCell(case))
+    assert record.verdict.is_broken, record.cause or record.verdict
     assert target.named_by(record.divergence, record.cause) or mutant.name in MISNAMED, record.cause
 
 
 def test_the_first_module_that_departs_is_named(runner: MutantRunner) -> None:
     mutant = MUTANTS["adds_to_one_module"]
-    record = runner.run(Planned(target_case(mutant, mutant.targets[0])))
-    assert record.modules.startswith("first in forward order: blocks.0.down, call 0, output 0"), record.cause
-    assert record.modules in record.cause
+    record = runner.run(PlannedCell(make_target_cell(mutant, mutant.targets[0])))
+    assert record.module_departures.startswith("first in forward order: blocks.0.down, call 0, output 0"), record.cause
+    assert record.module_departures in record.cause
 
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS.values() if mutant.equivalent], ids=words)
 def test_an_equivalent_mutant_passes(runner: MutantRunner, mutant: Mutant) -> None:
     for target in (Target("training.grads", model="exact"), Target("training.trajectory", variant="adamw")):
-        record = runner.run(Planned(target_case(mutant, target)))
+        record = runner.run(PlannedCell(make_target_cell(mutant, target)))
         assert record.verdict is Verdict.PASS, record.cause
 
 
@@ -80,7 +80,7 @@ def test_nine_tenths_of_the_mutants_are_named() -> None:
 
 
 def test_every_law_kills_some_mutant() -> None:
-    assert {target.check for _, target in KILLS} == {name for name, check in CHECKS.items() if check.models}
+    assert {target.check for _, target in KILLS} == {name for name, check in LAWS.items() if check.models}
 
 
 def test_every_mutant_says_what_it_does_wrong_and_which_law_notices() -> None:

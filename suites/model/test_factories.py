@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.workload import model_spec
-from zharness.workload.foreign import foreign_spec, hand_over
+from zharness.workload.user_model import register_factory, user_model_spec
 
 TINY = "suites.model.tiny"
 REAL = "suites.model.tiny_real"
@@ -21,14 +21,14 @@ REAL = "suites.model.tiny_real"
 def handed(factory: Callable[[], Any], request: pytest.FixtureRequest) -> str:
     """A name under which ``factory`` is found."""
     name = f"handed.over:{request.node.name.partition('[')[0]}"
-    hand_over(name, factory)
-    foreign_spec.cache_clear()
+    register_factory(name, factory)
+    user_model_spec.cache_clear()
     return name
 
 
 def test_the_path_of_a_factory_is_a_model_in_a_case_id() -> None:
     text = f"training.grads[deepspeed{{configs/ds-1.json}}-zero3-w2-fp32-{TINY}:gpt2-caller]"
-    case = Case.parse(text)
+    case = Cell.parse(text)
     assert (case.engine_variant, case.model, case.variant) == ("configs/ds-1.json", f"{TINY}:gpt2", "caller")
     assert case.id == text
 
@@ -42,7 +42,7 @@ def test_a_factory_s_model_and_batches_follow_from_the_seed(name: str) -> None:
     assert all(same)
     assert not all(torch.equal(one, two) for one, two in zip(first.parameters(), other.parameters(), strict=True))
     batch = spec.micro_batch(1, 0, 0)
-    losses = [spec.loss(batch.through(model), batch.target).item() for model in (first, second)]
+    losses = [spec.loss(batch.feed(model), batch.target).item() for model in (first, second)]
     assert losses[0] == losses[1], "what dropout draws follows from the micro-batch"
     assert batch.seed != spec.micro_batch(1, 1, 0).seed
 
@@ -85,4 +85,4 @@ def test_a_loss_is_a_scalar_with_a_graph(request: pytest.FixtureRequest) -> None
     spec = model_spec(name)
     batch = spec.micro_batch(0, 0, 0)
     with pytest.raises(UsageError, match=r"the loss is a tensor of shape \(4, 2\)"):
-        spec.loss(batch.through(spec.model(0)), batch.target)
+        spec.loss(batch.feed(spec.model(0)), batch.target)

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from zharness import engines
-from zharness.checks.autocast import states_of
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
-from zharness.report.own_model import Asked, cells_of
-from zharness.report.uncompared import uncompared
+from zharness.laws.precision_autocast import list_autocast_states
+from zharness.report.uncompared_gradients import explain_uncompared_gradients
 from zharness.run import Record, Verdict
-from zharness.run.configuration import configuration, read
-from zharness.run.facts import examined, too_large
+from zharness.run.configuration import load_configuration, parse_configuration
+from zharness.run.model_check import ModelCheckRequest, plan_model_cells
+from zharness.run.model_facts import explain_too_large, measure_model
 from zharness.workload import model_spec
-from zharness.workload.foreign import foreign_spec, hand_over
+from zharness.workload.user_model import register_factory, user_model_spec
 
 
 def facts_of(factory: Callable[[], Any]) -> Any:
     """The facts of what ``factory`` makes."""
-    hand_over("handed.over:facts", factory)
-    foreign_spec.cache_clear()
-    return examined("handed.over:facts", "fp32", "")
+    register_factory("handed.over:facts", factory)
+    user_model_spec.cache_clear()
+    return measure_model("handed.over:facts", "fp32", "")
 
 
 def draw(generator: torch.Generator) -> Tensor:
@@ -56,20 +56,25 @@ def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
     right = engines.capabilities("reference", 3)
     assert right is not None
     claims = replace(right, own_kernels={3: "a linear of its own"})
-    asked = Asked("suites.model.tiny:perceptron", stages=(3,))
-    cells = cells_of(asked.request(), asked, facts_of(dropping), lambda _engine, _stage: claims)
-    why = {cell.case.check: cell.unsupported for cell in cells}
+    asked = ModelCheckRequest("suites.model.tiny:perceptron", stages=(3,))
+    cells = plan_model_cells(asked.build_request(), asked, facts_of(dropping), lambda _engine, _stage: claims)
+    why = {cell.cell.law: cell.unsupported_reason for cell in cells}
     assert "draw other numbers" in why["training.kernels"]
     records = [
         Record(
-            cell.case, 0, Verdict.UNSUPPORTED if cell.unsupported else Verdict.PASS, "1", "2", cause=cell.unsupported
+            cell.cell,
+            0,
+            Verdict.UNSUPPORTED if cell.unsupported_reason else Verdict.PASS,
+            "1",
+            "2",
+            cause=cell.unsupported_reason,
         )
         for cell in cells
     ]
     assert any(record.verdict is Verdict.PASS for record in records)
-    assert "no gradient was compared at stage 3 (dropout: " in uncompared(records)
-    compared = replace(records[0], case=replace(records[0].case, check="training.kernels"), verdict=Verdict.PASS)
-    assert not uncompared([*records, compared])
+    assert "no gradient was compared at stage 3 (dropout: " in explain_uncompared_gradients(records)
+    compared = replace(records[0], case=replace(records[0].cell, check="training.kernels"), verdict=Verdict.PASS)
+    assert not explain_uncompared_gradients([*records, compared])
 
 
 class OwnDropout(nn.Linear):
@@ -114,8 +119,8 @@ def test_a_model_that_cannot_be_judged_is_one_clear_error(what: str) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_takes() -> None:
     found = facts_of(dropping)
-    assert not too_large(found, 2, 1e12)
-    assert "take fewer ranks, fewer layers of it" in too_large(found, 2, 1e6)
+    assert not explain_too_large(found, 2, 1e12)
+    assert "take fewer ranks, fewer layers of it" in explain_too_large(found, 2, 1e6)
 
 
 def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
@@ -131,12 +136,12 @@ def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
 
 def test_a_pass_of_a_user_s_model_that_another_law_has_is_not_run_again_for_autocast() -> None:
     own = model_spec("mlp")
-    assert states_of(own) == [(True, True), (True, False), (False, True), (False, False)]
-    assert states_of(replace(own, name="my_model:factory")) == [(True, True), (True, False), (False, True)]
+    assert list_autocast_states(own) == [(True, True), (True, False), (False, True), (False, False)]
+    assert list_autocast_states(replace(own, name="my_model:factory")) == [(True, True), (True, False), (False, True)]
 
 
 def test_a_configuration_is_taken_apart() -> None:
-    found = read(
+    found = parse_configuration(
         "ds.json",
         {
             "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9], "torch_adam": True}},
@@ -150,20 +155,20 @@ def test_a_configuration_is_taken_apart() -> None:
     assert (found.training.optimizer.name, found.training.clip, found.training.accumulation) == ("adamw", 0.5, 4)
     assert found.training.optimizer.args == {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0}
     assert (found.stage, found.dtype) == (2, "bf16")
-    assert found.left_out == ("train_batch_size", "optimizer.params.torch_adam")
+    assert found.ignored_keys == ("train_batch_size", "optimizer.params.torch_adam")
     assert found.options == {"zero_optimization": {"overlap_comm": True}}, "what the laws set themselves is not in it"
 
 
 def test_a_configuration_says_what_of_loss_scaling_it_leaves_out() -> None:
-    found = read("ds.json", {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
-    assert found.left_out == ("fp16.loss_scale", "fp16.hysteresis")
+    found = parse_configuration("ds.json", {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
+    assert found.ignored_keys == ("fp16.loss_scale", "fp16.hysteresis")
 
 
 def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     for stage in (1, 2):
         path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-        assert configuration(str(path)).stage == stage
+        assert load_configuration(str(path)).stage == stage
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_no_law_can_follow_is_refused_by_its_key(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read("ds.json", config)
+        parse_configuration("ds.json", config)
 
 
 @pytest.mark.parametrize(

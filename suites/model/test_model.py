@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import zharness
 from suites.model import deadly
 from suites.model.tiny import draw, score
-from zharness.case import Case
-from zharness.report.matrix import exit_code
-from zharness.report.reading import read
+from zharness.cell import Cell
+from zharness.report.matrix import records_exit_code
+from zharness.run.pytest_cells import describe_problem
 from zharness.run.record import Record, Verdict
-from zharness.run.session import problem
-from zharness.verification import file_of, named
-from zharness.workload import foreign
+from zharness.run.record_reader import load_records
+from zharness.verification import register_model, resolve_config_name
+from zharness.workload import user_model
 
 pytest.importorskip("transformers")
 REAL = "suites.model.tiny_real"
@@ -31,7 +31,7 @@ OWN = ("model", "training.grads")
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("training.one_hot_rank",), models=(f"{REAL}:t5",))
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("model.configured",), models=(f"{REAL}:bert",))
 def test_the_laws_hold(record: Record) -> None:
-    assert not problem(record), problem(record)
+    assert not describe_problem(record), describe_problem(record)
 
 
 def rows(number: int) -> tuple[Tensor]:
@@ -50,7 +50,9 @@ def test_a_library_call_verifies_a_module_and_a_batch(tmp_path: Path) -> None:
     assert found.first_divergence == ""
     assert "model.configured" in found.table()
     found.save(tmp_path / "records.jsonl")
-    assert [record.case for record in read([tmp_path / "records.jsonl"]).records] == [r.case for r in found.records]
+    assert [record.cell for record in load_records([tmp_path / "records.jsonl"]).records] == [
+        r.case for r in found.records
+    ]
 
 
 def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first_divergence() -> None:
@@ -60,7 +62,7 @@ def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first
     found = zharness.verify(factory, engine="zharness.mutants:doubles_every_gradient", stages=(0,), steps=1, jobs=1)
     assert not found
     case, _, words = found.first_divergence.partition(": ")
-    assert Case.parse(case).check == "training.grads"
+    assert Cell.parse(case).law == "training.grads"
     assert "0.weight" in words
     configured = next(record for record in found.records if record.case.check == "model.configured")
     assert configured.verdict is Verdict.FAIL, configured.cause
@@ -74,10 +76,10 @@ def test_a_name_follows_from_the_model_and_nothing_is_kept_after_a_call() -> Non
     model, config = nn.Linear(5, 2), {"zero_optimization": {"stage": 1}}
     names = []
     for _ in range(2):
-        names.append((named(model, draw, score), file_of(config)))
-        foreign.take_back(names[-1][0])
+        names.append((register_model(model, draw, score), resolve_config_name(config)))
+        user_model.unregister_factory(names[-1][0])
     assert names[0] == names[1]
-    assert not foreign.is_handed_over(names[0][0])
+    assert not user_model.is_registered_factory(names[0][0])
 
 
 @pytest.mark.cells(
@@ -99,7 +101,7 @@ def test_an_engine_that_dies_as_it_is_built_around_the_model_breaks_the_law_of_i
     assert (broken.case.check, broken.verdict) == ("model.configured", Verdict.CRASH)
     assert "while the engine was built around the model: rank 1 was ended by a signal: SIGKILL" in broken.cause
     assert "cannot be built around the model, see model.configured" in found.table()
-    assert exit_code(found.records) == 1
+    assert records_exit_code(found.records) == 1
 
 
 def test_a_run_in_which_no_law_can_be_run_is_no_pass_and_says_why() -> None:

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from suites.model.tiny import draw, score
-from zharness.case import Case
-from zharness.export.smaller import models_without_modules, owners_of_parameters, smaller_models
+from zharness.cell import Cell
+from zharness.export.model_candidates import count_parameter_owners, models_without_modules, smaller_models
 from zharness.workload import model_spec
-from zharness.workload.foreign import foreign_spec, hand_over
-from zharness.workload.reduced import steps_down
+from zharness.workload.shrink_model import shrink_candidates
+from zharness.workload.user_model import register_factory, user_model_spec
 
 REAL = "suites.model.tiny_real"
 
 
 def test_a_smaller_model_has_a_case_id() -> None:
     text = f"training.grads[deepspeed-zero2-w2-fp32-{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)-caller]"
-    case = Case.parse(text)
+    case = Cell.parse(text)
     assert (case.model, case.variant) == (f"{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)", "caller")
     assert case.id == text
 
@@ -29,13 +29,13 @@ def test_a_smaller_model_has_a_case_id() -> None:
 def test_an_architecture_gets_smaller_by_its_configuration_and_trains(factory: str) -> None:
     pytest.importorskip("transformers")
     whole = model_spec(f"{REAL}:{factory}")
-    step = next(steps_down(whole.model(0)))
+    step = next(shrink_candidates(whole.model(0)))
     name = f"{REAL}:{factory}({','.join(f'{key}={value}' for key, value in step.items())})"
     spec = model_spec(name)
     model, batch = spec.model(0), spec.micro_batch(0, 0, 0)
     assert type(model) is type(whole.model(0))
     assert elements(model) * 4 < elements(whole.model(0))
-    assert torch.isfinite(spec.loss(batch.through(model), batch.target))
+    assert torch.isfinite(spec.loss(batch.feed(model), batch.target))
 
 
 def test_adapters_are_put_around_the_smaller_model_which_recomputes_as_before() -> None:
@@ -57,11 +57,11 @@ def chain() -> Any:
 
 
 def test_a_sequence_loses_modules_and_the_others_keep_their_names() -> None:
-    hand_over("handed.over:chain", chain)
-    foreign_spec.cache_clear()
+    register_factory("handed.over:chain", chain)
+    user_model_spec.cache_clear()
     found = smaller_models("handed.over:chain")
-    assert owners_of_parameters("handed.over:chain") == 5
-    assert owners_of_parameters(found[0]) == 1
+    assert count_parameter_owners("handed.over:chain") == 5
+    assert count_parameter_owners(found[0]) == 1
     smaller = "handed.over:chain(2=out,4=out)"
     assert [name for name, _ in model_spec(smaller).model(0).named_parameters() if "weight" in name] == [
         "0.weight", "3.weight", "5.weight",
@@ -73,9 +73,9 @@ def test_a_lora_on_one_block_does_without_all_but_the_embedding_and_the_adapted_
     pytest.importorskip("peft")
     sizes = "num_hidden_layers=1,num_attention_heads=1,hidden_size=8,vocab_size=16,max_position_embeddings=8"
     smallest = f"{REAL}:lora({sizes})"
-    assert owners_of_parameters(smallest) == 9
+    assert count_parameter_owners(smallest) == 9
     first, *rest = models_without_modules(smallest)
-    assert owners_of_parameters(first) == 2
+    assert count_parameter_owners(first) == 2
     trained = [name for name, parameter in model_spec(first).model(0).named_parameters() if parameter.requires_grad]
     assert all("c_attn.lora" in name for name in trained)
-    assert all(2 < owners_of_parameters(each) < 9 for each in rest)
+    assert all(2 < count_parameter_owners(each) < 9 for each in rest)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from zharness.engines import optimizers as built
 from zharness.errors import UsageError
-from zharness.parity.bounds import Bounded, gamma, mean_and_bound, unit_roundoff
+from zharness.parity.bounds import BoundedTensor, gamma, mean_and_bound, unit_roundoff
 from zharness.parity.formulas import FORMULAS
-from zharness.parity.replay import propagate, replay
-from zharness.reference import config
+from zharness.parity.replay import propagate_step, replay_step
+from zharness.reference.deepspeed_json import settings as deepspeed_settings
 
 FLOAT = torch.float32
 SEEDS = st.integers(0, 2**31 - 1)
@@ -56,7 +56,7 @@ def test_running_error_analysis_covers_float32_arithmetic(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     a, b, c = (torch.randn(200, generator=generator).abs() + 0.1 for _ in range(3))
     computed = ((a * b + c).sqrt() - a / b) * c
-    x, y, z = (Bounded.exact(tensor) for tensor in (a, b, c))
+    x, y, z = (BoundedTensor.exact(tensor) for tensor in (a, b, c))
     analysed = ((x * y + z).sqrt() - x / y) * z
     assert bool((computed.double() - analysed.value).abs().le(analysed.error).all())
 
@@ -111,14 +111,14 @@ def one_step(name: str, seed: int, steps: int, foreach: bool):
 def test_a_step_of_torch_optim_stays_within_its_replay(name: str, seed: int, steps: int, foreach: bool) -> None:
     arguments, before, grad, state, after, later = one_step(name, seed, steps, foreach)
     count = {"step": torch.tensor(float(steps - 1))}
-    expected, moments = replay(NAMES[OPTIMIZERS[name][0]], before, grad, count | state, arguments)
+    expected, moments = replay_step(NAMES[OPTIMIZERS[name][0]], before, grad, count | state, arguments)
     assert bool((after.double() - expected.value).abs().le(expected.error).all())
     for key, moment in moments.items():
         assert bool((later[key].double() - moment.value).abs().le(moment.error).all()), key
 
 
 def test_every_optimizer_that_an_engine_can_be_configured_with_has_a_replay() -> None:
-    assert set(NAMES.values()) == set(FORMULAS) == set(built.ELEMENTWISE) == set(config.OPTIMIZERS)
+    assert set(NAMES.values()) == set(FORMULAS) == set(built.ELEMENTWISE) == set(deepspeed_settings.OPTIMIZERS)
 
 
 @REPEATABLE
@@ -127,7 +127,7 @@ def test_a_wrong_constant_leaves_the_replay_of_adamw(seed: int, steps: int, wron
     arguments, before, grad, state, after, _ = one_step("adamw", seed, steps, foreach=False)
     changed = {"lr": 1.01e-2, "eps": 1e-1, "weight_decay": 0.2, "betas": (0.81, 0.97)}
     count = {"step": torch.tensor(float(steps - 1))}
-    expected, moments = replay("adamw", before, grad, count | state, {**arguments, wrong: changed[wrong]})
+    expected, moments = replay_step("adamw", before, grad, count | state, {**arguments, wrong: changed[wrong]})
     seen = (after.double() - expected.value).abs().gt(expected.error).any()
     if wrong == "betas":
         seen = seen | bool(moments)
@@ -135,7 +135,7 @@ def test_a_wrong_constant_leaves_the_replay_of_adamw(seed: int, steps: int, wron
 
 
 def test_a_factor_that_is_rounded_more_often_has_a_larger_bound() -> None:
-    one = Bounded.exact(torch.ones(()))
+    one = BoundedTensor.exact(torch.ones(()))
     once, thrice = (float(one.scalar(0.3, roundings).error) for roundings in (1, 3))
     assert 0.3 * unit_roundoff(FLOAT) <= once < thrice <= 4 * once
 
@@ -143,9 +143,9 @@ def test_a_factor_that_is_rounded_more_often_has_a_larger_bound() -> None:
 def test_an_optimizer_or_an_argument_without_a_replay_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(UsageError, match="optimizer to replay"):
-        replay("lion", one, one, {}, {})
+        replay_step("lion", one, one, {}, {})
     with pytest.raises(UsageError, match="argument of sgd to replay"):
-        replay("sgd", one, one, {}, {"momentun": 0.9})
+        replay_step("sgd", one, one, {}, {"momentun": 0.9})
 
 
 @REPEATABLE
@@ -157,12 +157,12 @@ def test_two_free_runs_stay_within_the_propagated_bound_of_their_gradients_diffe
     generator = torch.Generator().manual_seed(seed)
     weight = torch.nn.Parameter(torch.randn(100, generator=generator))
     optimizer = build([weight], foreach=False, **arguments)
-    free, state = Bounded.exact(weight.detach()), {}
+    free, state = BoundedTensor.exact(weight.detach()), {}
     for step in range(5):
         grad = torch.randn(100, generator=generator)
         weight.grad = grad * (1 + apart * torch.randn(100, generator=generator))
-        given_as = Bounded(grad.double(), (weight.grad.double() - grad.double()).abs(), FLOAT)
-        free, state = propagate(NAMES[build], free, given_as, state, step, arguments)
+        given_as = BoundedTensor(grad.double(), (weight.grad.double() - grad.double()).abs(), FLOAT)
+        free, state = propagate_step(NAMES[build], free, given_as, state, step, arguments)
         optimizer.step()
         assert bool((weight.detach().double() - free.value).abs().le(free.error).all()), step
     assert bool(free.error.median() < 1), "the bound says something"

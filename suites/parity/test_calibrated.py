@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, run_local
-from zharness.parity.calibrated import RUNS, calibrated_comparison, calibration, vanilla_run
-from zharness.parity.facts import Place
+from zharness.parity.calibration import CALIBRATION_RUNS, calibrate, compare_calibrated, run_permuted_plain
+from zharness.parity.comparison import TensorLocation
 from zharness.workload import model_spec
 
 NAMES = ("mlp", "transformer", "conv")
-PLACE = Place("", Part.LOCAL_GRADIENT)
+PLACE = TensorLocation("", Part.LOCAL_GRADIENT)
 
 
 def baseline_of(name: str, seed: int = 0) -> Baseline:
@@ -21,19 +21,19 @@ def baseline_of(name: str, seed: int = 0) -> Baseline:
 
 
 def judged(baseline: Baseline, grads: dict[str, Tensor]) -> Comparison:
-    return calibrated_comparison(PLACE, calibration(baseline, 0), grads)
+    return compare_calibrated(PLACE, calibrate(baseline, 0), grads)
 
 
 def right(baseline: Baseline) -> dict[str, Tensor]:
-    return dict(baseline.local(0, 0).grads)
+    return dict(baseline.run_rank(0, 0).grads)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: str, seed: int) -> None:
     baseline = baseline_of(name, seed)
-    for number in range(RUNS, RUNS + 4):
-        found = judged(baseline, dict(vanilla_run(baseline, baseline.batch(0, 0), number)))
+    for number in range(CALIBRATION_RUNS, CALIBRATION_RUNS + 4):
+        found = judged(baseline, dict(run_permuted_plain(baseline, baseline.batch(0, 0), number)))
         assert found.mismatch is None
         assert found.tier is Tier.CALIBRATED
         assert found.ratio < 1
@@ -49,7 +49,7 @@ class Apart(nn.Linear):
 
 def test_another_right_kernel_passes() -> None:
     baseline = baseline_of("mlp", 3)
-    model = baseline.module()
+    model = baseline.build_module()
     model.first.__class__ = Apart
     grads = run_local(model, baseline.batch(0, 0), baseline.objective).grads
     assert not all(torch.equal(grads[name], grad) for name, grad in right(baseline).items()), "it is another kernel"
@@ -59,7 +59,7 @@ def test_another_right_kernel_passes() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scale_error_that_is_said_to_be_caught_is_caught_in_every_tensor(name: str) -> None:
     baseline = baseline_of(name)
-    smallest = judged(baseline, right(baseline)).smallest
+    smallest = judged(baseline, right(baseline)).smallest_detectable
     for tensor, grad in right(baseline).items():
         wrong = {**right(baseline), tensor: grad.double() * (1 + smallest)}
         found = judged(baseline, wrong).mismatch
@@ -86,4 +86,4 @@ def test_a_wrong_kernel_fails_and_its_tensor_is_named(wrong) -> None:
 
 
 def test_a_calibration_is_made_once_for_all_engines() -> None:
-    assert calibration(baseline_of("mlp"), 0) is calibration(baseline_of("mlp"), 0)
+    assert calibrate(baseline_of("mlp"), 0) is calibrate(baseline_of("mlp"), 0)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from zharness.checks.accumulation import divided_by_engine
-from zharness.checks.trial import Trial, until_wrong
 from zharness.errors import EngineContractError
+from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
+from zharness.laws.training_accumulation import judge_engine_divided_gradients
 from zharness.parity import Mismatch, Tier
-from zharness.parity.baseline import Baseline, Local
+from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.certificate import Exactness
-from zharness.parity.contamination import Conditions
-from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.parity.contamination import ProcessConditions
+from zharness.parity.snapshot import RankEvidence, Snapshot
 from zharness.workload import model_spec
 
 STEPS, RANKS = range(3), range(2)
@@ -29,8 +29,8 @@ def drawn(name: str, step: int, rank: int) -> Tensor:
     return torch.randn(50, generator=torch.Generator().manual_seed(seed))
 
 
-def local(step: int, rank: int, divisor: int = 1) -> Local:
-    return Local(torch.zeros(()), {name: drawn(name, step, rank) / divisor for name in NAMES})
+def local(step: int, rank: int, divisor: int = 1) -> LocalResult:
+    return LocalResult(torch.zeros(()), {name: drawn(name, step, rank) / divisor for name in NAMES})
 
 
 APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits both: thirds alone round within the bound
@@ -46,9 +46,9 @@ class Drawn(Baseline):
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return dict.fromkeys(self.names, torch.float32)
 
-    def locals(self, step: int = 0, *_: object) -> list[Local]:  # type: ignore[override]  # whatever the weights are
+    def locals(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
         whole = [local(step, rank) for rank in RANKS]
-        return [Local(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
+        return [LocalResult(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
 
 
 def by_loss() -> Grads:
@@ -69,17 +69,19 @@ def wrong_in(grads: Grads, name: str) -> Grads:
     return {**grads, name: grads[name] * torch.tensor([1.5] + 49 * [1.0])}
 
 
-def trial_of(copies: Sequence[Grads]) -> Trial:
+def trial_of(copies: Sequence[Grads]) -> JudgeContext:
     """Of what the ranks report."""
-    seen = [Evidence((Snapshot("grads", 0, copy),), {}, Conditions({}, ())) for copy in copies]
-    return Trial(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
+    seen = [RankEvidence((Snapshot("grads", 0, copy),), {}, ProcessConditions({}, ())) for copy in copies]
+    return JudgeContext(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
 
 
 def first_wrong(*copies: Grads) -> Mismatch | None:
     """In what the ranks report."""
     trial = trial_of(copies)
     divided = [[local(step, rank, 3) for rank in RANKS] for step in STEPS]
-    return list(until_wrong(divided_by_engine(trial, "grads", 0, STEPS, {}, divided)))[-1].mismatch
+    return list(stop_at_first_mismatch(judge_engine_divided_gradients(trial, "grads", 0, STEPS, {}, divided)))[
+        -1
+    ].mismatch
 
 
 EITHER = pytest.mark.parametrize("grads", [by_loss(), by_gradient()], ids=["loss", "gradient"])
@@ -124,7 +126,11 @@ def test_what_was_not_divided_at_all_is_told_as_a_factor() -> None:
 def test_a_rank_that_kept_its_own_gradient_is_told_so_beside_one_that_is_right() -> None:
     own = [{name: drawn(name, 0, rank) for name in NAMES} for rank in RANKS]
     mean = {name: (own[0][name] + own[1][name]) / len(RANKS) for name in NAMES}
-    found = list(until_wrong(trial_of([mean, own[1]]).reduced("grads", [[local(0, rank) for rank in RANKS]])))
+    found = list(
+        stop_at_first_mismatch(
+            trial_of([mean, own[1]]).compare_reduced_grads("grads", [[local(0, rank) for rank in RANKS]])
+        )
+    )
     wrong = found[-1].mismatch
     assert wrong is not None
     assert wrong.seen_on == 1
@@ -135,8 +141,8 @@ def test_a_rank_that_kept_its_own_gradient_is_told_so_beside_one_that_is_right()
 def test_copies_that_are_alike_are_each_told_with_their_rank_and_the_reason() -> None:
     grads = [[local(0, rank) for rank in RANKS]]
     mean = {name: (drawn(name, 0, 0) + drawn(name, 0, 1)) / len(RANKS) for name in NAMES}
-    found = list(trial_of([mean, mean]).reduced("grads", grads, exact=Exactness(False, "planted")))
+    found = list(trial_of([mean, mean]).compare_reduced_grads("grads", grads, exact=Exactness(False, "planted")))
     staged = [each for each in found if each.tier is Tier.STAGED]
-    assert [each.place.seen_on for each in staged if each.place is not None] == [*RANKS, *RANKS]
+    assert [each.location.seen_on for each in staged if each.location is not None] == [*RANKS, *RANKS]
     assert all("planted" in each.note for each in staged)
     assert all(each.mismatch is None for each in found)

@@ -15,24 +15,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zharness.checks import CHECKS
 from zharness.engines import Piece
 from zharness.errors import EngineContractError, HarnessFault, UsageError
-from zharness.kills import MutantRunner, target_case
+from zharness.kill_matrix import MutantRunner, make_target_cell
+from zharness.laws import LAWS
 from zharness.mutants import MUTANTS
-from zharness.parity import Comparison, Part, identical, snapshot, within
-from zharness.parity.compare import beside
-from zharness.parity.contamination import conditions
-from zharness.parity.exhibit import COLUMNS, LAYERS, ROWS, Exhibit, exhibit, heat, number, over
-from zharness.parity.facts import Place
-from zharness.parity.ulps import EDGES, apart, counted
-from zharness.run import Planned, Record, cell
-from zharness.run.record import from_json
+from zharness.parity import Comparison, Part, compare_bitwise, compare_within_bound, snapshot
+from zharness.parity.compare import attach_plain_values
+from zharness.parity.comparison import TensorLocation
+from zharness.parity.contamination import read_process_conditions
+from zharness.parity.mismatch_report import (
+    HEAT_MAP_COLUMNS,
+    HEAT_MAP_ROWS,
+    MAX_LAYERS,
+    MismatchReport,
+    build_heat_map,
+    build_mismatch_report,
+    round_for_json,
+    round_ratio,
+)
+from zharness.parity.ulps import CLASS_LABELS, count_ulp_classes, ulp_distances
+from zharness.run import PlannedCell, Record, observe_and_judge
+from zharness.run.record import parse_record
 from zharness.workload import model_spec
 
 LARGEST = 12 << 10  # characters of one cell's evidence
 PIECES = (Piece(0, 0, 4), Piece(1, 4, 6))
-PLACE = Place("b", Part.REDUCTION, step=2, pieces=PIECES)
+PLACE = TensorLocation("b", Part.REDUCTION, step=2, pieces=PIECES)
 
 
 def comparison(name: str, wrong: float = 0.0, part: Part = Part.REDUCTION, step: int = 2) -> Comparison:
@@ -40,20 +49,22 @@ def comparison(name: str, wrong: float = 0.0, part: Part = Part.REDUCTION, step:
     expected, bound = torch.ones(6, dtype=torch.float64), torch.full((6,), 2.0**-10, dtype=torch.float64)
     actual = torch.ones(6)
     actual[5] += wrong * 2.0**-10
-    return within(replace(PLACE, name=name, part=part, step=step), expected, actual, bound)
+    return compare_within_bound(replace(PLACE, name=name, part=part, step=step), expected, actual, bound)
 
 
-def shown(seen: list[Comparison], coming: list[Comparison] | Iterator[Comparison] = (), names: str = "abcd") -> Exhibit:
-    found = exhibit(seen, iter(coming), list(names), {})
+def shown(
+    seen: list[Comparison], coming: list[Comparison] | Iterator[Comparison] = (), names: str = "abcd"
+) -> MismatchReport:
+    found = build_mismatch_report(seen, iter(coming), list(names), {})
     assert found is not None
     return found
 
 
 def test_what_passes_keeps_no_numbers() -> None:
-    passed = beside(comparison("a"), lambda: pytest.fail("nobody asks what plain torch gives"))
-    assert passed.witness is None
-    assert passed.place is not None
-    assert identical(PLACE, torch.ones(2), torch.ones(2)).place is PLACE
+    passed = attach_plain_values(comparison("a"), lambda: pytest.fail("nobody asks what plain torch gives"))
+    assert passed.mismatch_tensors is None
+    assert passed.location is not None
+    assert compare_bitwise(PLACE, torch.ones(2), torch.ones(2)).location is PLACE
 
 
 def test_the_first_mismatch_is_shown_in_the_shards_of_its_owners() -> None:
@@ -83,18 +94,18 @@ def test_what_the_judge_raises_after_a_mismatch_is_no_news() -> None:
 
 
 def test_a_loss_has_no_layers_and_nothing_has_no_baseline_that_the_judge_cannot_tell() -> None:
-    found = shown([identical(Place("loss", Part.FORWARD), torch.tensor(1.0), torch.tensor(2.0))])
+    found = shown([compare_bitwise(TensorLocation("loss", Part.FORWARD), torch.tensor(1.0), torch.tensor(2.0))])
     assert found["layers"] is None
     assert found["shards"] is None
     assert found["heat"] == {"rows": 1, "columns": 1, "block": [1, 1], "values": [["inf"]]}
-    assert found["ulps"] == {"edges": EDGES, "engine": [0] * 22 + [1], "baseline": []}
+    assert found["ulps"] == {"edges": CLASS_LABELS, "engine": [0] * 22 + [1], "baseline": []}
 
 
 def test_plain_torch_that_cannot_step_from_a_wrong_state_leaves_the_rest_to_be_seen() -> None:
     def plain() -> torch.Tensor:
         raise KeyError("exp_avg_sq")
 
-    found = shown([beside(comparison("b", wrong=8.0), plain)])
+    found = shown([attach_plain_values(comparison("b", wrong=8.0), plain)])
     assert found["heat"]
     assert found["ulps"]
     assert found["ulps"]["baseline"] == []
@@ -104,10 +115,10 @@ def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytes
     def unrecorded(trial: object, course: object) -> None:
         raise EngineContractError("nothing was recorded under 'loss' at step 0")
 
-    monkeypatch.setattr(cell, "curves", unrecorded)
-    check = next(check for check in CHECKS.values() if check.courses)
-    for variant in check.courses:
-        assert cell.curves_of(SimpleNamespace(variant=variant), check) == {}
+    monkeypatch.setattr(observe_and_judge, "curves", unrecorded)
+    check = next(check for check in LAWS.values() if check.training_runs)
+    for variant in check.training_runs:
+        assert observe_and_judge.training_curves(SimpleNamespace(variant=variant), check) == {}
 
 
 def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
@@ -116,25 +127,27 @@ def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        snapshot.Records(Full()).keep("params", 0, {"weight": torch.ones(3)})
+        snapshot.EvidenceWriter(Full()).write_snapshot("params", 0, {"weight": torch.ones(3)})
 
 
 def test_a_rank_that_ends_half_way_leaves_no_records_of_the_cell_before(tmp_path: Path) -> None:
-    before = snapshot.records_in(tmp_path, 0)
-    before.keep("old", 0, {"weight": torch.ones(3)})
-    before.finish({}, conditions())
-    assert [each.label for each in snapshot.read(tmp_path, 0).snapshots] == ["old"]
-    snapshot.records_in(tmp_path, 0).keep("new", 0, {"weight": torch.ones(3)})
+    before = snapshot.open_evidence_writer(tmp_path, 0)
+    before.write_snapshot("old", 0, {"weight": torch.ones(3)})
+    before.finish({}, read_process_conditions())
+    assert [each.label for each in snapshot.read_evidence(tmp_path, 0).snapshots] == ["old"]
+    snapshot.open_evidence_writer(tmp_path, 0).write_snapshot("new", 0, {"weight": torch.ones(3)})
     with pytest.raises(HarnessFault, match="rank 0 ended before it had told what it recorded"):
-        snapshot.read(tmp_path, 0)
+        snapshot.read_evidence(tmp_path, 0)
 
 
 def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:
-    names = [f"layers.{index}" for index in range(2 * LAYERS)]
-    found = exhibit([comparison(name, wrong=2.0 * (name == names[-2])) for name in names[:-1]], iter(()), names, {})
+    names = [f"layers.{index}" for index in range(2 * MAX_LAYERS)]
+    found = build_mismatch_report(
+        [comparison(name, wrong=2.0 * (name == names[-2])) for name in names[:-1]], iter(()), names, {}
+    )
     assert found is not None
     assert found["layers"] is not None
-    assert len(found["layers"]) == LAYERS
+    assert len(found["layers"]) == MAX_LAYERS
     assert found["layers"][-1] == {"name": names[-2], "ratio": 2}
 
 
@@ -142,11 +155,11 @@ def test_of_many_layers_the_worst_of_neighbours_stands_for_them() -> None:
 def test_no_error_is_lost_in_a_heat_map_and_none_is_added(shape: tuple[int, ...]) -> None:
     ratio = torch.zeros(shape, dtype=torch.float64)
     ratio.view(-1)[-1] = 5.0
-    found = heat(ratio)
+    found = build_heat_map(ratio)
     values = found["values"]
     assert (len(values), {len(row) for row in values}) == (found["rows"], {found["columns"]})
-    assert found["rows"] <= ROWS
-    assert found["columns"] <= COLUMNS
+    assert found["rows"] <= HEAT_MAP_ROWS
+    assert found["columns"] <= HEAT_MAP_COLUMNS
     assert values[-1][-1] == 5
     assert sum(value == 0 for row in values for value in row) == found["rows"] * found["columns"] - 1
 
@@ -155,26 +168,26 @@ def test_no_error_is_lost_in_a_heat_map_and_none_is_added(shape: tuple[int, ...]
 def test_distances_are_counted_in_the_last_place_of_the_engine_s_dtype(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     held = torch.tensor([1, 1 + eps, 1 + 4 * eps, math.nan, math.inf, -1e3], dtype=dtype)
-    counts = dict(zip(EDGES, counted(torch.ones(6, dtype=torch.float64), held), strict=True))
+    counts = dict(zip(CLASS_LABELS, count_ulp_classes(torch.ones(6, dtype=torch.float64), held), strict=True))
     assert (counts["0"], counts["1"], counts["3-4"], sum(counts.values())) == (1, 1, 1, 6)
     assert counts[">2^20"] >= 2
 
 
 def test_numbers_of_unlike_sign_are_as_far_apart_as_both_from_zero() -> None:
     largest = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
-    assert float(apart(largest, -largest)) == 2 * float(apart(largest, torch.zeros_like(largest)))
-    assert float(apart(torch.tensor([7]), torch.tensor([-2]))) == 9
+    assert float(ulp_distances(largest, -largest)) == 2 * float(ulp_distances(largest, torch.zeros_like(largest)))
+    assert float(ulp_distances(torch.tensor([7]), torch.tensor([-2]))) == 9
 
 
 @pytest.mark.parametrize(
     ("value", "written"), [(0.0, "0"), (1234.5, "1230"), (0.012345, "0.0123"), (1e300, "1e+300"), (math.inf, '"inf"')]
 )
 def test_a_number_takes_few_characters(value: float, written: str) -> None:
-    assert json.dumps(number(value, 3)) == written
+    assert json.dumps(round_for_json(value, 3)) == written
 
 
 def test_what_is_just_beyond_the_bound_is_not_rounded_to_it() -> None:
-    assert [over(ratio, 3) for ratio in (0.9999, 1.0, 1.0 + 1e-9, math.inf)] == [1, 1, 1.01, "inf"]
+    assert [round_ratio(ratio, 3) for ratio in (0.9999, 1.0, 1.0 + 1e-9, math.inf)] == [1, 1, 1.01, "inf"]
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +196,10 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, Exhibit]:
+def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
     """The record of the mutant in its first target of ``check``, and its evidence."""
     target = next(target for target in MUTANTS[mutant].targets if target.check == check)
-    record = runner.run(Planned(target_case(MUTANTS[mutant], target)))
+    record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
     assert len(json.dumps(record.evidence)) <= LARGEST
     return record, record.evidence
@@ -220,7 +233,7 @@ def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRun
     assert distances(found["ulps"]["baseline"]) < distances(found["ulps"]["engine"])
     assert sum(found["ulps"]["baseline"]) == sum(found["ulps"]["engine"]) == math.prod(found["shape"])
     line = json.dumps(record.as_json(), allow_nan=False)
-    assert from_json(line).evidence == found
+    assert parse_record(line).evidence == found
 
 
 def test_gradients_that_are_judged_all_at_once_show_every_layer_beside_what_torch_s_kernels_give(
@@ -252,6 +265,6 @@ def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refus
     record, _ = evidence_of(runner, "drops_the_short_shard", "training.sgd_step")
     plain = record.as_json()
     del plain["evidence"]
-    assert from_json(json.dumps(plain)).evidence is None
+    assert parse_record(json.dumps(plain)).evidence is None
     with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected Exhibit"):
-        from_json(json.dumps({**plain, "evidence": {"heat": 1}}))
+        parse_record(json.dumps({**plain, "evidence": {"heat": 1}}))

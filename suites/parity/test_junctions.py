@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, fsdp2
 from zharness.errors import EngineContractError
-from zharness.parity.baseline import dtypes_of
-from zharness.parity.junctions import Choose, with_junctions
+from zharness.parity.baseline import read_parameter_dtypes
+from zharness.parity.junctions import JunctionSelector, with_junctions
 from zharness.workload.models import Batch, ModelSpec
 
 LARGE = 2.0**25  # 1 + LARGE is LARGE in float32
@@ -73,9 +73,9 @@ def test_a_junction_around_the_whole_model_changes_nothing() -> None:
 
 def test_fsdp2_has_one_at_each_of_its_groups_and_at_the_root() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
-    assert fsdp2.sharded_apart(model, {"grouping": "block"}) == [model[0], model[2], model]
-    assert fsdp2.sharded_apart(model, {"grouping": "root"}) == [model]
-    assert fsdp2.CAPABILITIES.junctions is fsdp2.sharded_apart
+    assert fsdp2.fully_sharded_modules(model, {"grouping": "block"}) == [model[0], model[2], model]
+    assert fsdp2.fully_sharded_modules(model, {"grouping": "root"}) == [model]
+    assert fsdp2.CAPABILITIES.junctions is fsdp2.fully_sharded_modules
 
 
 @pytest.mark.world_size(2)
@@ -83,7 +83,7 @@ def test_fsdp2_has_one_at_each_of_its_groups_and_at_the_root() -> None:
 def test_fsdp2_puts_a_node_into_the_graph_at_the_modules_that_it_claims(grouping: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
     model.register_parameter("of_the_root", nn.Parameter(torch.ones(2)))
-    claimed = fsdp2.sharded_apart(model, {"grouping": grouping})
+    claimed = fsdp2.fully_sharded_modules(model, {"grouping": grouping})
     engine = fsdp2.factory(model, EngineConfig(stage=3, options={"grouping": grouping}))
     output = engine(torch.ones(1, 2, requires_grad=True))
     assert nodes(output, "RegisterPostBackward") == len(claimed)
@@ -105,7 +105,7 @@ def test_what_is_kept_for_a_model_with_junctions_is_found_again() -> None:
     options = {"grouping": {"of": ["lists"]}}
     first, again = (with_junctions(SPEC, inner, dict(options)) for _ in range(2))
     assert first == again
-    assert dtypes_of(first, 0) is dtypes_of(again, 0)
+    assert read_parameter_dtypes(first, 0) is read_parameter_dtypes(again, 0)
     assert first not in (SPEC, with_junctions(SPEC, itself, options), with_junctions(SPEC, inner, {}))
 
 
@@ -139,13 +139,13 @@ class Loud(Behind):
 
 
 @pytest.mark.parametrize(("choose", "words"), [(a_stranger, "Identity"), (one_twice, "each once")])
-def test_junctions_elsewhere_than_at_modules_of_the_model_are_refused(choose: Choose, words: str) -> None:
+def test_junctions_elsewhere_than_at_modules_of_the_model_are_refused(choose: JunctionSelector, words: str) -> None:
     with pytest.raises(EngineContractError, match=words):
         with_junctions(SPEC, choose, {}).model(0)
 
 
 @pytest.mark.parametrize("choose", [halving, hooking, dressing_up])
-def test_an_engine_that_claims_junctions_cannot_change_what_it_is_held_against(choose: Choose) -> None:
+def test_an_engine_that_claims_junctions_cannot_change_what_it_is_held_against(choose: JunctionSelector) -> None:
     assert gradient(with_junctions(SPEC, choose, {})) == gradient(with_junctions(SPEC, itself, {}))
     assert all(p.equal(torch.ones(1)) for p in with_junctions(SPEC, choose, {}).model(0).parameters())
 

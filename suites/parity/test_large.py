@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from zharness.checks.optimizer_step import Clipped, Factor, Stepped
-from zharness.checks.trial import Trial
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizer_step import ClipFactor, ClippedSgdStep, ParameterStep
 from zharness.parity import Comparison, Part, Tier
-from zharness.parity.baseline import Baseline, Local
-from zharness.parity.compare import PIECE
-from zharness.parity.contamination import Conditions
-from zharness.parity.facts import Place
-from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.parity.baseline import Baseline, LocalResult
+from zharness.parity.compare import CHUNK_ELEMENTS
+from zharness.parity.comparison import TensorLocation
+from zharness.parity.contamination import ProcessConditions
+from zharness.parity.snapshot import RankEvidence, Snapshot
 from zharness.workload import model_spec
 
-COUNT = 2 * PIECE + 5
-PLACE = Place("w", Part.OPTIMIZER)
+COUNT = 2 * CHUNK_ELEMENTS + 5
+PLACE = TensorLocation("w", Part.OPTIMIZER)
 LAST = COUNT - 1
 
 
@@ -41,19 +41,21 @@ def drawn(number: int) -> Tensor:
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(number))
 
 
-def trial(*copies: Tensor) -> Trial:
+def trial(*copies: Tensor) -> JudgeContext:
     """Two ranks that report these gradients."""
-    seen = [Evidence((Snapshot("grads", 0, {"w": copy}),), {}, Conditions({}, ())) for copy in copies]
-    return Trial(Named(model_spec("mlp"), 0, 2), tuple(seen), torch.float32)
+    seen = [RankEvidence((Snapshot("grads", 0, {"w": copy}),), {}, ProcessConditions({}, ())) for copy in copies]
+    return JudgeContext(Named(model_spec("mlp"), 0, 2), tuple(seen), torch.float32)
 
 
-def locals_of(terms: list[list[Tensor]]) -> list[list[Local]]:
+def locals_of(terms: list[list[Tensor]]) -> list[list[LocalResult]]:
     """By micro-step and rank."""
-    return [[Local(torch.zeros(()), {"w": term}) for term in row] for row in terms]
+    return [[LocalResult(torch.zeros(()), {"w": term}) for term in row] for row in terms]
 
 
 def tiers(found: list[Comparison]) -> set[tuple[Tier, bool]]:
-    return {(each.tier, each.mismatch is None) for each in found if each.place and each.place.part is Part.REDUCTION}
+    return {
+        (each.tier, each.mismatch is None) for each in found if each.location and each.location.part is Part.REDUCTION
+    }
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -66,13 +68,17 @@ def test_a_mean_that_is_torch_s_own_claims_no_more_than_one_that_rounds_apart_wi
     sums = [sum(row[rank] for row in terms) for rank in range(2)]
     right = (sums[0] + sums[1]) / 2 / (micros / scale)
     judged = trial(right, right)
-    own = list(judged.reduced("grads", locals_of(terms), scale=scale))
+    own = list(judged.compare_reduced_grads("grads", locals_of(terms), scale=scale))
     assert tiers(own) == {(Tier.STAGED, True), (Tier.EXACT, True)}, "ranks agree exactly"
-    assert tiers(list(judged.reduced("grads", locals_of(terms), exact=True, scale=scale))) == {(Tier.EXACT, True)}
+    assert tiers(list(judged.compare_reduced_grads("grads", locals_of(terms), exact=True, scale=scale))) == {
+        (Tier.EXACT, True)
+    }
     assert all(each.mismatch is None for each in own)
     apart = right.clone()
     apart[LAST] *= 1 + micros * 2.0**-23
-    found = [each for each in trial(apart, apart).reduced("grads", locals_of(terms), scale=scale) if each.ratio]
+    found = [
+        each for each in trial(apart, apart).compare_reduced_grads("grads", locals_of(terms), scale=scale) if each.ratio
+    ]
     assert {each.tier for each in found} == {Tier.STAGED}
     assert all(each.mismatch is None for each in found)
     assert sum(each.elements for each in found) == 2 * COUNT, "of every rank, all elements"
@@ -83,8 +89,10 @@ def test_a_wrong_element_of_a_large_gradient_is_found_on_the_rank_that_has_it() 
     right = (terms[0][0] + terms[0][1]) / 2
     wrong = right.clone()
     wrong[LAST] += 1e-3
-    assert any(each.mismatch for each in trial(wrong, right).reduced("grads", locals_of(terms)))
-    (first,) = [each.mismatch for each in trial(right, wrong).reduced("grads", locals_of(terms)) if each.mismatch][:1]
+    assert any(each.mismatch for each in trial(wrong, right).compare_reduced_grads("grads", locals_of(terms)))
+    (first,) = [
+        each.mismatch for each in trial(right, wrong).compare_reduced_grads("grads", locals_of(terms)) if each.mismatch
+    ][:1]
     assert (first.seen_on, first.index, first.wrong) == (1, (LAST,), 1)
 
 
@@ -95,7 +103,7 @@ OPTIMIZERS = {
 }
 
 
-def stepped(name: str, steps: int, settings: dict[str, float]) -> Stepped:
+def stepped(name: str, steps: int, settings: dict[str, float]) -> ParameterStep:
     """The last of ``steps`` steps of torch.optim's with ``settings``, told as one with those of OPTIMIZERS."""
     weight = drawn(0)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
@@ -106,7 +114,7 @@ def stepped(name: str, steps: int, settings: dict[str, float]) -> Stepped:
         weight.grad = drawn(step + 1)
         optimizer.step()
     assert weight.grad is not None
-    return Stepped(moved, weight, weight.grad, before, optimizer.state[weight], OPTIMIZERS[name])
+    return ParameterStep(moved, weight, weight.grad, before, optimizer.state[weight], OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -115,26 +123,28 @@ def test_a_step_that_is_torch_s_own_claims_no_more_than_its_replay_and_is_told_b
     name: str, steps: int
 ) -> None:
     found = stepped(name, steps, OPTIMIZERS[name])
-    whole, pieces = list(found.held(name, PLACE)), found.in_pieces(name, PLACE)
-    assert [each.place for each in pieces] == [each.place for each in whole]
+    whole, pieces = list(found.compare_with_replay(name, PLACE)), found.compare_in_pieces(name, PLACE)
+    assert [each.location for each in pieces] == [each.location for each in whole]
     assert [each.elements for each in pieces] == [each.elements for each in whole]
     assert {each.tier for each in pieces} == {Tier.STAGED}
     for own, replayed in zip(pieces, whole, strict=True):
         assert own.mismatch is None
-        assert own.smallest >= replayed.smallest
+        assert own.smallest_detectable >= replayed.smallest_detectable
         assert own.undetermined >= replayed.undetermined
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_at_another_rate_is_no_large_tensor_that_is_right(name: str) -> None:
-    assert stepped(name, 2, {**OPTIMIZERS[name], "lr": 0.03}).in_pieces(name, PLACE) == []
+    assert stepped(name, 2, {**OPTIMIZERS[name], "lr": 0.03}).compare_in_pieces(name, PLACE) == []
 
 
 def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
     found = stepped("adamw", 2, OPTIMIZERS["adamw"])
-    lost = {key: value for key, value in found.kept.items() if key != "exp_avg"}
+    lost = {key: value for key, value in found.state_before.items() if key != "exp_avg"}
     assert (
-        Stepped(found.weight, found.moved, found.grad, lost, found.state, found.settings).in_pieces("adamw", PLACE)
+        ParameterStep(
+            found.weight, found.weight_after, found.grad, lost, found.state_after, found.hyperparameters
+        ).compare_in_pieces("adamw", PLACE)
         == []
     ), "the replay takes zeros for it"
 
@@ -143,10 +153,10 @@ def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
 def test_a_clipped_step_is_right_and_an_unclipped_one_is_wrong(factor: float) -> None:
     weight, grad = drawn(0), drawn(1)
     moved = weight - grad * factor
-    step, two = Clipped(weight, grad, Factor(factor)), trial(moved, moved)
-    assert {each.tier for each in step.right_in_pieces(two, [moved, moved], PLACE)} == {Tier.STAGED}
-    assert step.right_in_pieces(two, [moved.view(-1, 1)] * 2, PLACE) == [], "of another shape"
-    assert step.held(PLACE, moved).mismatch is None
-    other = Clipped(weight, grad, Factor(factor / 2))
-    assert other.right_in_pieces(two, [moved, moved], PLACE) == []
-    assert other.held(PLACE, moved).mismatch is not None
+    step, two = ClippedSgdStep(weight, grad, ClipFactor(factor)), trial(moved, moved)
+    assert {each.tier for each in step.compare_in_pieces(two, [moved, moved], PLACE)} == {Tier.STAGED}
+    assert step.compare_in_pieces(two, [moved.view(-1, 1)] * 2, PLACE) == [], "of another shape"
+    assert step.compare_weight(PLACE, moved).mismatch is None
+    other = ClippedSgdStep(weight, grad, ClipFactor(factor / 2))
+    assert other.compare_in_pieces(two, [moved, moved], PLACE) == []
+    assert other.compare_weight(PLACE, moved).mismatch is not None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zharness import engines
 from zharness.engines import EngineConfig
-from zharness.parity.modules import departures, record
+from zharness.parity.module_divergence import find_divergences, record_trace
 from zharness.workload import MODELS, model_spec
 
 NAMES = ("mlp", "transformer", "conv", "exact")
@@ -22,7 +22,7 @@ def run_of(model: nn.Module, name: str):
 
 def trace_of(name: str):
     model = model_spec(name).model(0)
-    return record(model, run_of(model, name))
+    return record_trace(model, run_of(model, name))
 
 
 def leaves(name: str) -> list[str]:
@@ -33,17 +33,17 @@ def leaves(name: str) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_does_not_depart_from_itself(name: str) -> None:
     model = model_spec(name).model(0)
-    found = departures(model, trace_of(name), run_of(model, name))
-    assert found.words() == ""
+    found = find_divergences(model, trace_of(name), run_of(model, name))
+    assert found.describe() == ""
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name in NAMES for path in leaves(name)])
 def test_a_wrong_forward_is_named_alone_and_in_no_other_module(name: str, path: str) -> None:
     model = model_spec(name).model(0)
     model.get_submodule(path).register_forward_hook(lambda module, args, output: output + 1)
-    found = departures(model, trace_of(name), run_of(model, name))
+    found = find_divergences(model, trace_of(name), run_of(model, name))
     assert found.forward is not None
-    assert found.forward.place == f"{path}, call 0, output 0"
+    assert found.forward.location == f"{path}, call 0, output 0"
     assert found.backward is None, "the backward of a sum is right"
 
 
@@ -62,20 +62,20 @@ class Twice(torch.autograd.Function):
 def test_a_wrong_backward_is_named_in_backward_order_alone() -> None:
     model = model_spec("transformer").model(0)
     model.get_submodule("blocks.0.up").register_forward_hook(lambda module, args, output: Twice.apply(output))
-    found = departures(model, trace_of("transformer"), run_of(model, "transformer"))
+    found = find_divergences(model, trace_of("transformer"), run_of(model, "transformer"))
     assert found.forward is None
     assert found.backward is not None
-    assert found.backward.place == "blocks.0.up, call 0, input 0 gradient"
-    assert "first in backward order: blocks.0.up" in found.words()
+    assert found.backward.location == "blocks.0.up, call 0, input 0 gradient"
+    assert "first in backward order: blocks.0.up" in found.describe()
 
 
 def test_what_a_module_computes_between_its_children_shows_at_the_next_child(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, model = trace_of("mlp"), model_spec("mlp").model(0)
     right = nn.functional.gelu
     monkeypatch.setattr(nn.functional, "gelu", lambda x: right(x, approximate="tanh"))
-    found = departures(model, trace, run_of(model, "mlp"))
+    found = find_divergences(model, trace, run_of(model, "mlp"))
     assert found.forward is not None
-    assert found.forward.place == "second, call 0, input 0"
+    assert found.forward.location == "second, call 0, input 0"
 
 
 @pytest.mark.world_size(2)
@@ -85,6 +85,8 @@ def test_no_module_of_a_right_engine_departs_at_any_stage(rank: int, stage: int,
     trace, spec = trace_of(name), model_spec(name)
     engine = engines.get("reference")(spec.model(0), EngineConfig(stage=stage))
     batch = spec.micro_batch(0, 0, 0)
-    found = departures(engine.module, trace, lambda: engine.backward(spec.loss(engine(batch.inputs), batch.target)))
-    assert found.words() == ""
+    found = find_divergences(
+        engine.module, trace, lambda: engine.backward(spec.loss(engine(batch.inputs), batch.target))
+    )
+    assert found.describe() == ""
     engine.close()

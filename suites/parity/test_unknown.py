@@ -8,29 +8,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zharness.checks.given import entries, gradients_given, in_entries, taken_from
-from zharness.checks.optimizer_step import NO_CLIPPING, Clipped, Factor
-from zharness.checks.program import OPTIMIZERS
-from zharness.checks.program_judge import Taken, updated
-from zharness.checks.trial import Trial
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizer_step import NO_CLIPPING, ClipFactor, ClippedSgdStep
+from zharness.law_kit.program_executor import OPTIMIZERS
+from zharness.law_kit.program_judge import StepCounts, judge_parameter_updates
+from zharness.law_kit.recorded_gradients import drain_gradients, has_split_gradients, record_gradients, split_gradient
 from zharness.parity import Comparison, Part
-from zharness.parity.baseline import Baseline, Local
-from zharness.parity.bounds import Bounded, gamma
-from zharness.parity.contamination import Conditions
-from zharness.parity.facts import Place
-from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.parity.baseline import Baseline, LocalResult
+from zharness.parity.bounds import BoundedTensor, gamma
+from zharness.parity.comparison import TensorLocation
+from zharness.parity.contamination import ProcessConditions
+from zharness.parity.snapshot import RankEvidence, Snapshot
 from zharness.workload import model_spec
-from zharness.workload.programs import Pending
+from zharness.workload.programs import PendingGradients
 
-PLACE = Place("w", Part.OPTIMIZER)
-NAMES = Baseline(model_spec("odd"), 0, 3).names
+PLACE = TensorLocation("w", Part.OPTIMIZER)
+NAMES = Baseline(model_spec("odd"), 0, 3).parameter_names
 
 
 def test_a_sparse_gradient_is_taken_apart_into_entries_that_have_no_row_twice() -> None:
     table = nn.Embedding(4, 3, sparse=True)
-    given = gradients_given(table)
+    given = record_gradients(table)
     (table(torch.tensor([0, 2, 0, 0, 2])) * torch.arange(15.0).reshape(5, 3)).sum().backward()
-    ((parts,),) = taken_from(given).values()
+    ((parts,),) = drain_gradients(given).values()
     assert torch.equal(torch.stack([*parts]).sum(0), table.weight.grad.to_dense())
     assert [part[:, 1].tolist() for part in parts] == [[1, 0, 4, 0], [7, 0, 13, 0], [10, 0, 0, 0]]
     assert not given, "what is taken is told once"
@@ -38,25 +38,28 @@ def test_a_sparse_gradient_is_taken_apart_into_entries_that_have_no_row_twice() 
 
 def test_a_dense_gradient_is_its_only_entry() -> None:
     grad = torch.randn(2, 3)
-    assert [torch.equal(grad, part) for part in entries(grad)] == [True]
-    assert not in_entries({"w": [[grad], [grad]]})
-    assert in_entries({"w": [[grad], [grad, grad]]})
+    assert [torch.equal(grad, part) for part in split_gradient(grad)] == [True]
+    assert not has_split_gradients({"w": [[grad], [grad]]})
+    assert has_split_gradients({"w": [[grad], [grad, grad]]})
 
 
 def test_a_sparse_gradient_without_any_row_is_zeros() -> None:
     table = nn.Embedding(4, 3, sparse=True)
-    given = gradients_given(table)
+    given = record_gradients(table)
     table(torch.zeros(0, dtype=torch.int64)).sum().backward()
-    ((parts,),) = taken_from(given).values()
+    ((parts,),) = drain_gradients(given).values()
     assert [part.tolist() for part in parts] == [torch.zeros(4, 3).tolist()]
 
 
 @pytest.mark.parametrize(("off", "right"), [(1.0, True), (1 + 9e-5, True), (1 + 2e-4, False)])
 def test_a_factor_whose_norm_nobody_reports_is_known_as_well_as_that_norm(off: float, right: bool) -> None:
     weight, grad = torch.zeros(5), torch.linspace(1, 2, 5)
-    clipped = Clipped(weight, grad, Factor(0.5, unknown=1e-4))
-    assert (clipped.held(PLACE, -grad * 0.5 * off).mismatch is None) is right
-    assert Clipped(weight, grad, Factor(0.5)).held(PLACE, -grad * 0.5 * (1 + 9e-5)).mismatch is not None
+    clipped = ClippedSgdStep(weight, grad, ClipFactor(0.5, uncertainty=1e-4))
+    assert (clipped.compare_weight(PLACE, -grad * 0.5 * off).mismatch is None) is right
+    assert (
+        ClippedSgdStep(weight, grad, ClipFactor(0.5)).compare_weight(PLACE, -grad * 0.5 * (1 + 9e-5)).mismatch
+        is not None
+    )
 
 
 def one(number: float) -> Tensor:
@@ -74,29 +77,31 @@ def one(number: float) -> Tensor:
 def test_a_factor_takes_in_whatever_a_norm_that_nobody_reports_may_be(
     norm: float, error: float, least: float, most: float
 ) -> None:
-    factor = Factor.within(1.0, one(norm), one(error), None)
-    grad = factor.of(Bounded.exact(torch.ones(1, dtype=torch.float64)))
+    factor = ClipFactor.from_norm(1.0, one(norm), one(error), None)
+    grad = factor.apply_to(BoundedTensor.exact(torch.ones(1, dtype=torch.float64)))
     assert float((grad.value - grad.error).max()) <= least
     assert float((grad.value + grad.error).min()) >= most
     assert (factor == NO_CLIPPING) is (least == 1)
 
 
 def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_torch_spreads_it() -> None:
-    assert Factor.within(1.0, one(2.0), one(1.0), one(4.0 - 1e-6)) == Factor(0.25)
-    lost = Factor.within(1.0, one(math.nan), one(math.nan), one(math.nan))
+    assert ClipFactor.from_norm(1.0, one(2.0), one(1.0), one(4.0 - 1e-6)) == ClipFactor(0.25)
+    lost = ClipFactor.from_norm(1.0, one(math.nan), one(math.nan), one(math.nan))
     assert math.isnan(lost.value)
     grad = torch.ones(3)
-    assert Clipped(torch.zeros(3), grad, lost).held(PLACE, -grad).mismatch is not None, "torch's weights are NaN"
-    assert Clipped(torch.zeros(3), grad, lost).held(PLACE, grad * math.nan).mismatch is None
+    assert ClippedSgdStep(torch.zeros(3), grad, lost).compare_weight(PLACE, -grad).mismatch is not None, (
+        "torch's weights are NaN"
+    )
+    assert ClippedSgdStep(torch.zeros(3), grad, lost).compare_weight(PLACE, grad * math.nan).mismatch is None
 
 
 def reduced(
     name: str, given: Tensor, terms: list[Tensor], dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
 ) -> list[Comparison]:
     """What a trial of three ranks says of ``given`` as the mean of ``terms``."""
-    evidence = Evidence((Snapshot("grads", 0, {name: given}),), {}, Conditions({}, ()))
-    trial = Trial(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, wire=wire)
-    return list(trial.reduced("grads", [[Local(torch.zeros(()), {name: term}) for term in terms]]))
+    evidence = RankEvidence((Snapshot("grads", 0, {name: given}),), {}, ProcessConditions({}, ()))
+    trial = JudgeContext(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, declared_reduce_dtype=wire)
+    return list(trial.compare_reduced_grads("grads", [[LocalResult(torch.zeros(()), {name: term}) for term in terms]]))
 
 
 def test_a_parameter_of_a_narrower_dtype_is_reduced_in_its_own() -> None:
@@ -137,9 +142,11 @@ def test_adam_s_step_by_an_unseen_gradient_that_may_be_nothing_is_undetermined_a
     error: float, pending: str, right: bool
 ) -> None:
     weight, spec = torch.zeros(1), OPTIMIZERS["adamw"]
-    grad = Bounded(torch.ones(1, dtype=torch.float64), torch.full((1,), error, dtype=torch.float64), torch.float32)
+    grad = BoundedTensor(
+        torch.ones(1, dtype=torch.float64), torch.full((1,), error, dtype=torch.float64), torch.float32
+    )
     moments = {"w/exp_avg": torch.full((1,), 0.1), "w/exp_avg_sq": torch.full((1,), 0.05)}
-    after = Evidence(
+    after = RankEvidence(
         (
             Snapshot("masters", 0, {"w": weight}),
             Snapshot("masters", 1, {"w": weight + 1.0}),  # some hundred times the rate, in the wrong direction
@@ -147,13 +154,13 @@ def test_adam_s_step_by_an_unseen_gradient_that_may_be_nothing_is_undetermined_a
             Snapshot("state", 1, moments),
         ),
         {},
-        Conditions({}, ()),
+        ProcessConditions({}, ()),
     )
-    trial = Trial(Baseline(model_spec("mlp"), 0, 1), (after,), torch.float32)
+    trial = JudgeContext(Baseline(model_spec("mlp"), 0, 1), (after,), torch.float32)
     found = [
         each
-        for each in updated(trial, spec, {"w": grad}, 0, Taken(), 1, Pending[pending])
-        if each.place and each.place.name == "w"
+        for each in judge_parameter_updates(trial, spec, {"w": grad}, 0, StepCounts(), 1, PendingGradients[pending])
+        if each.location and each.location.name == "w"
     ]
     assert [each.mismatch is None for each in found] == [right]
     assert [each.undetermined for each in found if right] == [1] * right

@@ -10,63 +10,72 @@ import pytest
 import torch
 from torch import nn
 
-from zharness.case import Case
-from zharness.checks import CHECKS
-from zharness.checks.program import ACTS, MARKS, Kept, features, fed, interrupting
-from zharness.checks.repertoires import BY_MODEL, Repertoire
+from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
+from zharness.law_kit.program_executor import (
+    ACT_FEATURES,
+    MARK_FEATURES,
+    ForwardResult,
+    apply_input_marks,
+    find_required_features,
+    inject_interruption,
+)
+from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
+from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part
 from zharness.parity.baseline import Baseline
-from zharness.run.locate import worth_locating
+from zharness.run.locate import can_locate_divergence
 from zharness.workload import Batch, model_spec
 from zharness.workload.programs import Act, Mark, Verb
 
 CLAIMS_ALL = Capabilities(stages=frozenset({0}))
-CHECK_OF = {"mlp": CHECKS["training.any_order"], "changing": CHECKS["parameters.any_order"]}
-SPOKEN = [(model, variant) for model, variants in BY_MODEL.items() for variant in variants]
+CHECK_OF = {"mlp": LAWS["training.any_order"], "changing": LAWS["parameters.any_order"]}
+SPOKEN = [(model, variant) for model, variants in TEMPLATES_BY_MODEL.items() for variant in variants]
 SEEDS = range(20)
 
 
-def repertoire(model: str, variant: str) -> Repertoire:
-    return BY_MODEL[model][variant]
+def repertoire(model: str, variant: str) -> ProgramTemplate:
+    return TEMPLATES_BY_MODEL[model][variant]
 
 
 @pytest.mark.parametrize(("model", "variant"), SPOKEN)
 def test_an_engine_that_claims_everything_hears_every_word_in_any_order(model: str, variant: str) -> None:
     for seed in SEEDS:
         wished = repertoire(model, variant)
-        assert Counter(wished.program(seed, "fp32", CLAIMS_ALL).verbs) == Counter(wished.spoken(seed))
+        assert Counter(wished.make_program(seed, "fp32", CLAIMS_ALL).verbs) == Counter(wished.draw_verbs(seed))
 
 
 def test_every_act_and_every_mark_is_spoken() -> None:
-    verbs = [verb for model, variant in SPOKEN for verb in repertoire(model, variant).spoken(0)]
+    verbs = [verb for model, variant in SPOKEN for verb in repertoire(model, variant).draw_verbs(0)]
     assert {verb.act for verb in verbs} == {*Act}
     assert {mark for verb in verbs for mark in verb.marks} == {*Mark}
 
 
 @pytest.mark.parametrize(("model", "variant"), SPOKEN)
 def test_a_variant_needs_all_that_its_words_take_but_those_that_may_go_unsaid(model: str, variant: str) -> None:
-    unsaid = {*ACTS.values(), *MARKS.values()}
-    needs = {*CHECK_OF[model].features(variant)}
+    unsaid = {*ACT_FEATURES.values(), *MARK_FEATURES.values()}
+    needs = {*CHECK_OF[model].required_features(variant)}
     for seed in SEEDS:
-        assert {*features(repertoire(model, variant).program(seed, "fp32", CLAIMS_ALL))} <= needs | unsaid
+        assert {
+            *find_required_features(repertoire(model, variant).make_program(seed, "fp32", CLAIMS_ALL))
+        } <= needs | unsaid
 
 
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
 def test_what_an_engine_does_not_claim_is_not_asked_of_it(feature: Feature) -> None:
     claims = replace(CLAIMS_ALL, refuses={feature: "not claimed"})
     for model, variant in SPOKEN:
-        if feature not in CHECK_OF[model].features(variant):
-            assert feature not in features(repertoire(model, variant).program(0, "fp32", claims))
+        if feature not in CHECK_OF[model].required_features(variant):
+            assert feature not in find_required_features(repertoire(model, variant).make_program(0, "fp32", claims))
 
 
-def norms(model: str, wished: Repertoire, world_size: int) -> list[float]:
+def norms(model: str, wished: ProgramTemplate, world_size: int) -> list[float]:
     """Of the gradients of the ranks' first window, as the caller's engine reduces them, one for each seed."""
     found = []
     for seed in SEEDS:
         baseline = Baseline(model_spec(model), seed, world_size)
-        grads = [local.grads for step in range(wished.window) for local in baseline.locals(step)]
+        grads = [local.grads for step in range(wished.window) for local in baseline.run_all_ranks(step)]
         factor = 1.0 if wished.reduction == "sum" else 1.0 / len(grads)
         total = [factor * torch.stack([local[name] for local in grads]).sum(dim=0) for name in grads[0]]
         found.append(float(torch.stack([grad.double().square().sum() for grad in total]).sum().sqrt()))
@@ -84,23 +93,23 @@ def test_most_callers_who_clip_have_gradients_that_are_clipped(model: str, varia
 
 def test_a_micro_batch_of_two_samples_is_left_whole() -> None:
     two = Batch(torch.ones(2, 3), torch.ones(2, 1))
-    assert fed(two, Verb(Act.FORWARD, (Mark.FEW,)), 0, 0).samples == 2
+    assert apply_input_marks(two, Verb(Act.FORWARD, (Mark.FEW,)), 0, 0).num_samples == 2
 
 
 @pytest.mark.parametrize("name", ["inputs", "target"])
 def test_a_micro_batch_that_was_written_over_is_another(name: str) -> None:
     batch = Batch(torch.ones(4, 3), torch.ones(4, 1))
-    kept = Kept(torch.zeros(()), batch, batch.mapped(torch.clone))
-    assert not kept.changed()
+    kept = ForwardResult(torch.zeros(()), batch, batch.map_tensors(torch.clone))
+    assert not kept.is_batch_changed()
     getattr(batch, name)[0] = 0
-    assert kept.changed()
+    assert kept.is_batch_changed()
 
 
 def test_an_exception_that_an_engine_keeps_to_itself_is_the_engines_fault() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with (
         pytest.raises(EngineContractError, match="did not reach"),
-        interrupting(net, Act.FAILED_FORWARD),
+        inject_interruption(net, Act.FAILED_FORWARD),
         suppress(InterruptedError),
     ):
         net(torch.ones(1, 2))
@@ -108,20 +117,20 @@ def test_an_exception_that_an_engine_keeps_to_itself_is_the_engines_fault() -> N
 
 def test_a_backward_that_is_not_run_is_the_engines_fault() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(EngineContractError, match="without having run"), interrupting(net, Act.FAILED_BACKWARD):
+    with pytest.raises(EngineContractError, match="without having run"), inject_interruption(net, Act.FAILED_BACKWARD):
         net(torch.ones(1, 2))
 
 
 def test_where_nothing_ran_that_could_be_interrupted_the_harness_is_at_fault() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(HarnessFault, match="nothing was interrupted"), interrupting(net, Act.FAILED_BACKWARD):
+    with pytest.raises(HarnessFault, match="nothing was interrupted"), inject_interruption(net, Act.FAILED_BACKWARD):
         pass
 
 
 @pytest.mark.parametrize("act", [Act.FAILED_FORWARD, Act.FAILED_BACKWARD])
 def test_an_exception_halfway_is_caught_and_leaves_no_hook(act: Act) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    with interrupting(net, act):
+    with inject_interruption(net, act):
         net(torch.ones(1, 2)).sum().backward()
         raise AssertionError("it was not interrupted")
     net(torch.ones(1, 2)).sum().backward()
@@ -130,5 +139,5 @@ def test_an_exception_halfway_is_caught_and_leaves_no_hook(act: Act) -> None:
 def test_the_place_of_a_verb_is_not_taken_for_a_micro_batch() -> None:
     wrong = Mismatch(7, Part.FORWARD, "output", (0,), None, 0, 0, 1.0, 2.0, 0.0, 1, 1, 1)
     for check, located in (("training.any_order", False), ("training.grads", True)):
-        case = Case(check, "reference", 0, 2, "fp32", "mlp", CHECKS[check].variants[0][0])
-        assert worth_locating(wrong, case, CLAIMS_ALL) is located
+        case = Cell(check, "reference", 0, 2, "fp32", "mlp", LAWS[check].variants[0][0])
+        assert can_locate_divergence(wrong, case, CLAIMS_ALL) is located

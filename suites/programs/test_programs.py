@@ -10,12 +10,12 @@ from hypothesis import given, settings
 
 from zharness.errors import UsageError
 from zharness.run import Verdict
-from zharness.run.programs import ProgramRunner
-from zharness.run.search import Search, search
-from zharness.workload.legal import size
-from zharness.workload.program_text import parse
+from zharness.run.program_runner import ProgramRunner
+from zharness.run.program_search import SearchOptions, search_programs
+from zharness.workload.legal_programs import program_size
+from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
-from zharness.workload.strategies import Repertoire, batches
+from zharness.workload.strategies import Repertoire, program_batches
 
 BATCHES = 2  # of 8 programs, for each engine; `zharness program --batches 1000` runs as many as anybody likes
 
@@ -28,10 +28,10 @@ def runner() -> Iterator[ProgramRunner]:
 
 
 @settings(max_examples=25, derandomize=True, database=None, deadline=None)
-@given(batches({0: Repertoire()}, (2,), programs=1))
+@given(program_batches({0: Repertoire()}, (2,), programs=1))
 def test_a_program_is_read_back_from_its_text(drawn: tuple[Program, ...]) -> None:
     (program,) = drawn
-    assert replace(parse(str(program)), optimizer=program.optimizer) == program
+    assert replace(parse_program(str(program)), optimizer=program.optimizer) == program
 
 
 @pytest.mark.parametrize(
@@ -58,35 +58,40 @@ def test_a_program_is_read_back_from_its_text(drawn: tuple[Program, ...]) -> Non
 )
 def test_what_is_no_program_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(text)
+        parse_program(text)
     assert words in str(caught.value)
 
 
 RIGHT = [
-    Search((0, 3), batches=BATCHES, dtypes=("fp32", "bf16")),
-    Search((1, 2), batches=BATCHES, seed=1),
+    SearchOptions((0, 3), batches=BATCHES, dtypes=("fp32", "bf16")),
+    SearchOptions((1, 2), batches=BATCHES, seed=1),
 ]
 
 
 @pytest.mark.parametrize("wanted", RIGHT, ids=lambda wanted: "-".join(map(str, wanted.stages)))
-def test_no_program_fails_on_the_reference(runner: ProgramRunner, wanted: Search) -> None:
-    found = search(runner, "reference", wanted)
-    assert not found.smallest, found.words("reference")
+def test_no_program_fails_on_the_reference(runner: ProgramRunner, wanted: SearchOptions) -> None:
+    found = search_programs(runner, "reference", wanted)
+    assert not found.smallest, found.describe("reference")
 
 
 # Beyond what FINDINGS.md tells of: a forward under inference_mode, a save before the first step, an exception within a
 # backward, whatever comes between the first and the last backward of an output, reentrant checkpoints. DDP wants to be
 # told of unused parameters.
 BEYOND = [
-    ("fsdp2", Search((2, 3), batches=BATCHES, without=("i", "save", "xb"))),
-    ("ddp", Search((0,), batches=BATCHES, without=("retain", "reentrant", "unused", "sometimes", "xb"), outputs=1)),
+    ("fsdp2", SearchOptions((2, 3), batches=BATCHES, excluded_names=("i", "save", "xb"))),
+    (
+        "ddp",
+        SearchOptions(
+            (0,), batches=BATCHES, excluded_names=("retain", "reentrant", "unused", "sometimes", "xb"), max_outputs=1
+        ),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("engine", "wanted"), BEYOND, ids=[engine for engine, _ in BEYOND])
-def test_no_program_fails_beyond_what_is_known(runner: ProgramRunner, engine: str, wanted: Search) -> None:
-    found = search(runner, engine, wanted)
-    assert not found.smallest, found.words(engine)
+def test_no_program_fails_beyond_what_is_known(runner: ProgramRunner, engine: str, wanted: SearchOptions) -> None:
+    found = search_programs(runner, engine, wanted)
+    assert not found.smallest, found.describe(engine)
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,9 @@ KNOWN = [
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.engine}-{known.text}")
 def test_a_known_program_has_its_verdict(runner: ProgramRunner, known: Known) -> None:
-    program = replace(parse(known.text), stage=known.stage, dtype=known.dtype)
+    program = replace(parse_program(known.text), stage=known.stage, dtype=known.dtype)
     outcome = runner.run(known.engine, [program])
-    assert outcome.verdict is known.verdict, outcome.words(known.engine, [program])
+    assert outcome.verdict is known.verdict, outcome.describe(known.engine, [program])
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ SHRUNK = [
 @pytest.mark.parametrize("shrunk", SHRUNK, ids=lambda shrunk: shrunk.mutant)
 def test_a_mutant_is_found_and_its_program_shrinks(runner: ProgramRunner, shrunk: Shrunk) -> None:
     engine = f"zharness.mutants:{shrunk.mutant}"
-    found = search(runner, engine, Search((shrunk.stage,), batches=12))
-    assert found.smallest, found.words(engine)
+    found = search_programs(runner, engine, SearchOptions((shrunk.stage,), batches=12))
+    assert found.smallest, found.describe(engine)
     (program,) = found.smallest
-    assert size(program)[0] <= size(parse(shrunk.smallest))[0], found.words(engine)
+    assert program_size(program)[0] <= program_size(parse_program(shrunk.smallest))[0], found.describe(engine)

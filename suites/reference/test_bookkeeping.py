@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.reference import initialize
-from zharness.reference.gathered import Ledger
+from zharness.reference.unshard import UnshardedMemoryTracker
 
 PACKAGE = "zharness/reference"
 
@@ -85,7 +85,7 @@ def counted(calls: list[str]) -> Iterator[None]:
 
 
 def test_a_gathered_copy_costs_no_look_at_the_others_unless_there_may_be_more_than_ever() -> None:
-    ledger, costs = Ledger(), []
+    ledger, costs = UnshardedMemoryTracker(), []
     for _ in range(2):
         alive = []
         for _ in range(50):
@@ -96,7 +96,7 @@ def test_a_gathered_copy_costs_no_look_at_the_others_unless_there_may_be_more_th
             costs.append(len(calls))
         view = alive.pop().view(3, 1)
         alive.clear()
-        assert ledger.bytes() == view.nbytes
+        assert ledger.live_bytes() == view.nbytes
         del view
-        assert (ledger.bytes(), ledger.peak) == (0, 50 * 12)
+        assert (ledger.live_bytes(), ledger.peak) == (0, 50 * 12)
     assert set(costs[51:]) == {costs[51]}

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from suites.reference.same import Breaking, assert_same
 from zharness.comm import Comm
 from zharness.reference import Engine, initialize
-from zharness.reference.buckets import buckets
-from zharness.reference.layout import Formats, gather_rows, originals
+from zharness.reference.buckets import assign_buckets
+from zharness.reference.layout import ParamDtypes, all_gather_rows, collect_model_params
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
 pytestmark = pytest.mark.collectives("trusted")
 
-FP32 = Formats(torch.float32, torch.float32, torch.float32)
+FP32 = ParamDtypes(torch.float32, torch.float32, torch.float32)
 
 
 class Odd(nn.Module):
@@ -78,15 +78,15 @@ def summed(plain: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [1, 30, 10**6])
 def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> None:
     comm, net = Comm(), Odd()
-    found = list(originals(net, comm.world_size, dict.fromkeys(net.parameters(), FP32)).values())
-    travelling = buckets(found, size)
+    found = list(collect_model_params(net, comm.world_size, dict.fromkeys(net.parameters(), FP32)).values())
+    travelling = assign_buckets(found, size)
     assert sorted(o.name for bucket in travelling for o in bucket.members) == sorted(o.name for o in found)
     for bucket in travelling:
         assert len(bucket.members) == 1 or sum(o.layout.numel for o in bucket.members) <= size
         fulls = [original.parameter.detach() * (1 + comm.rank) for original in bucket.members]
         row = bucket.reduce_scatter(fulls, comm)
-        joined = bucket.join(bucket.shards(row, comm.rank))
-        bucket.spread(gather_rows(joined, comm), fulls)
+        joined = bucket.pack_shards(bucket.split_shards(row, comm.rank))
+        bucket.unpack_rows(all_gather_rows(joined, comm), fulls)
         for full, original in zip(fulls, bucket.members, strict=True):
             assert torch.equal(full, original.parameter.detach() * sum(range(1, comm.world_size + 1))), original.name
 

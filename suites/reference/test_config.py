@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError
 from zharness.reference import Engine, initialize
-from zharness.reference.config import harmless_keys, load, read
-from zharness.reference.loss_scale import Scaling
-from zharness.reference.precision import Autocast
+from zharness.reference.deepspeed_json.settings import iter_ignored_keys, load_config, parse_config
+from zharness.reference.loss_scale import LossScaleConfig
+from zharness.reference.precision import AutocastConfig
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
@@ -91,7 +91,7 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
 )
 def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        read({"train_micro_batch_size_per_gpu": 1, **config}, world_size=2)
+        parse_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=2)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
@@ -108,13 +108,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], word
 def test_the_missing_one_of_three_batch_sizes_follows_from_the_others(
     config: dict[str, int], expected: tuple[int, int]
 ) -> None:
-    settings = read(config, world_size=2)
+    settings = parse_config(config, world_size=2)
     assert (settings.micro_batch_size, settings.accumulation_steps) == expected
 
 
 def test_a_configuration_without_any_batch_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
-        read({}, world_size=1)
+        parse_config({}, world_size=1)
 
 
 def nested(keys: Iterable[str]) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def nested(keys: Iterable[str]) -> dict[str, Any]:
 
 
 def test_disabled_sections_fixed_values_and_harmless_keys_are_accepted() -> None:
-    config = nested(harmless_keys())
+    config = nested(iter_ignored_keys())
     config["zero_optimization"] |= {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}
     sections = {"fp16": {"enabled": False}, "amp": {"enabled": False}, "wandb": {}, "prescale_gradients": False}
-    assert read({"train_batch_size": 1, **config, **sections}, world_size=1).stage == 3
+    assert parse_config({"train_batch_size": 1, **config, **sections}, world_size=1).stage == 3
 
 
 def test_deepspeeds_keys_at_its_own_defaults_are_accepted() -> None:
@@ -146,26 +146,26 @@ def test_deepspeeds_keys_at_its_own_defaults_are_accepted() -> None:
         "activation_checkpointing": dict.fromkeys(own, False) | {"number_checkpoints": None},
         "checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}},
     }
-    assert read(config, world_size=1).stage == 2
+    assert parse_config(config, world_size=1).stage == 2
 
 
 def test_offload_to_the_cpu_is_a_no_op_on_the_cpu_and_refused_elsewhere() -> None:
     config = {"train_batch_size": 1, "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
-    assert read(config, world_size=1).stage == 0
+    assert parse_config(config, world_size=1).stage == 0
     with pytest.raises(ConfigError, match=r"offload_optimizer\.device is 'cpu' and the model is on cuda"):
-        read(config, world_size=1, device="cuda")
+        parse_config(config, world_size=1, device_type="cuda")
 
 
 def test_a_configuration_is_read_from_a_file_of_json(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 2}))
-    assert load(path) == load(str(path)) == {"train_batch_size": 2}
+    assert load_config(path) == load_config(str(path)) == {"train_batch_size": 2}
     for text, words in (("{", "no readable JSON"), ("[1]", "holds a list")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
-            load(path)
+            load_config(path)
     with pytest.raises(ConfigError, match="no readable JSON"):
-        load(tmp_path / "none.json")
+        load_config(tmp_path / "none.json")
 
 
 USERS = {
@@ -192,26 +192,26 @@ USERS = {
 
 
 def test_a_users_configuration_of_torch_autocast_is_taken_as_written() -> None:
-    precision = read(USERS, world_size=1).precision
-    assert precision.autocast == Autocast(torch.bfloat16, (nn.Linear, nn.Conv2d))
-    assert precision.scaling is None
+    precision = parse_config(USERS, world_size=1).precision
+    assert precision.autocast == AutocastConfig(torch.bfloat16, (nn.Linear, nn.Conv2d))
+    assert precision.loss_scaling is None
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"fp16": {"enabled": True}}, Scaling(2.0**16, 1000, 1, False, 1.0)),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, Scaling(128.0, None, 1, False, 1.0)),
+        ({"fp16": {"enabled": True}}, LossScaleConfig(2.0**16, 1000, 1, False, 1.0)),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, LossScaleConfig(128.0, None, 1, False, 1.0)),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 3}},
-            Scaling(16.0, 2, 3, False, 1.0),
+            LossScaleConfig(16.0, 2, 3, False, 1.0),
         ),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, Scaling(2.0**16, 2000)),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, LossScaleConfig(2.0**16, 2000)),
         ({"bf16": {"enabled": True}}, None),
     ],
 )
-def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: Scaling | None) -> None:
-    assert read({"train_batch_size": 1, **config}, world_size=1).precision.scaling == expected
+def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: LossScaleConfig | None) -> None:
+    assert parse_config({"train_batch_size": 1, **config}, world_size=1).precision.loss_scaling == expected
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: Scalin
     ],
 )
 def test_adam_decays_as_deepspeeds_does(section: dict[str, Any], kind: type[torch.optim.Optimizer]) -> None:
-    choice = read({"train_batch_size": 1, "optimizer": section}, world_size=1).optimizer
+    choice = parse_config({"train_batch_size": 1, "optimizer": section}, world_size=1).optimizer
     assert choice is not None
-    assert choice.kind is kind
-    assert set(choice.args) <= {"lr"}
+    assert choice.target_class is kind
+    assert set(choice.kwargs) <= {"lr"}
 
 
 def start(model: nn.Module, stage: int = 3, **kwargs: Any) -> Engine:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference import deferred, initialize
+from zharness.reference import initialize, meta_init
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -77,14 +77,14 @@ def test_a_rank_holds_one_whole_module_and_its_shards_at_most(monkeypatch: pytes
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
     held = []
-    materialise = deferred.Deferred.materialise
+    materialise = meta_init.DeferredModule.materialise
 
-    def watched(self: deferred.Deferred, device: torch.device) -> Any:
+    def watched(self: meta_init.DeferredModule, device: torch.device) -> Any:
         fresh = materialise(self, device)
         held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         return fresh
 
-    monkeypatch.setattr(deferred.Deferred, "materialise", watched)
+    monkeypatch.setattr(meta_init.DeferredModule, "materialise", watched)
     initialize(model=model, config=config(3))
     assert held == [64, 96, 128, 160, 192]
 

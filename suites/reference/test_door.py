@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import zharness
 from zharness.errors import ConfigError, UsageError
 from zharness.reference import Engine, initialize
-from zharness.reference.config import OPTIMIZERS, SCHEDULERS
+from zharness.reference.deepspeed_json.settings import OPTIMIZERS, SCHEDULERS
 from zharness.world import assert_together
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from suites.reference.same import Breaking
-from zharness.reference import fallback, initialize, torch_private
-from zharness.reference.fallback import EndOfBackward
+from zharness import torch_private
+from zharness.reference import initialize, torch_fallback
+from zharness.reference.torch_fallback import EndOfBackward
 
 Hide = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,7 +60,7 @@ class Watched:
 
     def arrive(self, parameter: nn.Parameter, name: str) -> None:
         self.log.append(name)
-        self.end.arrived(parameter)
+        self.end.on_grad_ready(parameter)
 
     def played(self) -> str:
         text, self.log = "".join(self.log), []
@@ -135,7 +136,7 @@ def test_the_fallback_looks_at_each_parameter_once_per_backward(monkeypatch: pyt
         parameters = [nn.Parameter(torch.ones(1)) for _ in range(count)]
         end = EndOfBackward(parameters, lambda: ends.append(1))
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(end.arrived)
+            parameter.register_post_accumulate_grad_hook(end.on_grad_ready)
         torch.cat(parameters).sum().backward()
         assert (len(looks), len(ends)) == (count, 1)
         looks.clear()
@@ -190,8 +191,8 @@ def test_the_legacy_form_of_a_function_computes_the_same() -> None:
             return grad * ctx.factor, None
 
     x = torch.ones(2, requires_grad=True)
-    older = fallback.legacy(Scale)
-    assert older is fallback.legacy(Scale), "made once"
+    older = torch_fallback.make_legacy_function(Scale)
+    assert older is torch_fallback.make_legacy_function(Scale), "made once"
     older.apply(x, 3.0).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
     with pytest.raises(RuntimeError, match="setup_context"):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
 
-from zharness.reference import initialize, linear, torch_private
+from zharness import torch_private
+from zharness.reference import initialize, linear
 
 Linear = Callable[..., Tensor]
 shapes = pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7)], ids=["1d", "2d", "batched"])

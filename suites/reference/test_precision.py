@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zharness.errors import ConfigError, NonFiniteError, UsageError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
-from zharness.reference.loss_scale import LossScale, Scaling
+from zharness.reference.loss_scale import LossScale, LossScaleConfig
 from zharness.world import assert_together
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
@@ -40,7 +40,7 @@ def start(stage: int, model: nn.Module | None = None, **keys: Any) -> Engine:
 
 def test_the_scale_moves_as_torchs_grad_scaler_does() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    ours = LossScale(Scaling(2.0**10, 3), [])
+    ours = LossScale(LossScaleConfig(2.0**10, 3), [])
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(torch.zeros(()))
@@ -57,15 +57,15 @@ def test_the_scale_moves_as_torchs_grad_scaler_does() -> None:
 @pytest.mark.parametrize(
     ("scaling", "overflows", "values"),
     [
-        (Scaling(8.0, 2, hysteresis=2), "xx.x", [8, 4, 4, 2]),
-        (Scaling(8.0, 2, hysteresis=2), "x..x", [8, 8, 16, 16]),
-        (Scaling(8.0, 9, hysteresis=2, consecutive=True), "x.x", [8, 8, 8]),
-        (Scaling(8.0, None), "xx..", [8, 8, 8, 8]),
-        (Scaling(8.0, 2, minimum=3.0), "xx..", [4, 3, 3, 6]),
+        (LossScaleConfig(8.0, 2, hysteresis=2), "xx.x", [8, 4, 4, 2]),
+        (LossScaleConfig(8.0, 2, hysteresis=2), "x..x", [8, 8, 16, 16]),
+        (LossScaleConfig(8.0, 9, hysteresis=2, consecutive_hysteresis=True), "x.x", [8, 8, 8]),
+        (LossScaleConfig(8.0, None), "xx..", [8, 8, 8, 8]),
+        (LossScaleConfig(8.0, 2, min_scale=3.0), "xx..", [4, 3, 3, 6]),
     ],
 )
 def test_hysteresis_and_minimum_move_the_scale_as_configured(
-    scaling: Scaling, overflows: str, values: list[float]
+    scaling: LossScaleConfig, overflows: str, values: list[float]
 ) -> None:
     scale = LossScale(scaling, [])
     for step, value in zip(overflows, values, strict=True):
@@ -74,7 +74,7 @@ def test_hysteresis_and_minimum_move_the_scale_as_configured(
 
 
 def test_an_overflow_at_the_smallest_scale_gives_up() -> None:
-    scale = LossScale(Scaling(1.0, 2, minimum=1.0), [])
+    scale = LossScale(LossScaleConfig(1.0, 2, min_scale=1.0), [])
     with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
         scale.update(True)
 
@@ -149,7 +149,7 @@ def test_an_external_scale_goes_before_the_engines_own(stage: int) -> None:
 def test_a_skipped_step_moves_neither_weights_nor_schedule_and_forgets_its_gradients(stage: int, rank: int) -> None:
     for keys in (FP16, {"bf16": {"enabled": True}}):
         engine = start(stage, **keys, scheduler={"type": "StepLR", "params": {"step_size": 1}})
-        before, dtype = engine.full_masters(), engine.settings.precision.held
+        before, dtype = engine.full_masters(), engine.settings.precision.param_dtype
         loss = engine(torch.ones(2, 4).to(dtype)).float().sum()
         engine.backward(loss * (float("nan") if rank == 1 else 1.0))
         engine.step()
@@ -330,9 +330,9 @@ def test_parameters_of_a_module_that_is_not_safe_keep_their_wire_even_where_they
     model.tokens, model.head, model.other = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
     model.head.weight = model.tokens.weight
     engine = start(0, model, torch_autocast={"enabled": True})
-    formats = {name: original.formats for name, original in engine._originals.items()}
-    assert formats["tokens.weight"].wire == torch.float32
-    assert formats["other.weight"].wire == formats["other.bias"].gathered == torch.bfloat16
+    formats = {name: original.dtypes for name, original in engine._model_params.items()}
+    assert formats["tokens.weight"].reduce_dtype == torch.float32
+    assert formats["other.weight"].reduce_dtype == formats["other.bias"].unshard_dtype == torch.bfloat16
 
 
 class Asking(nn.Module):

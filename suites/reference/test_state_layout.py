@@ -14,10 +14,10 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.checks.foreign_state import Command, on_rank_0, write_universal
 from zharness.errors import CheckpointError
+from zharness.laws.state_foreign_checkpoints import PickledCommand, run_on_rank_0, write_universal_checkpoint
 from zharness.reference import Engine, initialize
-from zharness.reference.universal import TensorParallel
+from zharness.reference.checkpoints.universal import TensorParallelSlice
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
 pytestmark = pytest.mark.collectives("trusted")
@@ -47,7 +47,7 @@ def numbers(out: int = 5) -> dict[str, dict[str, Tensor]]:
 
 def written(folder: Path, flat: bool = False, out: int = 5) -> Path:
     if dist.get_rank() == 0:
-        write_universal(folder / "u", numbers(out), [GROUP], 3, flat)
+        write_universal_checkpoint(folder / "u", numbers(out), [GROUP], 3, flat)
     dist.barrier()
     return folder / "u"
 
@@ -90,11 +90,13 @@ class OldMpu:
 
 
 def test_both_spellings_of_an_mpu_are_understood_and_none_is_one_with_a_warning() -> None:
-    assert TensorParallel.of(Mpu(1, 2)) == TensorParallel.of(OldMpu()) == TensorParallel(1, 2)
+    assert (
+        TensorParallelSlice.from_mpu(Mpu(1, 2)) == TensorParallelSlice.from_mpu(OldMpu()) == TensorParallelSlice(1, 2)
+    )
     with pytest.warns(UserWarning, match="no mpu is given"):
-        assert TensorParallel.of(None) == TensorParallel(0, 1)
+        assert TensorParallelSlice.from_mpu(None) == TensorParallelSlice(0, 1)
     with pytest.raises(CheckpointError, match="get_slice_parallel_rank"):
-        TensorParallel.of(object())
+        TensorParallelSlice.from_mpu(object())
 
 
 @pytest.mark.parametrize(
@@ -112,19 +114,19 @@ def test_the_second_of_two_tensor_parallel_ranks_takes_its_slice(
     saved: dict[str, Any], shape: tuple[int, ...], wanted: list[list[int]]
 ) -> None:
     full = torch.arange(16.0).view(4, 4)
-    assert TensorParallel(1, 2).cut("w", full, saved, shape).tolist() == wanted
+    assert TensorParallelSlice(1, 2).slice_param("w", full, saved, shape).tolist() == wanted
 
 
 def test_a_slice_of_another_shape_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"'w' has shape \(2, 4\) there for rank 1 of 2 .* and here \(3, 4\)"):
-        TensorParallel(1, 2).cut("w", torch.ones(4, 4), {}, (3, 4))
+        TensorParallelSlice(1, 2).slice_param("w", torch.ones(4, 4), {}, (3, 4))
 
 
 @pytest.mark.world_size(1, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int, shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path, out=10)
-    on_rank_0(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
+    run_on_rank_0(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
     engine = built(stage)
     engine.load_universal_checkpoint(path, OldMpu())
     for name, entry in numbers(10).items():
@@ -142,11 +144,11 @@ def test_steps_have_to_be_equal_and_none_is_left_alone(shared_tmp_path: Path) ->
     path = written(shared_tmp_path)
     engine = built()
     step = path / "zero" / "bias" / "step.pt"
-    on_rank_0(lambda: torch.save(torch.tensor(4.0), step))
+    run_on_rank_0(lambda: torch.save(torch.tensor(4.0), step))
     refused(engine, path, r"steps \[3.0, 4.0\] .* are not equal")
-    on_rank_0(lambda: torch.save(None, step))
+    run_on_rank_0(lambda: torch.save(None, step))
     refused(engine, path, r"steps \[3.0, None\] .* are not equal")
-    on_rank_0(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
+    run_on_rank_0(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
     refused(engine, path, "no step is saved for 'weight', and this engine, which made none")
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).sum())
@@ -167,15 +169,15 @@ def test_what_is_missing_or_another_model_s_is_named(flat: bool, shared_tmp_path
         ("zero/weight/fp32.pt", "weight/fp32.pt is missing"),
         (model, r"model_states.pt in .* are not complete"),
     ):
-        on_rank_0(lambda p=piece: (path / p).rename(path / "aside"))
+        run_on_rank_0(lambda p=piece: (path / p).rename(path / "aside"))
         refused(engine, path, words)
-        on_rank_0(lambda p=piece: (path / "aside").rename(path / p))
+        run_on_rank_0(lambda p=piece: (path / "aside").rename(path / p))
     refused(built(net=lambda: nn.Linear(3, 6)), path, "'weight' has shape|elements")
     refused(built(net=lambda: nn.Linear(3, 5, bias=False)), path, "it holds 'bias', which is none of")
     refused(built(net=lambda: nn.BatchNorm1d(5)), path, "buffer 'running_mean' .* is not in it")
     refused(built(kind="SGD"), path, "use Adam")
     refused(engine, shared_tmp_path, "no universal checkpoint in .* run ds_to_universal")
-    on_rank_0(lambda: shutil.rmtree(path / "zero" / "weight"))
+    run_on_rank_0(lambda: shutil.rmtree(path / "zero" / "weight"))
     refused(engine, path, "weight/.*pt is missing")
 
 
@@ -186,12 +188,12 @@ def test_a_command_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) 
     files = sorted(path.rglob("*.pt"))
     for file in files:
         whole = file.read_bytes()
-        on_rank_0(lambda f=file: torch.save({"param": Command(marker)}, f))
+        run_on_rank_0(lambda f=file: torch.save({"param": PickledCommand(marker)}, f))
         refused(engine, path, rf"{file.name} is refused: it asks for {os.mkdir.__module__}.mkdir")
-        on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
-        on_rank_0(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
+        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
+        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
         refused(engine, path, f"{file.name} is damaged")
-        on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
+        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
     assert not marker.exists()
     engine.load_universal_checkpoint(path, Mpu())
 
@@ -215,6 +217,6 @@ def test_extra_state_is_taken_from_the_model_file_or_missed(shared_tmp_path: Pat
     refused(engine, path, r"the extra state \['_extra_state'\] is not in it")
     file = next(path.glob("*_model_states.pt"))
     model = torch.load(file)
-    on_rank_0(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))
+    run_on_rank_0(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))
     engine.load_universal_checkpoint(path, Mpu())
     assert engine.module.tuning == 7

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from zharness.errors import CheckpointError
-from zharness.reference import Engine, initialize, saving
+from zharness.reference import Engine, initialize
+from zharness.reference.checkpoints import storage
 from zharness.world import RanksFailed, run
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
@@ -67,9 +68,11 @@ def on_rank_0(edit: Callable[[], Any]) -> None:
 def sign(path: Path) -> None:
     """Make the manifest agree with files that were exchanged on purpose."""
     files = {
-        p.name: [p.stat().st_size, zlib.crc32(p.read_bytes())] for p in path.iterdir() if p.name != saving.MANIFEST
+        p.name: [p.stat().st_size, zlib.crc32(p.read_bytes())]
+        for p in path.iterdir()
+        if p.name != storage.MANIFEST_FILE
     }
-    (path / saving.MANIFEST).write_text(json.dumps({"files": files}))
+    (path / storage.MANIFEST_FILE).write_text(json.dumps({"files": files}))
 
 
 class Command:
@@ -95,7 +98,7 @@ def test_a_missing_or_damaged_piece_is_named_before_anything_is_loaded(shared_tm
         for words, content in damages.items():
             edit = (path / name).unlink if content is None else lambda c=content, n=name: (path / n).write_bytes(c)
             on_rank_0(edit)
-            refused(engine, shared_tmp_path, ".*" if name == saving.MANIFEST and content else words)
+            refused(engine, shared_tmp_path, ".*" if name == storage.MANIFEST_FILE and content else words)
             on_rank_0(lambda w=whole, n=name: (path / n).write_bytes(w))
     engine.load_checkpoint(shared_tmp_path)
 
@@ -225,13 +228,13 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
         elif where == "write_pieces":
             patched.setattr(filesystem, "_write_item", fail if rank == 1 else filesystem._write_item)
         elif rank == (where == "_measure"):
-            patched.setattr(saving, where, fail)
+            patched.setattr(storage, where, fail)
         with pytest.raises(CheckpointError, match="no space left"):
             engine.save_checkpoint(shared_tmp_path, tag)
     other = built()
     other.load_checkpoint(shared_tmp_path)
     assert all(torch.equal(everything(other)[name], value) for name, value in wanted.items())
-    assert not (shared_tmp_path / saving.DRAFT).exists()
+    assert not (shared_tmp_path / storage.DRAFT_FOLDER).exists()
     engine.save_checkpoint(shared_tmp_path, tag)
     other.load_checkpoint(shared_tmp_path)
     assert other.steps == 7

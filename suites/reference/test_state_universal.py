@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from suites.reference.same import assert_same
-from zharness.checks.foreign_state import write_universal
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
 from zharness.errors import CheckpointError
-from zharness.reference import Engine, initialize, unpickling
+from zharness.laws.state_foreign_checkpoints import write_universal_checkpoint
+from zharness.reference import Engine, initialize
+from zharness.reference.checkpoints import unpickling
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
 pytestmark = pytest.mark.collectives("trusted")
@@ -143,9 +144,9 @@ def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shar
     model = nn.Linear(3, 2)
     keys = ("fp32", "exp_avg", "exp_avg_sq")
     values = {name: dict.fromkeys(keys, p.detach().clone()) for name, p in model.named_parameters()}
-    write_universal(shared_tmp_path, values, [{"lr": 0.5}], 3, flat=True)
+    write_universal_checkpoint(shared_tmp_path, values, [{"lr": 0.5}], 3, flat=True)
     file = shared_tmp_path / "zero" / "optimizer_state.pt"
-    torch.save({**unpickling.load_deepspeed(file), "loss_scaler": LossScaler(scale=8.0)}, file)
+    torch.save({**unpickling.load_deepspeed_file(file), "loss_scaler": LossScaler(scale=8.0)}, file)
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     engine, *_ = initialize(
         model=model,
@@ -156,7 +157,7 @@ def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shar
     assert (engine.loss_scale, engine.steps, engine.optimizer.param_groups[0]["lr"]) == (8.0, 3, 0.5)
     assert_same(engine.full_masters(), {name: entry["fp32"] for name, entry in values.items()})
     file = shared_tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    torch.save({**unpickling.load_deepspeed(file), "dp_world_size": 2}, file)
+    torch.save({**unpickling.load_deepspeed_file(file), "dp_world_size": 2}, file)
     with pytest.raises(CheckpointError, match="are not complete"), pytest.warns(UserWarning, match="no mpu"):
         engine.load_universal_checkpoint(shared_tmp_path)
 
@@ -168,11 +169,11 @@ def test_of_deepspeed_s_classes_two_become_stand_ins_and_no_other_is_read(tmp_pa
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     torch.save({"scaler": LossScaler(scale=8.0), "stage": ZeroStageEnum.gradients}, tmp_path / "known.pt")
-    known = unpickling.load_deepspeed(tmp_path / "known.pt")
+    known = unpickling.load_deepspeed_file(tmp_path / "known.pt")
     assert (type(known["scaler"]), known["scaler"].cur_scale) == (unpickling.LossScaler, 8.0)
     assert known["stage"] is unpickling.ZeroStageEnum.gradients
     torch.save({"scaler": DynamicLossScaler(8.0, 2.0, 2, 1.0, 1, False)}, tmp_path / "unknown.pt")
     with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*DynamicLossScaler"):
-        unpickling.load_deepspeed(tmp_path / "unknown.pt")
+        unpickling.load_deepspeed_file(tmp_path / "unknown.pt")
     with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*LossScaler"):
-        unpickling.load(tmp_path / "known.pt", "known.pt")
+        unpickling.load_safely(tmp_path / "known.pt", "known.pt")

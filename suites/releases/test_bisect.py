@@ -7,7 +7,7 @@ import math
 import pytest
 
 from zharness.errors import UsageError
-from zharness.releases.bisect import Found, Outcome, Step, bisect, verdict, words
+from zharness.releases.bisect import BisectResult, BisectStep, Outcome, bisect, describe_bisect_result, describe_step
 
 GOOD, BAD, SKIPPED = Outcome.GOOD, Outcome.BAD, Outcome.SKIPPED
 
@@ -19,7 +19,7 @@ class Shop:
         self.releases = [str(number) for number in range(count)]
         self.turn, self.oldest, self.skipped = turn, oldest, skipped
         self.asked: list[str] = []
-        self.steps: list[Step] = []
+        self.steps: list[BisectStep] = []
 
     def trial(self, release: str) -> tuple[Outcome, str]:
         self.asked.append(release)
@@ -28,7 +28,7 @@ class Shop:
         newest = BAD if self.oldest is GOOD else GOOD
         return (self.oldest if int(release) < self.turn else newest), ""
 
-    def find(self) -> Found:
+    def find(self) -> BisectResult:
         return bisect(self.releases, self.oldest, self.trial, self.steps.append)
 
 
@@ -38,23 +38,23 @@ def test_the_release_where_it_turns_is_found_in_as_many_runs_as_halving_takes(co
     for turn in range(1, count):
         shop = Shop(count, turn, oldest)
         found = shop.find()
-        assert (found.last, found.first) == (str(turn - 1), str(turn))
-        assert found.turns is (BAD if oldest is GOOD else GOOD)
-        assert len(shop.asked) == len(set(shop.asked)) == len(shop.steps) == found.runs
-        assert found.runs <= 2 + math.ceil(math.log2(count - 1))
+        assert (found.last_before, found.first_after) == (str(turn - 1), str(turn))
+        assert found.new_outcome is (BAD if oldest is GOOD else GOOD)
+        assert len(shop.asked) == len(set(shop.asked)) == len(shop.steps) == found.run_count
+        assert found.run_count <= 2 + math.ceil(math.log2(count - 1))
 
 
 def test_releases_that_show_neither_are_stepped_over() -> None:
     shop = Shop(16, 11, skipped=(6, 7, 8))
     found = shop.find()
-    assert (found.last, found.first, found.skipped) == ("10", "11", ())
-    assert found.runs <= 2 + 3 + 4
+    assert (found.last_before, found.first_after, found.skipped) == ("10", "11", ())
+    assert found.run_count <= 2 + 3 + 4
 
 
 def test_where_the_turn_lies_among_skipped_releases_all_of_them_are_named() -> None:
     found = Shop(10, 5, skipped=(4, 5)).find()
-    assert (found.last, found.first, found.skipped) == ("3", "6", ("4", "5"))
-    assert verdict(found).startswith("the first bad release is one of 4, 5, 6 ")
+    assert (found.last_before, found.first_after, found.skipped) == ("3", "6", ("4", "5"))
+    assert describe_bisect_result(found).startswith("the first bad release is one of 4, 5, 6 ")
 
 
 @pytest.mark.parametrize(("turn", "named"), [(0, "0 was named as good and is bad"), (9, "8 was named as bad")])
@@ -73,7 +73,7 @@ def test_an_end_that_cannot_be_run_is_refused_with_its_reason() -> None:
 def test_every_run_is_told_with_what_is_left() -> None:
     shop = Shop(5, 2, skipped=(2,))
     shop.find()
-    assert [words(step) for step in shop.steps] == [
+    assert [describe_step(step) for step in shop.steps] == [
         "0: good (3 left between)",
         "4: bad (3 left between)",
         "2: skipped (2 left between): it does not import",

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.engines import checkouts, registry
 from zharness.errors import UsageError, WorldError
 from zharness.releases import checkout
-from zharness.releases.place import place
-from zharness.releases.surroundings import surroundings
+from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.release_environment import prepare_release
 from zharness.world import RankServer
 
 VERSION_INFO = """
@@ -67,47 +67,47 @@ def files(folder: Path) -> set[Path]:
 
 def test_a_checkout_is_imported_from_its_own_files_and_nothing_is_written_there(sources: Path) -> None:
     before = files(sources)
-    found = place(f"deepspeed@{sources}", "deepspeed")
+    found = prepare_release(f"deepspeed@{sources}", "deepspeed")
     code = "import deepspeed, os; print(deepspeed.__version__, os.path.realpath(deepspeed.__file__))"
     told = subprocess.run(
         [sys.executable, "-c", code], env=found.environment, check=True, capture_output=True, text=True
     )
     assert told.stdout.split() == ["0.19.9", str(sources / "deepspeed" / "__init__.py")]
     assert files(sources) == before
-    assert surroundings(f"deepspeed@{sources}").search_path == found.search_path
+    assert get_release_environment(f"deepspeed@{sources}").search_path == found.search_path
 
 
 def test_a_checkout_that_lacks_nothing_is_the_path_itself(sources: Path) -> None:
     (sources / "deepspeed" / "git_version_info_installed.py").write_text("version = '0.19.9+abc'\n")
-    assert place(f"deepspeed@{sources}", "deepspeed").search_path == (str(sources),)
+    assert prepare_release(f"deepspeed@{sources}", "deepspeed").search_path == (str(sources),)
 
 
 def test_links_follow_what_was_added_and_removed(sources: Path) -> None:
-    path, _ = checkout.front(checkouts.read(sources, "deepspeed"))
+    path, _ = checkout.prepare_checkout(checkouts.read_checkout(sources, "deepspeed"))
     (sources / "deepspeed" / "new.py").touch()
-    checkout.front.cache_clear()
-    assert checkout.front(checkouts.read(sources, "deepspeed"))[0] == path
+    checkout.prepare_checkout.cache_clear()
+    assert checkout.prepare_checkout(checkouts.read_checkout(sources, "deepspeed"))[0] == path
     assert (path / "deepspeed" / "new.py").is_symlink()
     (sources / "deepspeed" / "new.py").unlink()
-    checkout.front.cache_clear()
-    checkout.front(checkouts.read(sources, "deepspeed"))
+    checkout.prepare_checkout.cache_clear()
+    checkout.prepare_checkout(checkouts.read_checkout(sources, "deepspeed"))
     assert not (path / "deepspeed" / "new.py").is_symlink()
 
 
 def test_the_version_ends_with_the_commit_and_says_when_files_differ_from_it(sources: Path) -> None:
     committed(sources)
     commit = git(sources, "rev-parse", "--short=12", "HEAD")
-    assert registry.version(f"deepspeed@{sources}") == f"0.19.9+{commit}"
+    assert registry.resolve_version(f"deepspeed@{sources}") == f"0.19.9+{commit}"
     (sources / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.9'\n")
-    checkouts._read.cache_clear()
-    assert registry.version(f"deepspeed@{sources}") == f"0.19.9+{commit}-dirty"
+    checkouts._read_checkout.cache_clear()
+    assert registry.resolve_version(f"deepspeed@{sources}") == f"0.19.9+{commit}-dirty"
 
 
 def test_sources_inside_somebody_elses_repository_have_no_commit(sources: Path) -> None:
     outer = sources.parent
     (outer / ".gitignore").write_text("DeepSpeed/\n")
     committed(outer)
-    assert registry.version(f"deepspeed@{sources}") == "0.19.9"
+    assert registry.resolve_version(f"deepspeed@{sources}") == "0.19.9"
 
 
 def test_a_checkout_that_does_not_import_is_told_in_one_sentence(sources: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_checkout_that_does_not_import_is_told_in_one_sentence(sources: Path) 
     with pytest.raises(
         UsageError, match=r"deepspeed@.*DeepSpeed does not import with torch .*: ImportError: no such op"
     ):
-        place(f"deepspeed@{sources}", "deepspeed")
+        prepare_release(f"deepspeed@{sources}", "deepspeed")
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,22 @@ def test_a_checkout_that_does_not_import_is_told_in_one_sentence(sources: Path) 
 )
 def test_what_is_no_checkout_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        registry.checkout(text.format(tmp_path))
+        registry.find_checkout(text.format(tmp_path))
 
 
 def test_a_case_names_its_checkout(sources: Path) -> None:
-    case = Case("training.grads", f"deepspeed@{sources}", 3, 2, "fp32", "mlp")
-    assert Case.parse(case.id) == case
+    case = Cell("training.grads", f"deepspeed@{sources}", 3, 2, "fp32", "mlp")
+    assert Cell.parse(case.id) == case
 
 
 def test_an_engine_by_its_factory_has_a_checkout_too(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text('__version__ = "1.2"\n')
     text = f"mine.engine:factory@{tmp_path}"
-    assert registry.version(text) == "1.2"
+    assert registry.resolve_version(text) == "1.2"
     assert registry.require(text).target == "mine.engine:factory"
     before = files(tmp_path / "mine")
-    with RankServer(surroundings(text)) as server:
+    with RankServer(get_release_environment(text)) as server:
         (where,) = server.run(file_of, "mine").values()
     assert where == str(tmp_path / "mine" / "__init__.py")
     assert files(tmp_path / "mine") == before
@@ -155,7 +155,7 @@ def test_a_session_that_has_imported_another_release_is_told_so(tmp_path: Path) 
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "__init__.py").touch()
     with (
-        RankServer(surroundings(f"json:loads@{tmp_path}")) as server,
+        RankServer(get_release_environment(f"json:loads@{tmp_path}")) as server,
         pytest.raises(WorldError, match=r"json .*is already imported by this session.*; run zharness check, or keep"),
     ):
         server.run(file_of, "json")

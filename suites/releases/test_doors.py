@@ -15,12 +15,12 @@ from torch import nn
 
 import zharness
 from zharness.cli import cli
-from zharness.cli.releases import Axes
+from zharness.cli.releases import CellOptions
 from zharness.errors import UsageError
 from zharness.releases import index, overlay
-from zharness.releases.surroundings import surroundings
-from zharness.report import live
-from zharness.run.session import planned_for
+from zharness.releases.rank_environment import get_release_environment
+from zharness.run import check_loop
+from zharness.run.pytest_cells import plan_marked_cells
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +77,11 @@ def test_what_is_wrong_is_said_in_one_sentence(arguments: str, complaint: str, c
 def test_excuses_that_match_nothing_are_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(live, "run_request", lambda *_: ([], ["mine.toml:3: no cell meets the excuse"]))
-    axes = Axes((), (2,), ("fp32",), (), 60.0, "pooled", 1, None)
+    monkeypatch.setattr(check_loop, "run_request", lambda *_: ([], ["mine.toml:3: no cell meets the excuse"]))
+    axes = CellOptions((), (2,), ("fp32",), (), 60.0, "pooled", 1, None)
     with ExitStack() as stack:
-        measure = axes.measure(stack)
-        assert measure(axes.request(())) == measure(axes.request(())) == []
+        measure = axes.build_measure(stack)
+        assert measure(axes.build_request(())) == measure(axes.build_request(())) == []
     assert capsys.readouterr().err == "UNMATCHED mine.toml:3: no cell meets the excuse\n"
 
 
@@ -134,11 +134,11 @@ def test_so_do_the_functions_of_the_package_and_pytest(
 ) -> None:
     laws = zharness.check_engine(RELEASE)
     with pytest.raises(UsageError, match="cannot be had"):
-        planned_for(laws.pytestmark, pytestconfig, surroundings)  # type: ignore[attr-defined]
+        plan_marked_cells(laws.pytestmark, pytestconfig, get_release_environment)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="cannot be had"):
         zharness.run_laws(RELEASE)
     with pytest.raises(UsageError, match="cannot be had"):
         zharness.verify(nn.Linear(2, 2), torch.zeros(4, 2), lambda output, _: output.sum(), engine=RELEASE)
     monkeypatch.setattr(pytestconfig.option, "engine", [RELEASE])
     with pytest.raises(UsageError, match="cannot be had"):
-        planned_for([], pytestconfig, surroundings)
+        plan_marked_cells([], pytestconfig, get_release_environment)

@@ -48,7 +48,7 @@ def test_the_release_of_torch_is_told_without_importing_it(monkeypatch: pytest.M
 
 def test_an_unknown_release_names_the_newest_ones(cache: Path) -> None:
     with pytest.raises(UsageError, match=r"deepspeed==9\.9\.9 does not exist; the newest of \d+ releases are: .*0\.19"):
-        overlay.ensure("deepspeed", "9.9.9")
+        overlay.ensure_overlay("deepspeed", "9.9.9")
     assert left_in(cache) == []
 
 
@@ -57,7 +57,7 @@ def test_without_a_network_it_says_what_to_try(cache: Path, monkeypatch: pytest.
     with pytest.raises(
         UsageError, match=r"deepspeed==0\.18\.7 cannot be fetched: .*no network.*python -m pip download"
     ):
-        overlay.ensure("deepspeed", "0.18.7")
+        overlay.ensure_overlay("deepspeed", "0.18.7")
     assert left_in(cache) == []
 
 
@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_with_the_folder_and_leaves_nothing(cache: Path, mon
     with pytest.raises(
         UsageError, match=r"made_up 1\.0 cannot be put into .*: No space left on device; .*ZHARNESS_CACHE"
     ):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 
 
@@ -79,7 +79,7 @@ def test_a_pip_that_found_the_disk_full_is_told_the_same_way(monkeypatch: pytest
     done = subprocess.CompletedProcess([], 1, output)
     monkeypatch.setattr(overlay, "run_apart", lambda *_: done)
     with pytest.raises(UsageError, match=r"made_up==1\.0 does not fit on the disk of .*ZHARNESS_CACHE"):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
 
 
 def test_a_release_for_another_python_is_told_with_the_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_release_for_another_python_is_told_with_the_python_it_needs(monkeypat
     )
     monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
     with pytest.raises(UsageError, match=r"made_up==1\.0 needs Python >=3\.98,<4, and this is 3\."):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
 
 
 def test_a_release_that_does_not_install_is_told_with_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_release_that_does_not_install_is_told_with_what_it_raised(monkeypatch
     )
     monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
     with pytest.raises(UsageError, match=r"does not install: ValueError: CPU_Accel.*; see .*: python -m pip download"):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
 
 
 def test_what_outlives_its_launcher_is_ended_too() -> None:
@@ -111,7 +111,7 @@ def test_what_outlives_its_launcher_is_ended_too() -> None:
         "code = 'import signal; signal.pause()'\n"
         "print(subprocess.Popen([sys.executable, '-c', code], start_new_session=True).pid)\n"
     )
-    done = overlay.run_apart([sys.executable, "-c", code], None, 60.0, "the launcher")
+    done = overlay.run_isolated([sys.executable, "-c", code], None, 60.0, "the launcher")
     stat = Path(f"/proc/{int(done.stdout)}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -127,7 +127,7 @@ def test_a_second_interrupt_still_ends_what_was_started(monkeypatch: pytest.Monk
         assert child.stdout.readline() == b"deaf\n"
         patched.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            launch.end(child, "")
+            launch.terminate_tree(child, "")
     assert child.wait(60.0) == -signal.SIGKILL
 
 
@@ -137,9 +137,9 @@ def test_who_waits_for_another_install_is_told_so(
     monkeypatch.setattr(overlay, "_INSTALL_SECONDS", 0.0)
     monkeypatch.setattr(overlay, "_IMPORT_SECONDS", 0.0)
     with (
-        overlay.alone(tmp_path / "place"),
+        overlay.build_lock(tmp_path / "place"),
         pytest.raises(UsageError, match="another process has been building place for too long"),
-        overlay.alone(tmp_path / "place"),
+        overlay.build_lock(tmp_path / "place"),
     ):
         pass
     assert "waiting for another process, which builds place" in capsys.readouterr().err
@@ -149,26 +149,26 @@ def test_a_cache_that_is_no_folder_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UsageError, match=r"made_up 1\.0 cannot be put into .*: Not a directory"):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
 
 
 def test_the_index_that_cannot_be_reached_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(UsageError, match=r"no network; .*try: python -m pip index versions no-such-package"):
-        index.releases("no-such-package")
+        index.list_releases("no-such-package")
 
 
 def test_releases_sort_as_versions_do() -> None:
-    assert index.in_order(["0.10.0", "0.9.1", "0.9"]) == ("0.9", "0.9.1", "0.10.0")
+    assert index.sort_releases(["0.10.0", "0.9.1", "0.9"]) == ("0.9", "0.9.1", "0.10.0")
     with pytest.raises(UsageError, match="Invalid version: 'master'"):
-        index.in_order(["master"])
+        index.sort_releases(["master"])
 
 
 @pytest.mark.parametrize(("name", "release"), [("deepspeed", "../0.18.8"), ("../deepspeed", "0.18.8"), ("-r", "1")])
 def test_neither_name_nor_release_is_a_path_or_an_option(name: str, release: str) -> None:
     with pytest.raises(UsageError, match="expected"):
-        overlay.ensure(name, release)
+        overlay.ensure_overlay(name, release)
 
 
 def test_an_interrupted_install_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_an_interrupted_install_leaves_nothing(cache: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(overlay, "_install", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 
 
@@ -195,7 +195,7 @@ def test_a_killed_install_is_cleared_by_the_next_one(cache: Path, monkeypatch: p
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert [name.partition(".building-")[1] for name in left_in(cache)] == [".building-"]
     monkeypatch.setattr(overlay, "_install", made_up)
-    place = overlay.ensure("made_up", "1.0")
+    place = overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == [place.name]
 
 
@@ -211,15 +211,15 @@ def test_torch_is_installed_with_what_it_needs_and_an_engine_over_what_is_here(m
     monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
     for distribution in ("torch", "made_up"):
         with pytest.raises(UsageError, match="no network"):
-            overlay.ensure(distribution, "1.0")
+            overlay.ensure_overlay(distribution, "1.0")
     assert ["--no-deps" in command for command in commands] == [False, True]
 
 
 def test_the_cache_holds_what_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not overlay.holds("made_up", "1.0")
+    assert not overlay.is_cached("made_up", "1.0")
     monkeypatch.setattr(overlay, "_install", made_up)
-    overlay.ensure("made_up", "1.0")
-    assert overlay.holds("made_up", "1.0")
+    overlay.ensure_overlay("made_up", "1.0")
+    assert overlay.is_cached("made_up", "1.0")
 
 
 def test_two_who_want_the_same_release_build_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_two_who_want_the_same_release_build_it_once(monkeypatch: pytest.MonkeyP
 
     def wanted() -> Path:
         together.wait()
-        return overlay.ensure("made_up", "1.0")
+        return overlay.ensure_overlay("made_up", "1.0")
 
     monkeypatch.setattr(overlay, "_install", counted)
     with ThreadPoolExecutor(2) as pool:
@@ -249,7 +249,7 @@ def test_a_release_that_does_not_import_is_not_kept(cache: Path, monkeypatch: py
     with pytest.raises(
         UsageError, match=r"made_up 1\.0 does not import with torch .*: ImportError: this torch is too new"
     ):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 
 
@@ -259,39 +259,42 @@ def test_a_release_that_another_one_hides_is_not_kept(cache: Path, monkeypatch: 
 
     monkeypatch.setattr(overlay, "_install", other)
     with pytest.raises(UsageError, match="remove what shadows it"):
-        overlay.ensure("made_up", "1.0")
+        overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 
 
 def test_a_version_may_end_in_a_space_as_those_of_unpacked_archives_do(tmp_path: Path) -> None:
     made_up(tmp_path, overlay.Stamp("made_up", "1.0 ", "", ""))
-    assert overlay.imported(tmp_path, "made_up", overlay.environment(tmp_path), "made_up", "") == "1.0"
+    assert (
+        overlay.import_and_get_version(tmp_path, "made_up", overlay.overlay_environment(tmp_path), "made_up", "")
+        == "1.0"
+    )
 
 
 def test_an_overlay_for_another_torch_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlay, "_install", made_up)
-    place = overlay.ensure("made_up", "1.0")
+    place = overlay.ensure_overlay("made_up", "1.0")
     stamp = place / ".zharness-overlay.json"
     stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "torch": "1.0"}))
     (place / "old").touch()
-    assert overlay.ensure("made_up", "1.0") == place
+    assert overlay.ensure_overlay("made_up", "1.0") == place
     assert not (place / "old").exists()
 
 
 def test_a_whole_overlay_needs_no_installer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlay, "_install", made_up)
-    place = overlay.ensure("made_up", "1.0")
+    place = overlay.ensure_overlay("made_up", "1.0")
     monkeypatch.delattr(overlay, "_install")
-    assert overlay.ensure("made_up", "1.0") == place
+    assert overlay.ensure_overlay("made_up", "1.0") == place
 
 
 def test_a_child_finds_the_overlay_first_and_keeps_its_own_extension_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "behind")
     monkeypatch.setattr(overlay, "_install", made_up)
-    one, other = overlay.ensure("made_up", "1.0"), overlay.ensure("made_up", "2.0")
-    env = overlay.environment(one)
+    one, other = overlay.ensure_overlay("made_up", "1.0"), overlay.ensure_overlay("made_up", "2.0")
+    env = overlay.overlay_environment(one)
     assert env["PYTHONPATH"].split(os.pathsep) == [str(one), "behind"]
-    assert env["TORCH_EXTENSIONS_DIR"] != overlay.environment(other)["TORCH_EXTENSIONS_DIR"]
+    assert env["TORCH_EXTENSIONS_DIR"] != overlay.overlay_environment(other)["TORCH_EXTENSIONS_DIR"]
     code = "import made_up; print(made_up.__version__)"
     told = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
     assert told.strip() == "1.0"

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
-from zharness.releases import history, index, repros, watch
+from zharness.releases import compare_releases, history, index, repros
 from zharness.releases.bisect import Outcome
-from zharness.releases.place import Place
+from zharness.releases.release_environment import ReleaseEnvironment
 from zharness.run import Record, Request
-from zharness.run.changes import Kind, changed
-from zharness.run.excuses import Excuse
+from zharness.run.changes import ChangeKind, classify_change
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Verdict
-from zharness.run.runner import excused
+from zharness.run.runner import apply_expected_failure
 
 PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
     Verdict.PASS,
@@ -25,12 +25,12 @@ PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
     Verdict.UNSUPPORTED,
     Verdict.ERROR,
 )
-CASE = Case("training.grads", "deepspeed", 1, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "deepspeed", 1, 2, "fp32", "mlp")
 OTHER = replace(CASE, stage=2)
-Story = Mapping[str, Mapping[Case, Verdict | tuple[Verdict, str]]]
+Story = Mapping[str, Mapping[Cell, Verdict | tuple[Verdict, str]]]
 
 
-def record(case: Case, verdict: Verdict, cause: str = "", release: str = "1.0") -> Record:
+def record(case: Cell, verdict: Verdict, cause: str = "", release: str = "1.0") -> Record:
     return Record(case, 0, verdict, release, "2.13.0", cause=cause or verdict.value)
 
 
@@ -53,7 +53,9 @@ class Engine:
         ]
 
     def matrix(self, *releases: str, known: tuple[Record, ...] = ()) -> int:
-        return watch.matrix(watch.texts("deepspeed", releases, False), Request(("training",)), self.measure, known)
+        return compare_releases.run_matrix(
+            compare_releases.spell_releases("deepspeed", releases, False), Request(("training",)), self.measure, known
+        )
 
 
 def test_a_matrix_says_between_which_releases_a_cell_flipped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,19 +106,19 @@ def test_a_fault_of_the_harness_is_its_exit_code() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [
-        (record(CASE, PASS), record(CASE, FAIL), Kind.BROKEN),
-        (record(CASE, CRASH), record(CASE, PASS), Kind.HOLDS),
-        (record(CASE, CRASH, "boom"), record(CASE, CRASH, "bang"), Kind.OTHERWISE),
-        (record(CASE, CRASH, "boom"), record(CASE, FAIL, "boom"), Kind.OTHERWISE),
-        (record(CASE, PASS), record(CASE, Verdict.UNDETERMINED), Kind.LOST),
+        (record(CASE, PASS), record(CASE, FAIL), ChangeKind.NEWLY_BROKEN),
+        (record(CASE, CRASH), record(CASE, PASS), ChangeKind.HOLDS_AGAIN),
+        (record(CASE, CRASH, "boom"), record(CASE, CRASH, "bang"), ChangeKind.FAILS_DIFFERENTLY),
+        (record(CASE, CRASH, "boom"), record(CASE, FAIL, "boom"), ChangeKind.FAILS_DIFFERENTLY),
+        (record(CASE, PASS), record(CASE, Verdict.UNDETERMINED), ChangeKind.INCONCLUSIVE),
         (record(CASE, PASS), record(CASE, Verdict.CONTRACT), None),
-        (record(CASE, UNSUPPORTED), record(CASE, FAIL), Kind.NEW),
+        (record(CASE, UNSUPPORTED), record(CASE, FAIL), ChangeKind.NEW_FAILURE),
         (record(CASE, UNSUPPORTED), record(CASE, PASS), None),
         (record(CASE, CRASH, "got 0.5 at /a/b/x.py:3"), record(CASE, CRASH, "got 1e-07 at /c/x.py:44"), None),
     ],
 )
-def test_what_counts_as_a_change(before: Record, after: Record, kind: Kind | None) -> None:
-    assert changed(before, after) is kind
+def test_what_counts_as_a_change(before: Record, after: Record, kind: ChangeKind | None) -> None:
+    assert classify_change(before, after) is kind
 
 
 def test_the_same_release_as_recorded_is_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +149,7 @@ def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
     with pytest.raises(UsageError, match="nothing was compared: of 2 cells before and 1 now none is the same"):
         engine.matrix("1", known=known)
     with pytest.raises(UsageError, match="nothing was compared: of 1 cells before and 1 now"):
-        watch.compare("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
+        compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
 
 
 def test_a_record_of_another_engine_is_refused() -> None:
@@ -158,11 +160,15 @@ def test_a_record_of_another_engine_is_refused() -> None:
 
 def test_the_newest_release_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "releases", lambda _: ("0.9", "0.10"))
-    assert watch.texts("deepspeed", ("0.9", "@../x"), True) == ["deepspeed==0.9", "deepspeed@../x", "deepspeed==0.10"]
+    assert compare_releases.spell_releases("deepspeed", ("0.9", "@../x"), True) == [
+        "deepspeed==0.9",
+        "deepspeed@../x",
+        "deepspeed==0.10",
+    ]
 
 
-def excuse(upstream: str) -> Excuse:
-    return Excuse("deepspeed", "training", upstream, "known", "fail", ("fail",))
+def excuse(upstream: str) -> ExpectedFailure:
+    return ExpectedFailure("deepspeed", "training", upstream, "known", "fail", ("fail",))
 
 
 @pytest.mark.parametrize(
@@ -178,14 +184,14 @@ def excuse(upstream: str) -> Excuse:
     ids=["nothing", "it broke", "broken before", "mended", "harness", "new failure"],
 )
 def test_a_comparison_fails_on_what_the_change_broke_alone(
-    base: Mapping[Case, Verdict],
-    change: Mapping[Case, Verdict],
+    base: Mapping[Cell, Verdict],
+    change: Mapping[Cell, Verdict],
     code: int,
     told: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = Engine({"1": base, "2": change})
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), engine.measure, ()) == code
+    assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), engine.measure, ()) == code
     assert told in capsys.readouterr().out
 
 
@@ -198,7 +204,7 @@ def test_what_fails_once_and_not_again_is_told_and_breaks_nothing(capsys: pytest
         asked.append(request.patterns)
         return (first if len(asked) <= 2 else second).measure(request)
 
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), measure, ()) == 0
+    assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), measure, ()) == 0
     assert asked[2:] == [(replace(CASE, engine=f"deepspeed=={release}").id,) for release in "12"]
     out = capsys.readouterr().out
     assert f"SEEN ONCE {replace(CASE, engine='deepspeed==2').id}: hang, not when both were run again" in out
@@ -210,12 +216,12 @@ def test_an_excuse_of_the_users_own_that_went_stale_is_told(capsys: pytest.Captu
     mine = replace(excuse("mine#1"), place="mine.toml:3")
 
     def stale(request: Request) -> list[Record]:
-        return [excused(found, mine) for found in engine.measure(request)]
+        return [apply_expected_failure(found, mine) for found in engine.measure(request)]
 
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), stale, (mine,)) == 0
+    assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), stale, (mine,)) == 0
     told = capsys.readouterr().out
     assert "STALE training.grads[deepspeed==2-zero1-w2-fp32-mlp]: mine#1 no longer shows here" in told
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), stale, ()) == 0
+    assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), stale, ()) == 0
     assert "STALE" not in capsys.readouterr().out
 
 
@@ -226,14 +232,18 @@ def test_what_the_users_own_excuses_cover_is_not_broken_by_the_change(capsys: py
         return [replace(found, excuse="mine#1") for found in engine.measure(request)]
 
     own = (excuse("mine#1"),)
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), covered, own) == 0
+    assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), covered, own) == 0
     assert "the change breaks 0; 0 are broken on both, 1 excused" in capsys.readouterr().out
-    assert watch.compare("deepspeed==1", "deepspeed==2", Request(), covered, (excuse("other#2"),)) == 1
+    assert (
+        compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), covered, (excuse("other#2"),)) == 1
+    )
 
 
 def test_a_comparison_with_what_cannot_be_run_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match="deepspeed==2 cannot be fetched"):
-        watch.compare("deepspeed==1", "deepspeed==2", Request(), Engine({"1": {CASE: PASS}}).measure, ())
+        compare_releases.compare_releases(
+            "deepspeed==1", "deepspeed==2", Request(), Engine({"1": {CASE: PASS}}).measure, ()
+        )
 
 
 def test_halving_runs_the_releases_of_the_index_between_the_two(
@@ -242,28 +252,28 @@ def test_halving_runs_the_releases_of_the_index_between_the_two(
     known = tuple(f"0.{number}" for number in range(20))
     monkeypatch.setattr(index, "releases", lambda _: known)
     told = Engine({release: {CASE: FAIL if number < 12 else PASS} for number, release in enumerate(known)})
-    trial = watch.by_cells("deepspeed", Request((CASE.id,)), told.measure)
-    assert watch.halve("deepspeed", "0.18", "0.3", trial) == 0
+    trial = compare_releases.make_cell_trial("deepspeed", Request((CASE.id,)), told.measure)
+    assert compare_releases.run_bisect("deepspeed", "0.18", "0.3", trial) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "the first good release is 0.12; the one before, 0.11, is not; 6 runs"
     assert told.asked[:2] == ["0.3", "0.18"]
     with pytest.raises(UsageError, match=r"unknown release of deepspeed '9\.9'; allowed: 0\.0"):
-        watch.halve("deepspeed", "0.3", "9.9", trial)
+        compare_releases.run_bisect("deepspeed", "0.3", "9.9", trial)
 
 
 def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "place", lambda text, _: Place(text.partition("==")[2]))
-    shown = {"1": repros.Verdict.REPRODUCED, "2": repros.Verdict.NOT_REPRODUCED}
-    otherwise = repros.Verdict.FAILED_OTHERWISE
+    monkeypatch.setattr(compare_releases, "place", lambda text, _: ReleaseEnvironment(text.partition("==")[2]))
+    shown = {"1": repros.ReproVerdict.REPRODUCED, "2": repros.ReproVerdict.NOT_REPRODUCED}
+    otherwise = repros.ReproVerdict.FAILED_OTHERWISE
 
-    def run(repro: repros.Repro, text: str, where: Place) -> repros.ReproResult:
-        return repros.blank(repro, text, where.release, shown.get(where.release, otherwise), "told")
+    def run(repro: repros.Repro, text: str, where: ReleaseEnvironment) -> repros.ReproResult:
+        return repros.build_result(repro, text, where.release, shown.get(where.release, otherwise), "told")
 
     monkeypatch.setattr(repros, "run", run)
-    trial = watch.by_repro(repros.find_one("deepspeed", "7913"))
+    trial = compare_releases.make_repro_trial(repros.find_repro("deepspeed", "7913"))
     assert [trial(release)[0] for release in "123"] == [Outcome.BAD, Outcome.GOOD, Outcome.SKIPPED]
     with pytest.raises(UsageError, match="reproduction 7913 is none of fsdp2"):
-        repros.find_one("fsdp2", "7913")
+        repros.find_repro("fsdp2", "7913")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +289,10 @@ def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.M
     ],
 )
 def test_an_id_of_a_reproduction_is_no_pattern_of_checks(text: str, is_id: bool) -> None:
-    assert repros.looks_like_id(text) is is_id
+    assert repros.is_repro_id(text) is is_id
 
 
 def test_a_case_id_among_the_patterns_is_moved_to_the_release() -> None:
-    moved = history.request_on(Request((CASE.id, "training.*")), "deepspeed==2")
+    moved = history.request_for_engine(Request((CASE.id, "training.*")), "deepspeed==2")
     assert moved.patterns == ("training.grads[deepspeed==2-zero1-w2-fp32-mlp]", "training.*")
     assert moved.engines == ("deepspeed==2",)

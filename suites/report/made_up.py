@@ -8,10 +8,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from zharness.case import Case
-from zharness.checks import CHECKS
-from zharness.parity.ulps import EDGES
-from zharness.run.record import Record, Verdict, from_json
+from zharness.cell import Cell
+from zharness.laws import LAWS
+from zharness.parity.ulps import CLASS_LABELS
+from zharness.run.record import Record, Verdict, parse_record
 
 ENGINES = (("reference", "0.1.0"), ("deepspeed", "0.19.8"), ("fsdp2", "2.13.0+cpu"), ("ddp", "2.13.0+cpu"))
 SHAPE = (64, 96)
@@ -29,16 +29,16 @@ def records(count: int, bad: float = 0.02, seed: int = 0) -> list[Record]:
     return [made(case, version, chance, bad) for case, version in itertools.islice(cells(), count)]
 
 
-def cells() -> Iterator[tuple[Case, str]]:
+def cells() -> Iterator[tuple[Cell, str]]:
     """Cells without end, as several runs of a whole matrix would have them."""
     for seeded in itertools.count():
         for (engine, version), dtype, size in itertools.product(ENGINES, ("fp32", "bf16"), (2, 4)):
-            for stage, check in itertools.product(range(4), CHECKS.values()):
+            for stage, check in itertools.product(range(4), LAWS.values()):
                 for model in check.models[:2]:
-                    yield Case(check.name, engine, stage, size, dtype, model, f"s{seeded}" if seeded else ""), version
+                    yield Cell(check.name, engine, stage, size, dtype, model, f"s{seeded}" if seeded else ""), version
 
 
-def made(case: Case, version: str, chance: random.Random, bad: float) -> Record:
+def made(case: Cell, version: str, chance: random.Random, bad: float) -> Record:
     """One record, its outcome drawn."""
     drawn = chance.random()
     if drawn < bad:
@@ -51,10 +51,10 @@ def made(case: Case, version: str, chance: random.Random, bad: float) -> Record:
         line |= {"verdict": "crash", "cause": "rank 0 raised KeyError: 'x'", "excuse": "deepspeedai/DeepSpeed#7352"}
     elif drawn < bad + 0.14:
         line |= {"verdict": "contract", "cause": "it divides", "documented": "https://example.org/doc", "excuse": "doc"}
-    return from_json(json.dumps(line))
+    return parse_record(json.dumps(line))
 
 
-def failed(case: Case, version: str, chance: random.Random | None = None) -> Record:
+def failed(case: Cell, version: str, chance: random.Random | None = None) -> Record:
     """A record of a wrong number, with all the evidence that there can be."""
     divergence = {
         "step": 1, "part": "reduction", "parameter": "blocks.3.mlp.weight", "index": [17, 40], "owner": 1,
@@ -64,7 +64,7 @@ def failed(case: Case, version: str, chance: random.Random | None = None) -> Rec
     plain = Record(case, 0, Verdict.FAIL, version, "2.13.0+cpu", seconds=1.5, tier="S", ratio=1.2e6, cause=CAUSE)
     line = {**plain.as_json(), "smallest": 1.8e-7, "wrong_elements": 1, "elements": 6144, "undetermined": 3}
     evidence = exhibit(chance or random.Random(1))  # noqa: S311
-    return from_json(json.dumps({**line, "divergence": divergence, "evidence": evidence}))
+    return parse_record(json.dumps({**line, "divergence": divergence, "evidence": evidence}))
 
 
 def exhibit(chance: random.Random) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def exhibit(chance: random.Random) -> dict[str, Any]:
         "heat": {"rows": 16, "columns": 48, "block": [4, 2], "values": values},
         "shards": [{"rank": rank, "start": rank * 3120, "stop": min(6144, (rank + 1) * 3120)} for rank in (0, 1)],
         "ulps": {
-            "edges": EDGES,
-            "engine": [int(900 / (i + 1)) for i in range(len(EDGES) - 1)] + [2500],
-            "baseline": [3000, 2000, 800, 200, 40] + [0] * (len(EDGES) - 5),
+            "edges": CLASS_LABELS,
+            "engine": [int(900 / (i + 1)) for i in range(len(CLASS_LABELS) - 1)] + [2500],
+            "baseline": [3000, 2000, 800, 200, 40] + [0] * (len(CLASS_LABELS) - 5),
         },
         "layers": [
             {"name": name, "ratio": round(0.1 + chance.random() * 0.4, 3) if i < 11 else round(900.0 * i, 1)}

@@ -16,8 +16,8 @@ import pytest
 
 from suites.report.browsers import ARGUMENTS, browser, missing, must_be_there
 from suites.report.made_up import CAUSE, failed, records
-from zharness.case import Case
-from zharness.report.comparison import compare
+from zharness.cell import Cell
+from zharness.report.comparison import compare_runs
 from zharness.report.page import write_page
 from zharness.run import Record, Verdict
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(bool(missing()) and not must_be_there(), reason=missing() or "there is a browser")
 
-BROKEN = Case("training.grads", "reference", 0, 2, "fp32", "mlp")
-HOSTILE = Case("training.no_sync", "reference", 0, 2, "fp32", "mlp")
+BROKEN = Cell("training.grads", "reference", 0, 2, "fp32", "mlp")
+HOSTILE = Cell("training.no_sync", "reference", 0, 2, "fp32", "mlp")
 MARKUP = "<img src=x onerror=document.title='broken'> </script>"
 PATIENCE = 60_000  # milliseconds until what does not come is a failure: other tests may keep every core busy
 Opened = Callable[..., "Page"]
@@ -36,14 +36,16 @@ Opened = Callable[..., "Page"]
 def cells() -> list[Record]:
     """One failing cell with evidence, one whose cause is markup, the others passing."""
     made = [mended(each) for each in records(320, bad=0.0)]
-    hostile = Record(HOSTILE, 0, Verdict.CRASH, "0.1.0", "2.13.0", cause=MARKUP, excuse="deepspeedai/DeepSpeed#7352")
-    told = {each.case: each for each in [*made, failed(BROKEN, "0.1.0"), hostile]}
+    hostile = Record(
+        HOSTILE, 0, Verdict.CRASH, "0.1.0", "2.13.0", cause=MARKUP, expected_failure="deepspeedai/DeepSpeed#7352"
+    )
+    told = {each.cell: each for each in [*made, failed(BROKEN, "0.1.0"), hostile]}
     return list(told.values())
 
 
 def mended(record: Record) -> Record:
     """The record as it would be if its law held."""
-    return replace(record, verdict=Verdict.PASS, cause="", excuse="") if record.verdict.broken else record
+    return replace(record, verdict=Verdict.PASS, cause="", excuse="") if record.verdict.is_broken else record
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     write_page(cells(), 1.0, folder / "one.html", skipped=["r.jsonl, line 3: not a record"])
     before = [mended(each) for each in cells()][:-1]
-    write_page(cells(), 1.0, folder / "two.html", comparison=compare(before, cells()))
+    write_page(cells(), 1.0, folder / "two.html", comparison=compare_runs(before, cells()))
     return folder
 
 
@@ -74,7 +76,7 @@ def opened(chromium: Browser, pages: Path) -> Iterator[Opened]:
     said: list[str] = []
     asked: list[str] = []
 
-    def open_(name: str = "one.html", cell: Case | str = "") -> Page:
+    def open_(name: str = "one.html", cell: Cell | str = "") -> Page:
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: said.append(message.text))

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from suites.report.made_up import failed
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.cli import cli
 from zharness.errors import UsageError
-from zharness.report.comparison import Turn, compare, text
-from zharness.report.reading import read
-from zharness.run.record import Record, Verdict, record_file
+from zharness.report.comparison import DifferenceKind, compare_runs, render_comparison
+from zharness.run.record import Record, Verdict, open_record_file
+from zharness.run.record_reader import load_records
 
-CASE = Case("training.grads", "deepspeed", 3, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "deepspeed", 3, 2, "fp32", "mlp")
 PASSED = Record(CASE, 0, Verdict.PASS, "0.18.8", "2.13.0")
 
 
@@ -26,37 +26,39 @@ def at(stage: int, verdict: Verdict = Verdict.PASS, cause: str = "", engine: str
     return replace(PASSED, case=replace(CASE, stage=stage, engine=engine), verdict=verdict, cause=cause)
 
 
-def turns(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Turn, int]]:
-    return [(each.turn, each.told.case.stage) for each in compare(before, after).differences]
+def turns(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[DifferenceKind, int]]:
+    return [(each.kind, each.latest_record.cell.stage) for each in compare_runs(before, after).differences]
 
 
 def test_what_differs_is_told_the_worst_first() -> None:
     before = [at(0), at(1, Verdict.FAIL), at(2), at(3, Verdict.UNSUPPORTED), at(5, Verdict.UNSUPPORTED), at(6)]
     after = [at(4), at(7, Verdict.HANG), at(3), at(5, Verdict.CRASH), at(1), at(0, Verdict.FAIL), at(6)]
     assert turns(before, after) == [
-        (Turn.BROKEN, 0),
-        (Turn.FAILURE, 7),
-        (Turn.FAILURE, 5),
-        (Turn.HOLDS, 3),
-        (Turn.HOLDS, 1),
-        (Turn.GONE, 2),
-        (Turn.NEW, 4),
+        (DifferenceKind.NEWLY_BROKEN, 0),
+        (DifferenceKind.NEW_FAILURE, 7),
+        (DifferenceKind.NEW_FAILURE, 5),
+        (DifferenceKind.NEWLY_HOLDING, 3),
+        (DifferenceKind.NEWLY_HOLDING, 1),
+        (DifferenceKind.REMOVED, 2),
+        (DifferenceKind.ADDED, 4),
     ]
 
 
 def test_one_release_in_each_run_is_the_same_engine_and_several_are_not() -> None:
     old, new = at(0, engine="deepspeed==0.18.8"), at(0, Verdict.FAIL, engine="deepspeed==0.19.8")
-    assert turns([old], [new]) == [(Turn.BROKEN, 0)]
-    assert turns([old, new], [old, replace(new, verdict=Verdict.PASS)]) == [(Turn.HOLDS, 0)]
+    assert turns([old], [new]) == [(DifferenceKind.NEWLY_BROKEN, 0)]
+    assert turns([old, new], [old, replace(new, verdict=Verdict.PASS)]) == [(DifferenceKind.NEWLY_HOLDING, 0)]
 
 
 def test_runs_that_share_no_cell_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to compare: of 1 cells before and 1 now none is the same"):
-        compare([at(0)], [at(1)])
+        compare_runs([at(0)], [at(1)])
 
 
 def test_the_terminal_tells_both_sides_and_counts_what_is_many() -> None:
-    words = text(compare([at(stage) for stage in range(10)], [at(stage, Verdict.FAIL, "wrong") for stage in range(10)]))
+    words = render_comparison(
+        compare_runs([at(stage) for stage in range(10)], [at(stage, Verdict.FAIL, "wrong") for stage in range(10)])
+    )
     assert words.startswith("NEWLY BROKEN 10\n  training.grads[deepspeed-zero0-w2-fp32-mlp]\n    0.18.8: pass\n")
     assert "    0.18.8: fail: wrong\n    again: zharness check 'training.grads[deepspeed-zero0-w2-fp32-mlp]'" in words
     assert words.count("again:") == 8
@@ -65,7 +67,7 @@ def test_the_terminal_tells_both_sides_and_counts_what_is_many() -> None:
 
 
 def written(path: Path, records: Sequence[Record]) -> Path:
-    with record_file(path) as file:
+    with open_record_file(path) as file:
         for record in records:
             file.add(record)
     return path
@@ -81,13 +83,13 @@ def test_a_broken_line_is_skipped_with_its_number_and_counted_in_the_terminal_an
     assert done.output.endswith("exit code 2: every record is as expected, but 4 lines could not be read\n")
     for number in (2, 3, 4, 5):
         assert f"SKIPPED {path}, line {number}: " in done.output
-    found = read([path])
+    found = load_records([path])
     assert len(found.records) == 2
-    assert len(found.skipped) == 4
+    assert len(found.skipped_lines) == 4
     assert (tmp_path / "p.html").exists()
 
 
-EVIDENCE = failed(at(0).case, "1.0").as_json()["evidence"]
+EVIDENCE = failed(at(0).cell, "1.0").as_json()["evidence"]
 WRONG = [
     ("cause", ["x"]),
     ("seconds", "1"),
@@ -109,18 +111,18 @@ def test_a_line_whose_values_are_of_another_type_is_skipped_as_one_that_is_none(
     path = written(tmp_path / "r.jsonl", [at(0), at(1)])
     good, other = path.read_text().splitlines()
     path.write_text(f"{good}\n{json.dumps({**json.loads(other), key: value})}\n")
-    found = read([path])
+    found = load_records([path])
     assert len(found.records) == 1
-    assert "line 2: not a zharness record" in found.skipped[0]
+    assert "line 2: not a zharness record" in found.skipped_lines[0]
 
 
 def test_a_file_without_any_record_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     (tmp_path / "other").write_text("not\nours\n")
     with pytest.raises(UsageError, match=r"no record in .*empty; records are what"):
-        read([tmp_path / "empty"])
+        load_records([tmp_path / "empty"])
     with pytest.raises(UsageError, match=r"the first line that is none: .*other, line 1"):
-        read([tmp_path / "other"])
+        load_records([tmp_path / "other"])
 
 
 def test_the_command_tells_first_what_changed(tmp_path: Path) -> None:

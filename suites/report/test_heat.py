@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from zharness.case import Case
-from zharness.parity.exhibit import Exhibit, heat
-from zharness.report.heat import CHARACTERS, heat_map
-from zharness.report.words import failures
+from zharness.cell import Cell
+from zharness.parity.mismatch_report import MismatchReport, build_heat_map
+from zharness.report.failures import render_failures
+from zharness.report.heat_map import RATIO_CHARACTERS, render_heat_map
 from zharness.run import Record, Verdict
 
 
-def evidence(ratio: torch.Tensor, ranks: int = 2) -> Exhibit:
+def evidence(ratio: torch.Tensor, ranks: int = 2) -> MismatchReport:
     """Of a parameter that lies in ``ranks`` shards of one size."""
     each = math.ceil(ratio.numel() / ranks)
     starts = enumerate(range(0, ratio.numel(), each))
@@ -23,7 +23,7 @@ def evidence(ratio: torch.Tensor, ranks: int = 2) -> Exhibit:
         "part": "reduction",
         "step": 0,
         "shape": list(ratio.shape),
-        "heat": heat(ratio.double()),
+        "heat": build_heat_map(ratio.double()),
         "shards": [{"rank": rank, "start": at, "stop": min(at + each, ratio.numel())} for rank, at in starts],
         "ulps": None,
         "layers": None,
@@ -34,7 +34,7 @@ def evidence(ratio: torch.Tensor, ranks: int = 2) -> Exhibit:
 def test_a_wrong_shard_stands_on_the_lines_of_its_rank() -> None:
     ratio = torch.zeros(16, 12)
     ratio[8:] = 560.0
-    assert heat_map(evidence(ratio)) == [
+    assert render_heat_map(evidence(ratio)) == [
         "error / bound, first.weight (16 x 12), 4 x 1 a character:",
         "  rank 0 |            |",
         "  rank 0 |            |",
@@ -46,28 +46,28 @@ def test_a_wrong_shard_stands_on_the_lines_of_its_rank() -> None:
 
 def test_every_level_has_its_character_and_a_bar_parts_the_shards_of_a_row() -> None:
     levels = [0.0, 0.5, 2.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, math.inf]
-    line = heat_map(evidence(torch.tensor(levels)))[1]
-    assert line == f"  rank 0-1 |{CHARACTERS[:5]}|{CHARACTERS[5:]}|"
+    line = render_heat_map(evidence(torch.tensor(levels)))[1]
+    assert line == f"  rank 0-1 |{RATIO_CHARACTERS[:5]}|{RATIO_CHARACTERS[5:]}|"
 
 
 @pytest.mark.parametrize("shape", [(2,), (100_003,), (3, 5), (999, 7), (64, 3, 5, 5), (1, 4096)])
 @pytest.mark.parametrize("ranks", [1, 2, 256])
 def test_a_map_of_anything_is_eight_lines_of_sixty_columns_at_most(shape: tuple[int, ...], ranks: int) -> None:
-    lines = heat_map(evidence(torch.full(shape, 2.0), ranks))
+    lines = render_heat_map(evidence(torch.full(shape, 2.0), ranks))
     assert 3 <= len(lines) <= 8
     assert max(map(len, lines[1:])) <= 60
 
 
 def test_a_single_number_has_no_map_and_neither_has_a_cell_without_evidence() -> None:
-    assert heat_map(evidence(torch.tensor(2.0))) == []
-    assert heat_map(evidence(torch.tensor([2.0]))) == []
-    assert heat_map(None) == []
+    assert render_heat_map(evidence(torch.tensor(2.0))) == []
+    assert render_heat_map(evidence(torch.tensor([2.0]))) == []
+    assert render_heat_map(None) == []
 
 
 def test_it_stands_below_the_words_of_a_failing_cell() -> None:
-    case = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+    case = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
     failed = Record(case, 0, Verdict.FAIL, "1.0", "2.13.0", cause="wrong", evidence=evidence(torch.full((4, 4), 2.0)))
-    lines = failures([failed]).splitlines()
+    lines = render_failures([failed]).splitlines()
     assert lines[1:3] == ["  wrong", "  error / bound, first.weight (4 x 4), 1 x 1 a character:"]
     assert "::::" in lines[3]
     assert lines[-1].startswith("  again: ")

@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 from zharness import step_summary
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.cli import cli
 from zharness.errors import UsageError
 from zharness.report import page
-from zharness.report.junit import KINDS
-from zharness.report.matrix import ORDER
+from zharness.report.junit import JUNIT_TAGS
+from zharness.report.matrix import OUTCOME_ORDER
 from zharness.report.outputs import Outputs
 from zharness.run import Record, Verdict
 
-CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
 PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)
 FAILED = replace(PASSED, verdict=Verdict.FAIL, cause="a wrong\nnumber \x00 & <more>", details="rank 0 said")
 EXCUSED = replace(FAILED, verdict=Verdict.CRASH, excuse="upstream#1")
@@ -30,7 +30,7 @@ STALE = replace(PASSED, stale="delete it")
 
 def test_the_xml_has_a_test_case_for_each_cell_as_pytest_spells_it(tmp_path: Path) -> None:
     path = tmp_path / "junit.xml"
-    Outputs(junitxml=path).write([PASSED, FAILED, EXCUSED, ERROR, UNSUPPORTED, STALE], 2.5)
+    Outputs(junitxml=path).write_reports([PASSED, FAILED, EXCUSED, ERROR, UNSUPPORTED, STALE], 2.5)
     (suite,) = ElementTree.parse(path).getroot()  # noqa: S314 - written a line above
     assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")} == {
         "tests": "6",
@@ -56,7 +56,7 @@ def test_the_xml_has_a_test_case_for_each_cell_as_pytest_spells_it(tmp_path: Pat
 
 
 def test_every_outcome_but_a_pass_has_its_element() -> None:
-    assert KINDS.keys() == set(ORDER) - {"pass"}
+    assert JUNIT_TAGS.keys() == set(OUTCOME_ORDER) - {"pass"}
 
 
 @pytest.mark.parametrize("option", ["--html", "--junitxml"])
@@ -68,8 +68,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(option: str)
 def test_a_step_summary_is_appended_where_the_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n")
-    monkeypatch.setenv(step_summary.VARIABLE, str(path))
-    Outputs().write([PASSED, FAILED], 2.5)
+    monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
+    Outputs().write_reports([PASSED, FAILED], 2.5)
     text = path.read_text()
     assert text.startswith("before\n## zharness\n\n2 cells in 2.5 s: 1 fail, 1 pass\n")
     assert "reference 1.0\n\n| check" in text
@@ -79,11 +79,11 @@ def test_a_step_summary_is_appended_where_the_variable_is_set(tmp_path: Path, mo
 
 def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.md"
-    monkeypatch.setenv(step_summary.VARIABLE, str(path))
+    monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
     for _ in range(3):
-        step_summary.append("title", "ü" * 70 + "\n", "line of text\n" * 50_000)
-    assert path.stat().st_size <= step_summary.LIMIT
-    assert path.read_text().endswith(step_summary.CUT), "and it is whole UTF-8"
+        step_summary.append_section("title", "ü" * 70 + "\n", "line of text\n" * 50_000)
+    assert path.stat().st_size <= step_summary.MAX_SUMMARY_BYTES
+    assert path.read_text().endswith(step_summary.TRUNCATION_NOTICE), "and it is whole UTF-8"
 
 
 @pytest.mark.parametrize(
@@ -92,30 +92,30 @@ def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypa
         ("text\n" * 99, "text"),
         ("````\n" + "```\n" * 99, "```\n````"),
         ("```\na\n```\n" + "b\n" * 99, "b"),
-        (step_summary.folded("heading", "a\n" * 99), "a\n```\n\n</details>"),
-        (step_summary.folded("heading", "a") + "\n" + "b\n" * 99, "b"),
+        (step_summary.render_details("heading", "a\n" * 99), "a\n```\n\n</details>"),
+        (step_summary.render_details("heading", "a") + "\n" + "b\n" * 99, "b"),
     ],
     ids=["no block", "an open block", "a closed block", "what a click opens", "and what it has opened"],
 )
 def test_what_is_cut_ends_the_block_that_is_open_and_opens_none(text: str, end: str) -> None:
-    kept = step_summary.fitted(text, 200)
+    kept = step_summary.truncate_markdown(text, 200)
     assert len(kept) <= 200
-    assert kept.decode().endswith(f"\n{end}{step_summary.CUT}")
+    assert kept.decode().endswith(f"\n{end}{step_summary.TRUNCATION_NOTICE}")
 
 
 def test_a_page_without_jinja2_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="the page needs jinja2"):
-        Outputs(html=tmp_path / "page.html").check_writable()
+        Outputs(html=tmp_path / "page.html").require_writable()
 
 
 def test_a_step_summary_that_cannot_be_written_costs_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(step_summary.VARIABLE, "/no/such/place/summary.md")
-    Outputs().write([PASSED], 1.0)
+    monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, "/no/such/place/summary.md")
+    Outputs().write_reports([PASSED], 1.0)
     assert "cannot append to GITHUB_STEP_SUMMARY='/no/such/place/summary.md'" in capsys.readouterr().err
 
 
 def test_a_block_is_fenced_by_more_backticks_than_it_has() -> None:
-    assert step_summary.block("a ```` b").startswith("`````\n")
+    assert step_summary.render_code_block("a ```` b").startswith("`````\n")

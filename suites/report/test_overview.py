@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.cli import cli
-from zharness.report.overview import contracts, letter, overview
-from zharness.run.record import Record, Verdict, record_file
+from zharness.report.overview import outcome_letter, render_contracts, render_overview
+from zharness.run.record import Record, Verdict, open_record_file
 
-CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
 PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")
 UNSUPPORTED = replace(PASSED, case=replace(CASE, model="conv"), verdict=Verdict.UNSUPPORTED, cause="not claimed")
 FAILED = replace(PASSED, case=replace(CASE, stage=0), verdict=Verdict.FAIL, cause="a wrong number")
@@ -37,25 +37,25 @@ FAILED = replace(PASSED, case=replace(CASE, stage=0), verdict=Verdict.FAIL, caus
 def test_a_letter_tells_the_gravest_outcome_and_whether_all_cells_were_run(
     outcomes: tuple[str, ...], expected: str
 ) -> None:
-    assert letter(outcomes) == expected
+    assert outcome_letter(outcomes) == expected
 
 
 def test_every_letter_is_explained() -> None:
-    explained = overview([PASSED]).rpartition("\n\n")[2]
+    explained = render_overview([PASSED]).rpartition("\n\n")[2]
     assert all(f"{mark}  " in explained for mark in ".:cx-FSUE")
     assert "FINDINGS" not in explained, "a user's own excuses stand in no file of this project"
 
 
 def test_an_engine_is_a_column_with_a_letter_for_each_stage() -> None:
     other = replace(PASSED, case=replace(CASE, engine="fsdp2", stage=2))
-    table = overview([FAILED, PASSED, UNSUPPORTED, other])
+    table = render_overview([FAILED, PASSED, UNSUPPORTED, other])
     (row,) = (line for line in table.splitlines() if line.startswith("training.grads"))
     assert row.split() == ["training.grads", "F:", "."]
 
 
 def test_contracts_name_engine_laws_stages_and_address() -> None:
     differs = replace(PASSED, verdict=Verdict.CONTRACT, cause="it divides", documented="https://example.org/doc")
-    table = contracts([PASSED, differs])
+    table = render_contracts([PASSED, differs])
     assert table.splitlines()[2].split() == (
         ["|", "reference", "|", "training.grads", "|", "3", "|", "it", "divides", "|", "https://example.org/doc", "|"]
     )
@@ -63,7 +63,7 @@ def test_contracts_name_engine_laws_stages_and_address() -> None:
 
 def test_the_command_reads_files_and_its_exit_code_is_that_of_the_runs(tmp_path: Path) -> None:
     for name, records in (("good", [PASSED, UNSUPPORTED]), ("bad", [FAILED])):
-        with record_file(tmp_path / name) as file:
+        with open_record_file(tmp_path / name) as file:
             for record in records:
                 file.add(record)
 

@@ -20,14 +20,14 @@ import pytest
 
 from suites.report import browsers
 from zharness import engines
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.parity import Part
-from zharness.report.page import asset, page, write_page
-from zharness.report.page.columns import GLYPHS, MEANINGS, STEP
+from zharness.report.page import read_asset, render_page, write_page
+from zharness.report.page.columns import OUTCOME_GLYPHS, OUTCOME_MEANINGS, STEP_PARTS
 from zharness.run import Record, Verdict
 
-CASE = Case("training.grads", "reference", 3, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
 ROOT = Path(__file__).parents[2]
 VENDORED = {
     "d3.min.js": "f2094bbf6141b359722c4fe454eb6c4b0f0e42cc10cc7af921fc158fceb86539",
@@ -58,7 +58,7 @@ def test_the_page_holds_every_cell_and_nothing_in_a_record_can_become_markup(tmp
 
 
 def test_the_page_names_nothing_to_fetch_and_lets_its_own_scripts_alone_run() -> None:
-    text = page([Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")], 1.0)
+    text = render_page([Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")], 1.0)
     assert re.findall(r"""<(?:script|link|img|iframe|style)\b[^>]*\b(?:src|href)=["']?([^"'>]*)""", text) == ["data:,"]
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
     assert "default-src &#39;none&#39;" in policy
@@ -69,14 +69,14 @@ def test_the_page_names_nothing_to_fetch_and_lets_its_own_scripts_alone_run() ->
 
 @pytest.mark.parametrize("name", VENDORED)
 def test_the_libraries_inside_are_as_published_and_carry_their_licence(name: str) -> None:
-    assert hashlib.sha256(asset(f"vendor/{name}").encode()).hexdigest() == VENDORED[name]
-    assert "Permission to use, copy, modify" in asset(f"vendor/{name.split('.')[0]}.LICENSE")
+    assert hashlib.sha256(read_asset(f"vendor/{name}").encode()).hexdigest() == VENDORED[name]
+    assert "Permission to use, copy, modify" in read_asset(f"vendor/{name.split('.')[0]}.LICENSE")
 
 
 def test_every_part_of_a_step_and_every_outcome_has_its_place_and_its_own_sign() -> None:
-    assert {part.value for part in Part} < set(STEP)
-    assert GLYPHS.keys() == MEANINGS.keys()
-    assert len(set(GLYPHS.values())) == len(GLYPHS)
+    assert {part.value for part in Part} < set(STEP_PARTS)
+    assert OUTCOME_GLYPHS.keys() == OUTCOME_MEANINGS.keys()
+    assert len(set(OUTCOME_GLYPHS.values())) == len(OUTCOME_GLYPHS)
 
 
 def test_a_page_that_cannot_be_written_is_one_clear_sentence() -> None:
@@ -116,9 +116,9 @@ def test_an_engine_of_another_package_is_found_by_its_entry_point(
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[zharness.engines]\nmine = zharness.engines.plain:factory\n")
-    assert "mine" not in engines.registered()
+    assert "mine" not in engines.registered_engines()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert engines.registered()["mine"].target == "zharness.engines.plain:factory"
+    assert engines.registered_engines()["mine"].target == "zharness.engines.plain:factory"
     assert engines.info("mine").version() == "1.0"
 
 

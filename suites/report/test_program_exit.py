@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zharness.report.programs import exit_code
-from zharness.run.programs import Outcome
+from zharness.run.program_commands import programs_exit_code
+from zharness.run.program_runner import ProgramOutcome
 from zharness.run.record import Verdict
 
 
@@ -19,4 +19,4 @@ from zharness.run.record import Verdict
     ],
 )
 def test_only_programs_that_all_pass_end_with_0(verdicts: tuple[Verdict, ...], code: int) -> None:
-    assert exit_code([Outcome(verdict) for verdict in verdicts]) == code
+    assert programs_exit_code([ProgramOutcome(verdict) for verdict in verdicts]) == code

@@ -15,14 +15,14 @@ import pytest
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay, repro_runs, repro_table
 from zharness.releases import repros as repro
-from zharness.releases.place import Place
+from zharness.releases.release_environment import ReleaseEnvironment
 from zharness.releases.repro_items import ReproFile
-from zharness.releases.repro_runs import Run, chosen
-from zharness.releases.repros import ReproResult, Verdict
-from zharness.run.record import record_file
+from zharness.releases.repro_runs import ReproRun, select_runs
+from zharness.releases.repros import ReproResult, ReproVerdict
+from zharness.run.record import open_record_file
 
 ROOT = Path(__file__).parents[2]
-HERE = Place("0.19.8")
+HERE = ReleaseEnvironment("0.19.8")
 HEADER = '''"""A made-up bug.
 
 id: 1
@@ -43,7 +43,7 @@ ok: repro: nothing wrong OK.
 def script(folder: Path, body: str = "", header: str = HEADER) -> repro.Repro:
     path = folder / "deepspeed_1_made_up.py"
     path.write_text(header + body)
-    return repro.parse(path)
+    return repro.parse_repro(path)
 
 
 def alive(pid: int) -> bool:
@@ -52,21 +52,21 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def result(made_up: repro.Repro, release: str, verdict: Verdict, evidence: str = "told") -> ReproResult:
-    return repro.blank(made_up, f"deepspeed=={release}", release, verdict, evidence)
+def result(made_up: repro.Repro, release: str, verdict: ReproVerdict, evidence: str = "told") -> ReproResult:
+    return repro.build_result(made_up, f"deepspeed=={release}", release, verdict, evidence)
 
 
 def test_each_side_of_a_bug_shows_what_its_header_says() -> None:
-    runs = chosen(("#7913",), False, ())
-    assert [run.text for run in runs] == ["deepspeed", "deepspeed==0.18.8"]
-    gone, before = repro_runs.results(runs)
-    assert gone.verdict is Verdict.NOT_REPRODUCED, gone.output
+    runs = select_runs(("#7913",), False, ())
+    assert [run.engine for run in runs] == ["deepspeed", "deepspeed==0.18.8"]
+    gone, before = repro_runs.run_repros(runs)
+    assert gone.verdict is ReproVerdict.NOT_REPRODUCED, gone.output
     assert gone.evidence == "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."
-    assert before.verdict is Verdict.REPRODUCED, before.output
+    assert before.verdict is ReproVerdict.REPRODUCED, before.output
     assert "must override the setup_context staticmethod" in before.evidence
     assert before.release == "0.18.8"
     assert repro_table.exit_code([gone, before]) == 0
-    assert [run.text for run in chosen(("7352",), False, ())] == ["deepspeed"]
+    assert [run.engine for run in select_runs(("7352",), False, ())] == ["deepspeed"]
 
 
 OTHERWISE = {
@@ -79,18 +79,18 @@ def test_a_script_that_ends_otherwise_is_no_reproduction(tmp_path: Path) -> None
     runs = []
     for number, body in enumerate(OTHERWISE):
         (tmp_path / str(number)).mkdir()
-        runs.append(Run(script(tmp_path / str(number), body), "deepspeed"))
-    found = repro_runs.results(runs)
+        runs.append(ReproRun(script(tmp_path / str(number), body), "deepspeed"))
+    found = repro_runs.run_repros(runs)
     for one, evidence in zip(found, OTHERWISE.values(), strict=True):
-        assert one.verdict is Verdict.FAILED_OTHERWISE, one.output
+        assert one.verdict is ReproVerdict.FAILED_OTHERWISE, one.output
         assert evidence in one.evidence
-        assert not one.as_expected
+        assert not one.is_expected
     assert repro_table.exit_code(found) == 3
 
 
 def test_a_script_past_its_deadline_is_no_reproduction(tmp_path: Path) -> None:
-    found = repro.run(script(tmp_path, "import signal\nsignal.pause()"), "deepspeed", HERE, seconds=0.1)
-    assert found.verdict is Verdict.FAILED_OTHERWISE
+    found = repro.run_repro(script(tmp_path, "import signal\nsignal.pause()"), "deepspeed", HERE, seconds=0.1)
+    assert found.verdict is ReproVerdict.FAILED_OTHERWISE
     assert found.evidence == "did not end within 0 s"
 
 
@@ -106,23 +106,23 @@ while True:
     signal.pause()
 """
     made_up = replace(script(tmp_path, body), ranks=2)
-    running = launch.Running()
+    running = launch.CommandGroup()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(repro.run, made_up, "deepspeed", HERE, 100.0, running)
+        future = pool.submit(repro.run_repro, made_up, "deepspeed", HERE, 100.0, running)
         ranks = os.open(told, os.O_RDWR)  # also to write, so that the first rank's end is not the end of the file
         pids = [int(os.read(ranks, 9)) for _ in range(2)]
-        running.end()
-        assert future.result().verdict is Verdict.FAILED_OTHERWISE
+        running.terminate()
+        assert future.result().verdict is ReproVerdict.FAILED_OTHERWISE
     assert not [pid for pid in pids if alive(pid)]
     with pytest.raises(KeyboardInterrupt):
-        repro.run(made_up, "deepspeed", HERE, 100.0, running)
+        repro.run_repro(made_up, "deepspeed", HERE, 100.0, running)
 
 
 def test_what_needs_cuda_is_not_run_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlay, "has_cuda", bool)
     made_up = script(tmp_path, header=HEADER.replace("ranks: 1", "ranks: 1\nneeds: cuda"))
-    found = repro.run(made_up, "deepspeed", HERE)
-    assert found.verdict is Verdict.UNSUPPORTED
+    found = repro.run_repro(made_up, "deepspeed", HERE)
+    assert found.verdict is ReproVerdict.UNSUPPORTED
     assert found.evidence == "needs CUDA, and there is none here"
     assert repro_table.exit_code([found]) == 0
 
@@ -133,47 +133,50 @@ def test_a_release_that_cannot_be_had_leaves_the_others_running(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
     made_up = script(tmp_path)
-    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", Verdict.NOT_REPRODUCED))
-    gone, here = repro_runs.results([Run(made_up, "deepspeed==0.18.8"), Run(made_up, "deepspeed")])
-    assert gone.verdict is Verdict.NOT_RUN
+    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
+    gone, here = repro_runs.run_repros([ReproRun(made_up, "deepspeed==0.18.8"), ReproRun(made_up, "deepspeed")])
+    assert gone.verdict is ReproVerdict.NOT_RUN
     assert "deepspeed==0.18.8 cannot be fetched" in gone.evidence
-    assert here.verdict is Verdict.NOT_REPRODUCED, here.output
+    assert here.verdict is ReproVerdict.NOT_REPRODUCED, here.output
     assert repro_table.exit_code([gone, here]) == 3
     with pytest.raises(UsageError, match=r"deepspeed==0\.18\.8 cannot be fetched"):
-        repro_runs.results([Run(made_up, "deepspeed==0.18.8")])
+        repro_runs.run_repros([ReproRun(made_up, "deepspeed==0.18.8")])
 
 
 def test_a_checkout_that_is_none_leaves_the_others_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = script(tmp_path)
-    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", Verdict.NOT_REPRODUCED))
+    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
     nowhere = f"deepspeed@{tmp_path}/nowhere"
-    gone, here = repro_runs.results([Run(made_up, nowhere), Run(made_up, "deepspeed")])
-    assert (gone.verdict, gone.release, gone.expected) == (Verdict.NOT_RUN, "@", None)
+    gone, here = repro_runs.run_repros([ReproRun(made_up, nowhere), ReproRun(made_up, "deepspeed")])
+    assert (gone.verdict, gone.release, gone.expected_verdict) == (ReproVerdict.NOT_RUN, "@", None)
     assert "expected a source checkout" in gone.evidence
     assert gone.command == f"zharness repro 1 --on {nowhere}"
-    assert here.verdict is Verdict.NOT_REPRODUCED
+    assert here.verdict is ReproVerdict.NOT_REPRODUCED
 
 
 def test_an_engine_that_is_not_installed_is_asked_for_again_by_its_name(tmp_path: Path) -> None:
-    gone = repro.blank(script(tmp_path), "deepspeed", "", Verdict.NOT_RUN, "told")
+    gone = repro.build_result(script(tmp_path), "deepspeed", "", ReproVerdict.NOT_RUN, "told")
     assert gone.command == "zharness repro 1 --on deepspeed"
 
 
 def test_the_releases_asked_for_take_the_place_of_the_headers(tmp_path: Path) -> None:
     on = ("deepspeed==0.19.0", "deepspeed", "deepspeed==0.19.0")
-    assert [run.text for run in chosen(("7913",), False, on)] == ["deepspeed==0.19.0", "deepspeed"]
-    assert {run.repro.engine for run in chosen((), True, on)} == {"deepspeed"}
+    assert [run.engine for run in select_runs(("7913",), False, on)] == ["deepspeed==0.19.0", "deepspeed"]
+    assert {run.repro.engine for run in select_runs((), True, on)} == {"deepspeed"}
     with pytest.raises(UsageError, match="reproduction 7913 is of deepspeed, not of fsdp2"):
-        chosen(("7913",), False, ("fsdp2",))
+        select_runs(("7913",), False, ("fsdp2",))
     with pytest.raises(UsageError, match="no reproduction was named"):
-        chosen((), False, on)
+        select_runs((), False, on)
 
 
 def test_a_table_in_markdown_has_a_row_for_each_bug(tmp_path: Path) -> None:
     linked = replace(script(tmp_path), reported="https://example.org/1", symptom="a|b")
-    shown, absent = result(linked, "0.18.8", Verdict.REPRODUCED), result(linked, "0.19.8", Verdict.NOT_REPRODUCED)
-    unable = result(linked, "0.1.0", Verdict.NOT_RUN)
-    row = repro_table.markdown([absent, shown, unable]).splitlines()[-1]
+    shown, absent = (
+        result(linked, "0.18.8", ReproVerdict.REPRODUCED),
+        result(linked, "0.19.8", ReproVerdict.NOT_REPRODUCED),
+    )
+    unable = result(linked, "0.1.0", ReproVerdict.NOT_RUN)
+    row = repro_table.render_markdown([absent, shown, unable]).splitlines()[-1]
     assert [cell.strip() for cell in row.split(" | ")] == [
         "| [1](https://example.org/1)",
         "a\\|b",
@@ -185,18 +188,18 @@ def test_a_table_in_markdown_has_a_row_for_each_bug(tmp_path: Path) -> None:
 
 def test_of_many_runs_the_table_explains_the_unexpected_alone(tmp_path: Path) -> None:
     made_up = script(tmp_path)
-    right = [result(made_up, "0.18.8", Verdict.REPRODUCED, "as always")] * repro_table.FEW
-    wrong = result(made_up, "0.19.8", Verdict.REPRODUCED, "back again")
-    told = repro_table.table([*right, wrong])
+    right = [result(made_up, "0.18.8", ReproVerdict.REPRODUCED, "as always")] * repro_table.MAX_PRINTED_RUNS
+    wrong = result(made_up, "0.19.8", ReproVerdict.REPRODUCED, "back again")
+    told = repro_table.render_repro_results([*right, wrong])
     assert "back again" in told
     assert "as always" not in told
-    assert "as always" in repro_table.table(right)
-    assert repro_table.summary([*right, wrong], 3.0) == "11 runs in 3.0 s: 11 reproduced; 1 not as expected"
+    assert "as always" in repro_table.render_repro_results(right)
+    assert repro_table.render_summary([*right, wrong], 3.0) == "11 runs in 3.0 s: 11 reproduced; 1 not as expected"
 
 
 def test_a_line_of_json_has_the_verdict_and_what_was_expected(tmp_path: Path) -> None:
-    with record_file(tmp_path / "runs.jsonl") as file:
-        file.add(result(script(tmp_path), "0.19.8", Verdict.REPRODUCED))
+    with open_record_file(tmp_path / "runs.jsonl") as file:
+        file.add(result(script(tmp_path), "0.19.8", ReproVerdict.REPRODUCED))
     (line,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
     assert (line["repro"], line["release"], line["verdict"]) == ("1", "0.19.8", "reproduced")
     assert (line["expected"], line["as_expected"]) == ("not reproduced", False)
@@ -222,18 +225,21 @@ def test_pytest_takes_the_releases_from_its_option(
 
 def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:
     made_up = script(tmp_path)
-    assert repro.judge(made_up, 1, f"x\n{repro.MARKER}the expected error!\ny")[0] is Verdict.REPRODUCED
-    assert repro.judge(made_up, 1, f"{repro.MARKER}another error\nthe expected error")[0] is Verdict.FAILED_OTHERWISE
-    assert repro.judge(made_up, 0, "repro: nothing wrong OK.")[0] is Verdict.NOT_REPRODUCED
-    assert repro.judge(made_up, 1, "repro: nothing wrong OK.")[0] is Verdict.FAILED_OTHERWISE
-    assert repro.judge(made_up, 0, "repro: nothing wrong OK. Or is there?")[0] is Verdict.FAILED_OTHERWISE
-    assert repro.judge(made_up, 0, "all is well") == (
-        Verdict.FAILED_OTHERWISE,
+    assert repro.judge_output(made_up, 1, f"x\n{repro.MARKER}the expected error!\ny")[0] is ReproVerdict.REPRODUCED
+    assert (
+        repro.judge_output(made_up, 1, f"{repro.MARKER}another error\nthe expected error")[0]
+        is ReproVerdict.FAILED_OTHERWISE
+    )
+    assert repro.judge_output(made_up, 0, "repro: nothing wrong OK.")[0] is ReproVerdict.NOT_REPRODUCED
+    assert repro.judge_output(made_up, 1, "repro: nothing wrong OK.")[0] is ReproVerdict.FAILED_OTHERWISE
+    assert repro.judge_output(made_up, 0, "repro: nothing wrong OK. Or is there?")[0] is ReproVerdict.FAILED_OTHERWISE
+    assert repro.judge_output(made_up, 0, "all is well") == (
+        ReproVerdict.FAILED_OTHERWISE,
         "all is well (the launcher ended with 0)",
     )
     no_module = "ModuleNotFoundError: No module named 'deepspeed'"
-    verdict, evidence = repro.judge(made_up, 1, f"Traceback\n{no_module}\nx.ChildFailedError: \n===")
-    assert verdict is Verdict.FAILED_OTHERWISE
+    verdict, evidence = repro.judge_output(made_up, 1, f"Traceback\n{no_module}\nx.ChildFailedError: \n===")
+    assert verdict is ReproVerdict.FAILED_OTHERWISE
     assert evidence.startswith(no_module)
 
 
@@ -241,24 +247,26 @@ def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:
     ("release", "expected"),
     [
         ("0.18.2", None),
-        ("0.18.3", Verdict.REPRODUCED),
-        ("0.19.5", Verdict.REPRODUCED),
-        ("0.19.6", Verdict.NOT_REPRODUCED),
-        ("0.19.10", Verdict.NOT_REPRODUCED),
-        ("1.0.0+cpu", Verdict.NOT_REPRODUCED),
+        ("0.18.3", ReproVerdict.REPRODUCED),
+        ("0.19.5", ReproVerdict.REPRODUCED),
+        ("0.19.6", ReproVerdict.NOT_REPRODUCED),
+        ("0.19.10", ReproVerdict.NOT_REPRODUCED),
+        ("1.0.0+cpu", ReproVerdict.NOT_REPRODUCED),
         ("0.18.3rc1", None),
         ("0.19.6rc1", None),
-        ("0.19.6.0", Verdict.NOT_REPRODUCED),
-        ("0.18.3.0", Verdict.REPRODUCED),
+        ("0.19.6.0", ReproVerdict.NOT_REPRODUCED),
+        ("0.18.3.0", ReproVerdict.REPRODUCED),
         ("", None),
     ],
 )
-def test_the_header_says_what_a_release_should_show(tmp_path: Path, release: str, expected: Verdict | None) -> None:
-    assert script(tmp_path).expected(release) is expected
+def test_the_header_says_what_a_release_should_show(
+    tmp_path: Path, release: str, expected: ReproVerdict | None
+) -> None:
+    assert script(tmp_path).expected_verdict(release) is expected
 
 
 def test_an_open_bug_is_expected_on_every_later_release() -> None:
-    assert repro.find("7352")[0].expected("99.0") is Verdict.REPRODUCED
+    assert repro.find_repros("7352")[0].expected_verdict("99.0") is ReproVerdict.REPRODUCED
 
 
 @pytest.mark.parametrize(
@@ -286,43 +294,43 @@ def test_another_torch_is_a_side_where_it_is_asked_for_or_in_the_cache(
         header = header.replace(line, instead)
     of_torch = script(tmp_path, header=header)
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
-    assert of_torch.sides() == ("fsdp2",)
+    assert of_torch.default_releases() == ("fsdp2",)
     monkeypatch.setattr(repro, "installed", lambda _: "0.9.1")
-    assert of_torch.sides() == ("fsdp2",), "neither side is here, and what is here is no side"
+    assert of_torch.default_releases() == ("fsdp2",), "neither side is here, and what is here is no side"
     monkeypatch.setattr(repro, "installed", lambda _: "0.9.0")
-    assert of_torch.sides() == ("fsdp2==0.9.0",), "the installed one is a side by its number"
+    assert of_torch.default_releases() == ("fsdp2==0.9.0",), "the installed one is a side by its number"
     monkeypatch.undo()
     monkeypatch.setattr(overlay, "holds", lambda *_: True)
-    assert of_torch.sides() == ("fsdp2", "fsdp2==0.9.0")
+    assert of_torch.default_releases() == ("fsdp2", "fsdp2==0.9.0")
 
 
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: .*7352.*7913"):
-        repro.find("1234")
+        repro.find_repros("1234")
 
 
 def test_several_scripts_of_one_issue_are_found_by_its_number(tmp_path: Path) -> None:
     for word in ("func", "autograd"):
         header = HEADER.replace("id: 1\n", f"id: 1-{word}\n")
         (tmp_path / f"deepspeed_1_{word}.py").write_text(header)
-    assert [found.id for found in repro.find("#1", tmp_path)] == ["1-autograd", "1-func"]
-    assert [found.id for found in repro.find("1-func", tmp_path)] == ["1-func"]
+    assert [found.id for found in repro.find_repros("#1", tmp_path)] == ["1-autograd", "1-func"]
+    assert [found.id for found in repro.find_repros("1-func", tmp_path)] == ["1-func"]
 
 
 def test_an_id_is_given_once(tmp_path: Path) -> None:
     (tmp_path / "ddp_1_made_up.py").write_text(HEADER.replace("engine: deepspeed", "engine: ddp"))
     script(tmp_path)
     with pytest.raises(UsageError, match="both have the id 1"):
-        repro.catalogue(tmp_path)
+        repro.load_catalogue(tmp_path)
 
 
 def test_a_package_without_its_checkout_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="part of a checkout"):
-        repro.catalogue(tmp_path)
+        repro.load_catalogue(tmp_path)
 
 
 def test_every_script_stands_alone() -> None:
-    for found in repro.catalogue():
+    for found in repro.load_catalogue():
         text = found.path.read_text()
         body = text.split('"""', maxsplit=2)[2]
         assert "zharness" not in text, f"{found.path.name} must run where only torch and {found.engine} are installed"

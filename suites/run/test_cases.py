@@ -12,27 +12,27 @@ from typing import Any
 import pytest
 
 from zharness import engines
-from zharness.case import Case
-from zharness.checks import CHECKS
-from zharness.checks.pairwise import rows
-from zharness.checks.play import reduced_by
+from zharness.cell import Cell
 from zharness.engines import Capabilities, Feature, Reduction
-from zharness.engines.options import laid_over
+from zharness.engines.options import merge_options
 from zharness.errors import UsageError
+from zharness.law_kit.pairwise import build_pairwise_rows
+from zharness.law_kit.scenarios import choose_exact_reduction
+from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
-from zharness.report import failures, matrix, summary
-from zharness.report.matrix import exit_code
-from zharness.report.reading import read
-from zharness.report.sensitivity import sensitivity
-from zharness.run import Planned, Record, Request, Verdict, plan
-from zharness.run.cell import Judgement
-from zharness.run.excuses import Excuse
-from zharness.run.plan import shuffled
-from zharness.run.record import from_json, record_file
-from zharness.run.runner import conclusion, excused, remedied, who_raised
+from zharness.report import render_failures, render_matrix, render_summary
+from zharness.report.matrix import records_exit_code
+from zharness.report.sensitivity import render_sensitivity
+from zharness.run import PlannedCell, Record, Request, Verdict, plan
+from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.observe_and_judge import Judgement
+from zharness.run.plan import shuffle_cells
+from zharness.run.record import open_record_file, parse_record
+from zharness.run.record_reader import load_records
+from zharness.run.runner import apply_expected_failure, apply_remedy, conclude_judgement, verdict_of_exception
 
-CASE = Case("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
+CASE = Cell("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
 
 
 def claims(engine: str, stage: int) -> Capabilities:
@@ -49,58 +49,58 @@ def record(verdict: Verdict = Verdict.PASS, **fields: object) -> Record:
     "case",
     [
         CASE,
-        Case("training.grads", "my_package.my_module:factory", 0, 16, "bf16", "exact"),
-        Case("torch_func.vmap_grad", "deepspeed==0.19.8", 3, 2, "fp32", "conv"),
-        Case("training.trajectory", "deepspeed==1.0+cpu", 3, 2, "fp32", "conv", "sgd", "tiny_buckets"),
+        Cell("training.grads", "my_package.my_module:factory", 0, 16, "bf16", "exact"),
+        Cell("torch_func.vmap_grad", "deepspeed==0.19.8", 3, 2, "fp32", "conv"),
+        Cell("training.trajectory", "deepspeed==1.0+cpu", 3, 2, "fp32", "conv", "sgd", "tiny_buckets"),
     ],
 )
-def test_a_case_is_read_back_from_its_id(case: Case) -> None:
-    assert Case.parse(case.id) == case
+def test_a_case_is_read_back_from_its_id(case: Cell) -> None:
+    assert Cell.parse(case.id) == case
 
 
 @pytest.mark.parametrize("text", ["", "training.grads", "training.grads[reference-w2-fp32-mlp]", "a[b]"])
 def test_what_is_no_id_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"not a case id.*for example"):
-        Case.parse(text)
+        Cell.parse(text)
 
 
 def test_the_seed_follows_from_the_case_and_is_shared_by_engines_and_stages() -> None:
-    assert CASE.seed() == Case.parse(CASE.id).seed()
+    assert CASE.seed() == Cell.parse(CASE.id).seed()
     assert replace(CASE, engine="ddp", stage=0).seed() == CASE.seed()
     assert len({CASE.seed(), CASE.seed(1), replace(CASE, model="conv").seed(), replace(CASE, world_size=4).seed()}) == 4
 
 
 def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() -> None:
     cells = plan(Request(), claims)
-    ours = [name for name, check in CHECKS.items() if check.models]  # the others are of anyone's model alone
-    assert {(cell.case.check, cell.case.stage) for cell in cells} == {(name, s) for name in ours for s in range(4)}
-    assert len({cell.case.id for cell in cells}) == len(cells)
+    ours = [name for name, check in LAWS.items() if check.models]  # the others are of anyone's model alone
+    assert {(cell.cell.law, cell.cell.stage) for cell in cells} == {(name, s) for name in ours for s in range(4)}
+    assert len({cell.cell.id for cell in cells}) == len(cells)
     unclaimed = {feature.value for stage in range(4) for feature in claims("reference", stage).refuses}
-    left_out = [cell for cell in cells if not any(feature in cell.unsupported for feature in unclaimed)]
-    assert not [cell for cell in left_out if cell.unsupported], "the reference engine claims the rest"
+    left_out = [cell for cell in cells if not any(feature in cell.unsupported_reason for feature in unclaimed)]
+    assert not [cell for cell in left_out if cell.unsupported_reason], "the reference engine claims the rest"
 
 
 def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
     cells = plan(Request(patterns=("state.universal",), engines=("ddp",)), claims)
     reason = claims("ddp", 0).refusal(Feature.UNIVERSAL_CHECKPOINT)
     assert reason
-    assert all(reason in cell.unsupported for cell in cells)
+    assert all(reason in cell.unsupported_reason for cell in cells)
 
 
 def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s_own_numbers() -> None:
-    def claimed(cell: Planned) -> bool:
-        return "does not claim" not in cell.unsupported
+    def claimed(cell: PlannedCell) -> bool:
+        return "does not claim" not in cell.unsupported_reason
 
     cells = plan(Request(patterns=("training",), engines=("deepspeed",), stages=(3,)), claims)
-    runs = {(cell.case.check, cell.case.model) for cell in cells if not cell.unsupported}
+    runs = {(cell.cell.law, cell.cell.model) for cell in cells if not cell.unsupported_reason}
     exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation", "config_invariance")}
     calibrated = {("training.kernels", "mlp"), ("training.kernels", "transformer")}
     own_numbers = ("optimizers", "sgd_step", "ranks_agree", "clip_and_norm", "looked_at")
     own = {(f"training.{name}", "mlp") for name in own_numbers}
     of_both = {(f"training.{name}", "transformer") for name in ("sgd_step", "clip_and_norm")}
     assert runs == exact | calibrated | own | of_both
-    left_out = [cell for cell in cells if cell.unsupported and claimed(cell)]
-    assert all("tier C in training.kernels" in cell.unsupported for cell in left_out)
+    left_out = [cell for cell in cells if cell.unsupported_reason and claimed(cell)]
+    assert all("tier C in training.kernels" in cell.unsupported_reason for cell in left_out)
 
 
 @pytest.mark.parametrize(("world_size", "runs"), [(2, True), (3, False), (4, True)])
@@ -111,17 +111,17 @@ def test_what_is_exact_by_the_sum_alone_is_not_judged_by_the_mean_over_three(wor
 
     request = Request(patterns=("double_backward.weight_penalty",), stages=(3,), world_sizes=(world_size,))
     cells = plan(request, mean_alone)
-    (reduced,) = (cell for cell in cells if cell.case.variant == "reduced")
-    assert (not reduced.unsupported) is runs
-    assert runs or "has no exact sum: it averages" in reduced.unsupported
-    assert not any(cell.unsupported for cell in plan(request, claims) if cell.case.variant == "reduced")
+    (reduced,) = (cell for cell in cells if cell.cell.variant == "reduced")
+    assert (not reduced.unsupported_reason) is runs
+    assert runs or "has no exact sum: it averages" in reduced.unsupported_reason
+    assert not any(cell.unsupported_reason for cell in plan(request, claims) if cell.cell.variant == "reduced")
 
 
 def test_another_order_has_the_same_cells_and_follows_from_its_seed() -> None:
     cells = plan(Request(patterns=("training",)), claims)
-    assert shuffled(cells, 1) == shuffled(cells, 1)
-    assert shuffled(cells, 1) != shuffled(cells, 2)
-    assert set(shuffled(cells, 1)) == set(cells)
+    assert shuffle_cells(cells, 1) == shuffle_cells(cells, 1)
+    assert shuffle_cells(cells, 1) != shuffle_cells(cells, 2)
+    assert set(shuffle_cells(cells, 1)) == set(cells)
 
 
 def test_tests_are_run_in_another_order_where_one_is_asked_for() -> None:
@@ -137,23 +137,25 @@ def test_tests_are_run_in_another_order_where_one_is_asked_for() -> None:
 
 def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
     (cell,) = plan(Request(patterns=(CASE.id,)), claims)
-    assert cell.case == CASE
+    assert cell.cell == CASE
     with pytest.raises(UsageError, match="unknown variant"):
         plan(Request(patterns=(replace(CASE, variant="lion").id,)), claims)
     with pytest.raises(UsageError, match="unknown model for"):
-        plan(Request(patterns=(Case("torch_func.grad", "reference", 0, 2, "fp32", "transformer").id,)), claims)
+        plan(Request(patterns=(Cell("torch_func.grad", "reference", 0, 2, "fp32", "transformer").id,)), claims)
     with pytest.raises(UsageError, match="stage of engine 'ddp'"):
         plan(Request(patterns=(replace(CASE, engine="ddp").id,)), claims)
 
 
 def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     cells = plan(Request(patterns=("training.grads",), engines=("ddp",), dtypes=("bf16",)), claims)
-    assert all("claims fp32 only" in cell.unsupported for cell in cells)
+    assert all("claims fp32 only" in cell.unsupported_reason for cell in cells)
 
     def generous(engine: str, stage: int) -> Capabilities:
         return Capabilities(stages=frozenset(range(4)), dtypes=frozenset({"fp32", "bf16"}))
 
-    assert not any(cell.unsupported for cell in plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous))
+    assert not any(
+        cell.unsupported_reason for cell in plan(Request(patterns=("training.grads",), dtypes=("bf16",)), generous)
+    )
 
 
 def test_no_cell_is_run_of_an_engine_that_this_torch_cannot_build() -> None:
@@ -161,21 +163,21 @@ def test_no_cell_is_run_of_an_engine_that_this_torch_cannot_build() -> None:
         return replace(claims(engine, stage), absent="torch 2.4.1 has no public fully_shard; take torch 2.6 or newer")
 
     cells = plan(Request(patterns=("training", "state")), absent)
-    assert {cell.unsupported for cell in cells} == {
+    assert {cell.unsupported_reason for cell in cells} == {
         "reference cannot be built: torch 2.4.1 has no public fully_shard; take torch 2.6 or newer"
     }
 
 
 def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
     cells = plan(Request(patterns=("precision",), dtypes=("fp32", "bf16")), claims)
-    assert {cell.case.dtype for cell in cells if not cell.unsupported} == {"fp32"}
-    assert any("stated for fp32 only" in cell.unsupported for cell in cells)
+    assert {cell.cell.dtype for cell in cells if not cell.unsupported_reason} == {"fp32"}
+    assert any("stated for fp32 only" in cell.unsupported_reason for cell in cells)
 
 
 def test_a_backward_that_cannot_be_scaled_is_unsupported_where_the_loss_has_to_be() -> None:
     check = "double_backward.retained_then_zero_grad"
     cells = plan(Request(patterns=(check,), dtypes=("bf16", "fp16"), models=("mlp",)), claims)
-    refused = {(cell.case.dtype, cell.case.variant) for cell in cells if cell.unsupported}
+    refused = {(cell.cell.dtype, cell.cell.variant) for cell in cells if cell.unsupported_reason}
     assert refused == {("fp16", "tensor")}
 
 
@@ -184,21 +186,21 @@ def test_a_variant_of_the_engine_is_planned_where_the_engine_names_it() -> None:
         return replace(claims(engine, 3), variants={"prefetch": {"depth": 2}} if stage == 3 else {})
 
     cells = plan(Request(("training.grads",), models=("mlp",), engine_variant="prefetch"), named)
-    assert [cell.case.id for cell in cells if not cell.unsupported] == [
+    assert [cell.cell.id for cell in cells if not cell.unsupported_reason] == [
         "training.grads[reference{prefetch}-zero3-w2-fp32-mlp]"
     ]
-    assert "reference has no variant prefetch at stage 0" in cells[0].unsupported
+    assert "reference has no variant prefetch at stage 0" in cells[0].unsupported_reason
     with pytest.raises(UsageError, match=r"unknown variant of engine 'reference' 'nothing'; allowed: prefetch"):
         plan(Request(engine_variant="nothing"), named)
 
 
 def test_two_variants_that_can_be_had_together_meet_in_some_row() -> None:
     variants = {"a": {"s": {"x": 1}}, "b": {"s": {"x": 2}}, "c": {"s": {"y": 1}}, "d": {"t": 1}}
-    found = list(rows(variants))
+    found = list(build_pairwise_rows(variants))
     for one, other in ("ac", "ad", "bc", "bd", "cd"):
-        together = laid_over(variants[one], variants[other])
-        assert any(laid_over(row, together) == row for row in found), (one, other)
-    assert not list(rows({}))
+        together = merge_options(variants[one], variants[other])
+        assert any(merge_options(row, together) == row for row in found), (one, other)
+    assert not list(build_pairwise_rows({}))
 
 
 def test_a_request_that_leaves_no_cell_is_refused() -> None:
@@ -221,13 +223,13 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
         notes=("why",),
         divergence=MISMATCH,
         modules="first in forward order: first",
-        cause=MISMATCH.words(),
+        cause=MISMATCH.describe(),
         seconds=1.5,
     )
-    with record_file(tmp_path / "r.jsonl") as file:
+    with open_record_file(tmp_path / "r.jsonl") as file:
         file.add(written)
         assert not (tmp_path / "r.jsonl").exists(), "it takes its name when it is whole"
-    (found,) = read([tmp_path / "r.jsonl"]).records
+    (found,) = load_records([tmp_path / "r.jsonl"]).records
     assert found.as_json() == written.as_json()
     assert found.divergence is not None
     assert math.isnan(found.divergence.actual)
@@ -241,81 +243,85 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with record_file(tmp_path / "r.jsonl") as file:
+        with open_record_file(tmp_path / "r.jsonl") as file:
             file.add(record())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert len(read([tmp_path / "r.jsonl"]).records) == 1
+    assert len(load_records([tmp_path / "r.jsonl"]).records) == 1
 
 
 @pytest.mark.parametrize("line", ["", "{}", "not json", '{"schema": 99}', '{"schema": 1, "case": "nonsense"}'])
 def test_a_line_that_is_no_record_is_refused(line: str) -> None:
     with pytest.raises(UsageError):
-        from_json(line)
+        parse_record(line)
 
 
-EXCUSE = Excuse(
-    "reference", "training", "upstream#1", "because", "fail", ("step 1, optimizer",), "<2", place="reference.toml:7"
+EXCUSE = ExpectedFailure(
+    "reference", "training", "upstream#1", "because", "fail", ("step 1, optimizer",), "<2", location="reference.toml:7"
 )
 
 
 def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
-    assert EXCUSE.covers(CASE, "1.0")
-    assert not EXCUSE.covers(CASE, "2.0")
-    assert not EXCUSE.covers(replace(CASE, engine="ddp"), "1.0")
-    assert not replace(EXCUSE, stages=(1,)).covers(CASE, "1.0")
-    assert not replace(EXCUSE, variants=("sgd",)).covers(CASE, "1.0")
-    as_expected = excused(record(Verdict.FAIL, cause=MISMATCH.words()), EXCUSE)
-    assert (as_expected.excuse, as_expected.expected) == ("upstream#1", True)
-    elsewhere = excused(record(Verdict.CRASH, cause="SIGSEGV", details=MISMATCH.words()), EXCUSE)
-    assert not elsewhere.excuse, "what another rank printed excuses nothing"
-    hung = excused(record(Verdict.HANG, cause=MISMATCH.words()), EXCUSE)
-    assert not hung.excuse, "another verdict is another failure"
-    otherwise = excused(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
-    assert (otherwise.excuse, otherwise.expected) == ("", False)
+    assert EXCUSE.covers_cell(CASE, "1.0")
+    assert not EXCUSE.covers_cell(CASE, "2.0")
+    assert not EXCUSE.covers_cell(replace(CASE, engine="ddp"), "1.0")
+    assert not replace(EXCUSE, stages=(1,)).covers_cell(CASE, "1.0")
+    assert not replace(EXCUSE, variants=("sgd",)).covers_cell(CASE, "1.0")
+    as_expected = apply_expected_failure(record(Verdict.FAIL, cause=MISMATCH.describe()), EXCUSE)
+    assert (as_expected.expected_failure, as_expected.is_expected) == ("upstream#1", True)
+    elsewhere = apply_expected_failure(record(Verdict.CRASH, cause="SIGSEGV", details=MISMATCH.describe()), EXCUSE)
+    assert not elsewhere.expected_failure, "what another rank printed excuses nothing"
+    hung = apply_expected_failure(record(Verdict.HANG, cause=MISMATCH.describe()), EXCUSE)
+    assert not hung.expected_failure, "another verdict is another failure"
+    otherwise = apply_expected_failure(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
+    assert (otherwise.expected_failure, otherwise.is_expected) == ("", False)
 
 
 def test_an_excuse_that_no_longer_fails_is_stale_and_fails_the_run() -> None:
-    stale = excused(record(), EXCUSE)
-    assert "no longer shows here" in stale.stale
-    assert not stale.expected
-    assert exit_code([stale]) == 1
-    assert "narrow or delete its entry, reference.toml:7" in failures([stale])
+    stale = apply_expected_failure(record(), EXCUSE)
+    assert "no longer shows here" in stale.stale_reason
+    assert not stale.is_expected
+    assert records_exit_code([stale]) == 1
+    assert "narrow or delete its entry, reference.toml:7" in render_failures([stale])
 
 
 def test_a_failure_of_the_harness_is_never_excused_and_never_stale() -> None:
-    failed = excused(record(Verdict.ERROR, cause=MISMATCH.words()), EXCUSE)
-    assert (failed.excuse, failed.stale, exit_code([failed])) == ("", "", 3)
+    failed = apply_expected_failure(record(Verdict.ERROR, cause=MISMATCH.describe()), EXCUSE)
+    assert (failed.expected_failure, failed.stale_reason, records_exit_code([failed])) == ("", "", 3)
 
 
 def test_a_documented_difference_is_a_contract_only_when_its_remedy_passes() -> None:
     documented = replace(EXCUSE, documented="https://example.org/doc", remedy={"grouping": "root"})
-    failed = excused(record(Verdict.FAIL, cause=MISMATCH.words()), documented)
-    kept = remedied(failed, documented, record(Verdict.PASS))
-    assert (kept.verdict, kept.documented, kept.expected) == (Verdict.CONTRACT, "https://example.org/doc", True)
-    lost = remedied(failed, documented, record(Verdict.FAIL, cause="still wrong"))
-    assert (lost.verdict, lost.expected) == (Verdict.FAIL, False)
+    failed = apply_expected_failure(record(Verdict.FAIL, cause=MISMATCH.describe()), documented)
+    kept = apply_remedy(failed, documented, record(Verdict.PASS))
+    assert (kept.verdict, kept.documentation_url, kept.is_expected) == (
+        Verdict.CONTRACT,
+        "https://example.org/doc",
+        True,
+    )
+    lost = apply_remedy(failed, documented, record(Verdict.FAIL, cause="still wrong"))
+    assert (lost.verdict, lost.is_expected) == (Verdict.FAIL, False)
     assert "the documented remedy" in lost.cause
 
 
 def test_a_cell_that_leaves_most_elements_undetermined_is_no_pass() -> None:
     found = Judgement(3, Tier.STAGED, 0.1, 1e-2, None, elements=10, undetermined=5, wrong_elements=4)
-    assert conclusion(found) == (Verdict.PASS, "")
-    verdict, cause = conclusion(replace(found, undetermined=6))
+    assert conclude_judgement(found) == (Verdict.PASS, "")
+    verdict, cause = conclude_judgement(replace(found, undetermined=6))
     assert verdict is Verdict.UNDETERMINED
     assert "6 of 10 elements are smaller than the bound" in cause
-    assert conclusion(replace(found, undetermined=6, mismatch=MISMATCH))[0] is Verdict.FAIL
+    assert conclude_judgement(replace(found, undetermined=6, mismatch=MISMATCH))[0] is Verdict.FAIL
     left_open = record(verdict, cause=cause)
-    assert exit_code([left_open]) == 1
-    assert "UNDETERMINED" in failures([left_open])
+    assert records_exit_code([left_open]) == 1
+    assert "UNDETERMINED" in render_failures([left_open])
 
 
 def test_the_weakest_cell_says_what_all_would_have_caught() -> None:
     sharp = record(tier="X", ratio=0.0, smallest=1e-7, wrong_elements=1, elements=10, undetermined=0)
     blunt = record(tier="S", ratio=0.4, smallest=1e-3, wrong_elements=6, elements=90, undetermined=5, notes=("why",))
-    words = sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
+    words = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
     assert "1 cells by tier X, 1 cells by tier S; errors reach 0.4 of their bound" in words
     assert "a scale error of 1.0e-03" in words
     assert "6 lost elements" in words
@@ -324,28 +330,31 @@ def test_the_weakest_cell_says_what_all_would_have_caught() -> None:
 
 def test_who_raised_tells_the_engine_from_the_harness() -> None:
     package = Path(engines.__file__).parents[1]
-    assert who_raised("builtins.IndexError", "/site-packages/deepspeed/engine.py") is Verdict.CRASH
-    assert who_raised("builtins.IndexError", str(package / "reference" / "engine.py")) is Verdict.CRASH
-    assert who_raised("builtins.RuntimeError", str(package / "workload" / "nets.py")) is Verdict.CRASH
-    assert who_raised("builtins.AttributeError", str(package / "checks" / "bench.py")) is Verdict.ERROR
-    assert who_raised("zharness.errors.EngineContractError", str(package / "checks" / "bench.py")) is Verdict.FAIL
+    assert verdict_of_exception("builtins.IndexError", "/site-packages/deepspeed/engine.py") is Verdict.CRASH
+    assert verdict_of_exception("builtins.IndexError", str(package / "reference" / "engine.py")) is Verdict.CRASH
+    assert verdict_of_exception("builtins.RuntimeError", str(package / "workload" / "nets.py")) is Verdict.CRASH
+    assert verdict_of_exception("builtins.AttributeError", str(package / "checks" / "bench.py")) is Verdict.ERROR
+    assert (
+        verdict_of_exception("zharness.errors.EngineContractError", str(package / "checks" / "bench.py"))
+        is Verdict.FAIL
+    )
 
 
 def test_exit_codes_say_what_happened() -> None:
-    assert exit_code([record()]) == 0
-    assert exit_code([record(Verdict.UNSUPPORTED), record(Verdict.CONTRACT)]) == 0
-    assert exit_code([record(Verdict.CRASH, excuse="upstream#1")]) == 0
-    assert exit_code([record(), record(Verdict.HANG)]) == 1
-    assert exit_code([record(Verdict.FAIL), record(Verdict.ERROR)]) == 3
+    assert records_exit_code([record()]) == 0
+    assert records_exit_code([record(Verdict.UNSUPPORTED), record(Verdict.CONTRACT)]) == 0
+    assert records_exit_code([record(Verdict.CRASH, excuse="upstream#1")]) == 0
+    assert records_exit_code([record(), record(Verdict.HANG)]) == 1
+    assert records_exit_code([record(Verdict.FAIL), record(Verdict.ERROR)]) == 3
 
 
 def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
-    failed = record(Verdict.FAIL, cause=MISMATCH.words(), divergence=MISMATCH)
-    assert "fail 1, pass 1" in matrix([record(), failed])
-    words = failures([record(), failed])
-    assert MISMATCH.words() in words
+    failed = record(Verdict.FAIL, cause=MISMATCH.describe(), divergence=MISMATCH)
+    assert "fail 1, pass 1" in render_matrix([record(), failed])
+    words = render_failures([record(), failed])
+    assert MISMATCH.describe() in words
     assert f"again: zharness check '{CASE.id}'" in words
-    assert summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
+    assert render_summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
 
 
 @pytest.mark.parametrize(
@@ -355,4 +364,4 @@ def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
 def test_what_an_engine_sums_by_averages_is_held_to_the_exact_sum_of_a_power_of_two_of_ranks_alone(
     engine: str, world_size: int, reduction: Reduction
 ) -> None:
-    assert reduced_by(Reduction.SUM, world_size, claims(engine, 0)) is reduction
+    assert choose_exact_reduction(Reduction.SUM, world_size, claims(engine, 0)) is reduction

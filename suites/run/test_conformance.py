@@ -10,7 +10,7 @@ import pytest
 
 import zharness
 from suites.warm import programs
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.run import Verdict
 
@@ -36,7 +36,7 @@ def test_the_laws_run_without_pytest_and_under_a_variant_of_the_engine() -> None
         "reference", checks=("training.grads",), stages=(2,), models=("exact",), variant="tiny_buckets"
     )
     (record,) = found
-    assert record.case == Case("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
+    assert record.case == Cell("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
     assert record.verdict is Verdict.PASS, record.cause
 
 

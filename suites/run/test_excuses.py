@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from zharness import engines
-from zharness.case import Case
-from zharness.checks import DTYPES
+from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
+from zharness.laws import DTYPES
 from zharness.run import Request, plan
-from zharness.run.excuses import Excuse, excuses_for, find, read_excuses
-from zharness.run.unmatched import unmatched
+from zharness.run.expected_failures import (
+    ExpectedFailure,
+    expected_failures_for,
+    find_expected_failure,
+    read_expected_failures,
+)
+from zharness.run.unmatched_failures import describe_unmatched_failures
 
 ENTRY = """
 [[excuse]]
@@ -24,7 +29,7 @@ reason = "because"
 verdict = "fail"
 signatures = ["reduction"]
 """
-CASE = Case("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
+CASE = Cell("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
 
 
 def claims(engine: str, stage: int) -> Capabilities:
@@ -33,36 +38,36 @@ def claims(engine: str, stage: int) -> Capabilities:
     return found
 
 
-def own(folder: Path, text: str) -> tuple[Excuse, ...]:
+def own(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
     path = folder / "ours.toml"
     path.write_text(text)
-    return read_excuses([path])
+    return read_expected_failures([path])
 
 
 def test_a_user_s_file_names_engine_and_releases_once_and_each_entry_has_its_line(tmp_path: Path) -> None:
     head = 'engine = "my.engine:factory"\n'
     first, second = own(tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n")
-    assert first.place.endswith("ours.toml:3")
-    assert second.place.endswith("ours.toml:12")
-    assert not first.covers(CASE, "(no release)")
-    assert first.covers(replace(CASE, world_size=4, dtype="bf16"), "(no release)")
-    assert find(CASE, "(no release)", (first, second)) is second
-    assert not replace(second, engine_variants=("tiny",)).covers(CASE, "1.0")
-    assert not replace(second, releases="<2").covers(CASE, "(no release)"), "what has no release is not in a range"
+    assert first.location.endswith("ours.toml:3")
+    assert second.location.endswith("ours.toml:12")
+    assert not first.covers_cell(CASE, "(no release)")
+    assert first.covers_cell(replace(CASE, world_size=4, dtype="bf16"), "(no release)")
+    assert find_expected_failure(CASE, "(no release)", (first, second)) is second
+    assert not replace(second, engine_variants=("tiny",)).covers_cell(CASE, "1.0")
+    assert not replace(second, releases="<2").covers_cell(CASE, "(no release)"), "what has no release is not in a range"
 
 
 def test_an_entry_of_several_engines_is_an_excuse_of_each(tmp_path: Path) -> None:
     both = own(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
     assert [excuse.engine for excuse in both] == ["ddp", "zero1"]
-    assert len({excuse.place for excuse in both}) == 1
-    shared = {excuse.place for excuse in excuses_for("ddp")}
-    assert shared < {excuse.place for excuse in excuses_for("zero1")}, "the backwards of zero1 are DDP's"
+    assert len({excuse.location for excuse in both}) == 1
+    shared = {excuse.location for excuse in expected_failures_for("ddp")}
+    assert shared < {excuse.location for excuse in expected_failures_for("zero1")}, "the backwards of zero1 are DDP's"
 
 
 def test_a_user_s_own_excuse_comes_before_the_shipped_one(tmp_path: Path) -> None:
     (mine,) = own(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
-    assert excuses_for("fsdp2", (mine,))[0] is mine
-    assert mine not in excuses_for("ddp", (mine,))
+    assert expected_failures_for("fsdp2", (mine,))[0] is mine
+    assert mine not in expected_failures_for("ddp", (mine,))
 
 
 @pytest.mark.parametrize(
@@ -87,15 +92,15 @@ def test_a_cause_that_says_little_is_excused_with_its_details_alone(tmp_path: Pa
     (bare,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY)
     (precise,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
     cause = f"rank 0: {bare.signatures[0]}"
-    assert bare.tells_of(cause, "")
-    assert precise.tells_of(cause, "line 7, in gather")
-    assert not precise.tells_of(cause, "line 7, in forward")
-    assert not precise.tells_of("another cause", "line 7, in gather")
+    assert bare.matches_failure(cause, "")
+    assert precise.matches_failure(cause, "line 7, in gather")
+    assert not precise.matches_failure(cause, "line 7, in forward")
+    assert not precise.matches_failure("another cause", "line 7, in gather")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read excuses from"):
-        read_excuses([tmp_path / "none.toml"])
+        read_expected_failures([tmp_path / "none.toml"])
 
 
 def test_an_excuse_that_matches_nothing_is_told_by_a_run_that_would_have_met_it(tmp_path: Path) -> None:
@@ -104,26 +109,26 @@ def test_an_excuse_that_matches_nothing_is_told_by_a_run_that_would_have_met_it(
     (idle,) = own(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
     (elsewhere,) = own(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
     whole = plan(Request(engines=("ddp",)), claims)
-    assert not unmatched(whole, claims, (needed, elsewhere))
-    (words,) = unmatched(whole, claims, (idle,))
-    assert words.startswith(f"{idle.place}: no cell of ddp")
+    assert not describe_unmatched_failures(whole, claims, (needed, elsewhere))
+    (words,) = describe_unmatched_failures(whole, claims, (idle,))
+    assert words.startswith(f"{idle.location}: no cell of ddp")
     assert "delete it" in words
     shadowed = replace(needed, place="ours.toml:99")
-    (words,) = unmatched(whole, claims, (needed, shadowed))
+    (words,) = describe_unmatched_failures(whole, claims, (needed, shadowed))
     assert words.startswith("ours.toml:99")
     narrow = plan(Request(("training.trajectory",), ("ddp",)), claims)
-    assert not unmatched(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
+    assert not describe_unmatched_failures(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
 
 
 def test_an_excuse_that_another_release_of_the_same_run_meets_is_not_idle(tmp_path: Path) -> None:
     (needed,) = own(tmp_path, 'engine = "ddp"\n' + ENTRY)
     refused = [replace(cell, unsupported="not on this one") for cell in plan(Request(engines=("ddp",)), claims)]
-    other = [replace(cell, case=replace(cell.case, engine="ddp==2.13.0")) for cell in refused]
+    other = [replace(cell, case=replace(cell.cell, engine="ddp==2.13.0")) for cell in refused]
     met = plan(Request(engines=("ddp",)), claims)
-    told = unmatched([*other, *met], claims, (needed,))
-    assert not [words for words in told if words.startswith(needed.place)]
+    told = describe_unmatched_failures([*other, *met], claims, (needed,))
+    assert not [words for words in told if words.startswith(needed.location)]
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_excuse_meets_a_planned_cell(engine: str) -> None:
-    assert not unmatched(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)
+    assert not describe_unmatched_failures(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)

@@ -15,20 +15,20 @@ from typing import NoReturn
 
 import torch
 
-from suites.warm.orders import Order
+from suites.warm.program_request import ProgramRequest
 
 
-def settle(order: Order, streams: Sequence[int]) -> None:
+def set_up_process(request: ProgramRequest, streams: Sequence[int]) -> None:
     """Make this process what a shell would have started: its session, signals, streams, folder and environment."""
-    if order.new_session:
+    if request.new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored below a shell's background
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    os.chdir(order.folder)
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environ.update(request.environment)
     # What was found out when Python or a library started follows from the environment that there is now.
     tempfile.tempdir = None
     for place in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -38,21 +38,21 @@ def settle(order: Order, streams: Sequence[int]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def run(words: Sequence[str]) -> NoReturn:
+def run_command(arguments: Sequence[str]) -> NoReturn:
     """What Python does with the words of its command line; raises SystemExit, or what the program raises."""
-    if words[0] == "-u":
+    if arguments[0] == "-u":
         # Anew: those that there are keep what is written until they are flushed, and a program may die before.
         sys.stdout, sys.stderr = (
             TextIOWrapper(FileIO(target, "wb", closefd=False), errors=stream.errors, write_through=True)
             for target, stream in ((1, sys.stdout), (2, sys.stderr))
         )
-        words = words[1:]
-    if words[0] == "-m":
-        sys.argv, sys.path[0] = ["-m", *words[2:]], os.getcwd()
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = ["-m", *arguments[2:]], os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         sys.exit(0)
     try:
-        text_or_file(words)
+        run_code_or_file(arguments)
     except KeyboardInterrupt:
         # Python ends by the signal then, after all that it does at its end, so that a shell sees what happened.
         sys.excepthook(*sys.exc_info())
@@ -62,12 +62,12 @@ def run(words: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def text_or_file(words: Sequence[str]) -> None:
+def run_code_or_file(arguments: Sequence[str]) -> None:
     """A program given as text behind ``-c``, or as a file."""
-    if words[0] == "-c":
-        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
         sys.modules["__main__"] = main = ModuleType("__main__")
-        exec(words[1], main.__dict__)  # noqa: S102 - that is what -c means
+        exec(arguments[1], main.__dict__)  # noqa: S102 - that is what -c means
     else:
-        sys.argv, sys.path[0] = list(words), os.path.dirname(os.path.abspath(words[0]))
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv, sys.path[0] = list(arguments), os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")

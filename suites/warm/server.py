@@ -22,12 +22,12 @@ import torch._dynamo  # torch.optim imports it at the first step: here once, els
 import torch.distributed.launcher.api  # noqa: F401 - half of a session's beginning, and all of torchrun's agent
 
 from suites.warm import program, spares
-from suites.warm.orders import Order, below, received
+from suites.warm.program_request import ProgramRequest, find_descendants, receive_request
 
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
-def keep(order: Order, streams: Sequence[int], line: socket.socket) -> None:
+def supervise_program(request: ProgramRequest, streams: Sequence[int], status_socket: socket.socket) -> None:
     """Run it in a process of its own, tell how it ended, and stay until nobody asks any more what it left behind.
 
     What outlives the program becomes this process's own.
@@ -35,21 +35,21 @@ def keep(order: Order, streams: Sequence[int], line: socket.socket) -> None:
     assert not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "or what is left behind is not found"
     pid = os.fork()
     if pid == 0:
-        line.close()
-        program.settle(order, streams)
-        spares.prepare(order.spares)
-        program.run(order.words)
+        status_socket.close()
+        program.set_up_process(request, streams)
+        spares.fork_spares(request.spares)
+        program.run_command(request.arguments)
     for descriptor in streams:
         os.close(descriptor)
     os.setsid()  # what ends the tests by their group of processes leaves this one to end the program
     ended = os.pidfd_open(pid)
     with suppress(OSError):  # of a client that is gone
-        line.send(f"{os.getpid()} {pid}".encode())
-        select.select([ended, line], [], [])
-        if pid not in below(os.getpid()):
-            line.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
-            line.recv(1)
-    while pids := below(os.getpid()):  # those of a client that is gone: others end theirs
+        status_socket.send(f"{os.getpid()} {pid}".encode())
+        select.select([ended, status_socket], [], [])
+        if pid not in find_descendants(os.getpid()):
+            status_socket.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+            status_socket.recv(1)
+    while pids := find_descendants(os.getpid()):  # those of a client that is gone: others end theirs
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -63,11 +63,11 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # else every fork held the way, and an order would wait there for a dead server
     gc.freeze()  # pytest collects garbage five times at its end, which looks at all that torch is made of
-    while (found := received(way)) is not None:
+    while (found := receive_request(way)) is not None:
         order, (*streams, line) = found
         if os.fork() == 0:
             way.close()
-            keep(order, streams, socket.socket(fileno=line))
+            supervise_program(order, streams, socket.socket(fileno=line))
         for descriptor in (*streams, line):
             os.close(descriptor)
         with suppress(ChildProcessError):

@@ -18,82 +18,91 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from suites.warm import program
-from suites.warm.orders import Order, received, send
+from suites.warm.program_request import ProgramRequest, receive_request, send_request
 
 
 @dataclass(frozen=True)
-class Spare:
+class SpareProcess:
     """One that waits: its pid, and the way to it."""
 
     pid: int
-    way: socket.socket
+    channel: socket.socket
 
 
-WAITING: list[Spare] = []
+WAITING_SPARES: list[SpareProcess] = []
 
 
-def prepare(count: int) -> None:
+def fork_spares(count: int) -> None:
     """Have that many wait for the first Pythons that this process starts."""
     for _ in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            for way in (ours, *(spare.way for spare in WAITING)):
+            for way in (ours, *(spare.channel for spare in WAITING_SPARES)):
                 way.close()  # while this process held them too, the others would not hear that the program has ended
-            become(theirs)
+            run_as_spare(theirs)
         theirs.close()
-        WAITING.append(Spare(pid, ours))
+        WAITING_SPARES.append(SpareProcess(pid, ours))
     if count:
         subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc,attr-defined]
 
 
-def become(way: socket.socket) -> None:
+def run_as_spare(channel: socket.socket) -> None:
     """What is asked for, or nothing, where the program ends without."""
-    WAITING.clear()
-    found = received(way)
+    WAITING_SPARES.clear()
+    found = receive_request(channel)
     if found is None:
         os._exit(0)
-    way.close()
+    channel.close()
     order, streams = found
-    program.settle(order, streams)
-    program.run(order.words)
+    program.set_up_process(order, streams)
+    program.run_command(order.arguments)
 
 
 class Popen(subprocess.Popen[Any]):
     """Starts Python in one of those that wait, while there is one; any other command as ever."""
 
     def _execute_child(self, args: Any, *how: Any) -> None:
-        given = dict(zip(TOLD, (args, *how), strict=True))
-        if not WAITING or not plain(given):
+        given = dict(zip(EXECUTE_CHILD_PARAMETERS, (args, *how), strict=True))
+        if not WAITING_SPARES or not can_run_in_spare(given):
             super()._execute_child(args, *how)  # type: ignore[misc]
             return
         asked = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [theirs if theirs != -1 else own for own, theirs in enumerate(asked)]
         words = [os.fsdecode(word) for word in args[1:]]
-        spare = WAITING.pop(0)
+        spare = WAITING_SPARES.pop(0)
         surroundings = dict(os.environ if given["env"] is None else given["env"])
         folder = os.fspath(given["cwd"] or os.getcwd())
-        send(spare.way, Order(words, folder, surroundings, 0, bool(given["start_new_session"])), streams)
-        spare.way.close()
+        send_request(
+            spare.channel, ProgramRequest(words, folder, surroundings, 0, bool(given["start_new_session"])), streams
+        )
+        spare.channel.close()
         self.pid = spare.pid
         self._child_created = True
-        self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(given[name] for name in PIPE_PARAMETERS))  # type: ignore[attr-defined]
 
 
-TOLD = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
-PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+EXECUTE_CHILD_PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+PIPE_PARAMETERS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
-def plain(given: Mapping[str, Any]) -> bool:
+def can_run_in_spare(popen_arguments: Mapping[str, Any]) -> bool:
     """Whether this starts Python, on a module, a text or a file, and asks for nothing that a spare could not do."""
-    args = given["args"]
-    if given["shell"] or given["executable"] is not None or given["preexec_fn"] is not None or given["pass_fds"]:
+    args = popen_arguments["args"]
+    if (
+        popen_arguments["shell"]
+        or popen_arguments["executable"] is not None
+        or popen_arguments["preexec_fn"] is not None
+        or popen_arguments["pass_fds"]
+    ):
         return False
-    another = [given.get(name) for name in ("uid", "gid", "gids")] != [None] * 3
-    if another or given["umask"] != -1 or given.get("process_group", -1) != -1:
+    another = [popen_arguments.get(name) for name in ("uid", "gid", "gids")] != [None] * 3
+    if another or popen_arguments["umask"] != -1 or popen_arguments.get("process_group", -1) != -1:
         return False
     words = [] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
-    return len(words) > 1 and words[0] == sys.executable and (words[1] in PROGRAMS or not words[1].startswith("-"))
+    return (
+        len(words) > 1 and words[0] == sys.executable and (words[1] in PYTHON_OPTIONS or not words[1].startswith("-"))
+    )
 
 
-PROGRAMS = ("-u", "-m", "-c")  # of Python's options, what ``program.run`` knows
+PYTHON_OPTIONS = ("-u", "-m", "-c")  # of Python's options, what ``program.run`` knows

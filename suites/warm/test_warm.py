@@ -30,7 +30,7 @@ sys.exit(3)
 def test_a_fork_tells_what_a_new_python_tells(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PLANTED": "1"}
-    told = programs.run(*words, "--an-option", folder=tmp_path, environment=environment, typed="typed\n")
+    told = programs.run(*words, "--an-option", folder=tmp_path, environment=environment, stdin_text="typed\n")
     new = subprocess.run(
         [sys.executable, *words, "--an-option"],
         cwd=tmp_path,
@@ -75,17 +75,17 @@ def test_what_outlives_a_program_is_found_and_ended_though_it_has_left_its_sessi
     with (tmp_path / "output").open("w+b") as output:
         with Program(["-c", code], output, output) as program:
             assert program.wait() == 0
-            pid = int(programs.content(output))
-            assert program.left() == {pid: "tail -f /dev/null"}
-        assert not program.below()
+            pid = int(programs.read_output(output))
+            assert program.wait_for_leftovers() == {pid: "tail -f /dev/null"}
+        assert not program.find_descendants()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_reaches_the_program_alone(number: signal.Signals, tmp_path: Path) -> None:
     code = "import threading; print('ready', flush=True); threading.Event().wait()"
     with (tmp_path / "output").open("w+b") as output, Program(["-c", code], output, output) as program:
-        while not programs.content(output) and program.poll() is None:
+        while not programs.read_output(output) and program.poll() is None:
             os.sched_yield()
         program.send_signal(number)
         assert program.wait() == -number
-        assert not program.left()
+        assert not program.wait_for_leftovers()

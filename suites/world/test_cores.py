@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from zharness.case import Case
-from zharness.run import Planned
-from zharness.run.runner import keep_apart
+from zharness.cell import Cell
+from zharness.run import PlannedCell
+from zharness.run.runner import pin_runners_to_cores
 from zharness.world import Group, RankServer
-from zharness.world.cores import finish_turns, share
+from zharness.world.cores import assign_cores, use_batch_scheduling
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process to cores")
 
@@ -25,23 +25,23 @@ def usable(monkeypatch: pytest.MonkeyPatch, cores: Iterable[int]) -> None:
 
 def test_as_many_lanes_as_cores_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     usable(monkeypatch, (2, 5, 7))
-    assert [share(lane, 3) for lane in range(3)] == [{2}, {5}, {7}]
+    assert [assign_cores(lane, 3) for lane in range(3)] == [{2}, {5}, {7}]
 
 
 def test_more_lanes_than_cores_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     usable(monkeypatch, (0, 1))
-    assert [share(lane, 3) for lane in range(3)] == [{0}, {1}, {0}]
+    assert [assign_cores(lane, 3) for lane in range(3)] == [{0}, {1}, {0}]
 
 
 def test_fewer_lanes_than_cores_run_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     usable(monkeypatch, range(4))
-    assert not share(0, 1)
-    assert not share(2, 3)
+    assert not assign_cores(0, 1)
+    assert not assign_cores(2, 3)
 
 
 def test_a_system_without_affinity_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert not share(0, 64)
+    assert not assign_cores(0, 64)
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Lane:
 def given(cells: int, model: str = "mlp", unsupported: str = "") -> list[list[Any]]:
     """The cores of two lanes that have so many cells to run."""
     lanes: list[Any] = [Lane(), Lane()]
-    case = Case("training.grads", "reference", 0, 2, "fp32", model)
-    keep_apart(lanes, [Planned(case, unsupported)] * cells)
+    case = Cell("training.grads", "reference", 0, 2, "fp32", model)
+    pin_runners_to_cores(lanes, [PlannedCell(case, unsupported)] * cells)
     return [lane.cores for lane in lanes]
 
 
@@ -98,8 +98,8 @@ def test_ranks_keep_to_the_core_of_their_server_and_nobody_else_does(all_cores: 
         pytest.skip("one core, to which everything keeps anyway")
     core = max(all_cores)
     with RankServer() as kept, RankServer() as free:
-        kept.keep_to({core})
-        free.keep_to(frozenset())
+        kept.pin_to_cores({core})
+        free.pin_to_cores(frozenset())
         assert kept.run(os.sched_getaffinity, 0, world_size=2).values() == [{core}, {core}]
         assert free.run(os.sched_getaffinity, 0, world_size=2).values() == [all_cores, all_cores]
     assert os.sched_getaffinity(0) == all_cores
@@ -134,7 +134,7 @@ def test_ranks_on_cpus_preempt_nobody_and_those_on_gpus_whom_they_like(monkeypat
 def chosen() -> int:
     """The policy of this process, where somebody had chosen one for it."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    finish_turns()
+    use_batch_scheduling()
     return os.sched_getscheduler(0)
 
 

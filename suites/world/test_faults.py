@@ -13,7 +13,7 @@ import pytest
 from suites.world.faults import ends, waits
 from suites.world.faults.fault import Fault
 from suites.world.faults.judge import HEALTHY, Place, complaints, modules, of_the_end
-from suites.world.faults.sessions import GONE, Done, Report, Session, Told, run
+from suites.world.faults.sessions import LEFTOVER_TIMEOUT, Done, Report, Session, Told, run
 
 FAULTS = (
     *(*ends.RAISING, *ends.FIXTURES, *ends.DYING, *ends.MEMORY),
@@ -189,11 +189,11 @@ def test_pytest_that_is_ended_while_ranks_hang_leaves_nothing(ended_by: signal.S
         assert len(session.processes()) >= 2 + len(ranks), "pytest, its server and the ranks"
         session.signal(ended_by)
         began = time.monotonic()
-        while session.processes().keys() - {session.pid} and time.monotonic() < began + 2 * GONE:
+        while session.processes().keys() - {session.pid} and time.monotonic() < began + 2 * LEFTOVER_TIMEOUT:
             threading.Event().wait(0.05)
         seconds = time.monotonic() - began  # pytest itself takes its time to put its end into words
         done = session.done()
         status = 2 if ended_by is signal.SIGINT else -ended_by
-        if done.leftovers or seconds > GONE or done.status != status:
+        if done.leftovers or seconds > LEFTOVER_TIMEOUT or done.status != status:
             wrong[mode, world_size] = f"{done.leftovers}, {seconds:.1f} s, exit status {done.status}: {done.output}"
     assert not wrong

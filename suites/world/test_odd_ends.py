@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from zharness.errors import WorldError
-from zharness.world import End, Group, GroupOutcome, Isolation, RankServer, exchange
+from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, exchange
 from zharness.world import team as team_module
-from zharness.world.here import here
-from zharness.world.messages import Standing, Vote
-from zharness.world.server import Surroundings
+from zharness.world.current_rank import current_rank
+from zharness.world.messages import ExchangeRequest, RankStatus
+from zharness.world.server import RankEnvironment
 
 LIMIT = 60.0  # seconds after which a server that is blocked fails its test, rather than block this process too
 
@@ -42,7 +42,7 @@ def _no_server_blocks_this_process() -> Iterator[None]:
 
 
 def outcome_of(body, timeout=30.0, server=None, **how) -> GroupOutcome:  # type: ignore[no-untyped-def]
-    with server or RankServer(inherited=body) as server:
+    with server or RankServer(inherited_function=body) as server:
         return server.call(world_size=2, timeout=timeout, group=Group.NONE, **how)
 
 
@@ -52,27 +52,27 @@ def wait_for_ever() -> None:
 
 def test_a_rank_that_stops_itself_is_named_at_the_deadline() -> None:
     def body() -> None:
-        if here().rank == 1:
+        if current_rank().rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     outcome = outcome_of(body, timeout=1.0)
-    assert [rank.end for rank in outcome.ranks] == [End.RETURNED, End.HUNG]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.RETURNED, RankEnd.HUNG]
     assert "no end within 1 s; it wrote no stack" in outcome.ranks[1].cause
     assert outcome.seconds < 1.0 + 3.0
 
 
 def test_a_rank_that_stops_before_it_reads_a_long_answer_does_not_stop_its_server(monkeypatch) -> None:
     def body() -> None:
-        me = here()
+        me = current_rank()
         if me.rank == 1:
-            me.channel.send(Vote(1, 1, "exchange", "", pickle.dumps(None)))
+            me.channel.send(ExchangeRequest(1, 1, "exchange", "", pickle.dumps(None)))
             os.kill(os.getpid(), signal.SIGSTOP)
         exchange(bytes(1 << 22))
         exchange(None)
 
     monkeypatch.setattr(team_module, "STUCK", 1)
     outcome = outcome_of(body, timeout=1.0)
-    assert [rank.end for rank in outcome.ranks] == [End.HUNG, End.HUNG]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG, RankEnd.HUNG]
     assert outcome.seconds < 2.0 + 3.0
 
 
@@ -86,32 +86,32 @@ def test_a_rank_that_stops_before_it_reads_a_long_answer_does_not_stop_its_serve
 )
 def test_a_rank_that_writes_into_its_control_pipe_is_named(monkeypatch, written: bytes, cause: str) -> None:
     def body() -> None:
-        if here().rank == 1:
-            os.write(here().channel._ends.control.fileno(), written)
+        if current_rank().rank == 1:
+            os.write(current_rank().channel._ends.control.fileno(), written)
         wait_for_ever()
 
     monkeypatch.setattr(team_module, "STUCK", 1)
     outcome = outcome_of(body)
     assert outcome.cause is not None
-    assert (outcome.cause.rank, outcome.cause.end, outcome.cause.cause) == (1, End.EXITED, cause)
-    assert outcome.ranks[0].end is End.STOPPED
+    assert (outcome.cause.rank, outcome.cause.end, outcome.cause.cause) == (1, RankEnd.EXITED, cause)
+    assert outcome.ranks[0].end is RankEnd.STOPPED
 
 
 def remove_their_directory() -> None:
     exchange(None)  # every rank has what it needs of it
-    if here().rank == 0:
-        shutil.rmtree(here().channel._seat.room)
+    if current_rank().rank == 0:
+        shutil.rmtree(current_rank().channel._seat.room)
 
 
 def test_a_test_that_removes_the_group_s_private_directory_is_told_so() -> None:
     def body(planted: bool) -> None:
         if planted:
             remove_their_directory()
-            if here().rank == 0:
+            if current_rank().rank == 0:
                 raise RuntimeError("the others are now asked where they stand, which needs the directory")
             wait_for_ever()
 
-    with RankServer(inherited=body) as server:
+    with RankServer(inherited_function=body) as server:
         with pytest.raises(WorldError, match=r"did a test remove .*\?") as told:
             server.call(True, world_size=2, timeout=30.0, group=Group.NONE)
         assert "cannot start" not in str(told.value)
@@ -124,7 +124,7 @@ def test_ranks_that_live_on_and_have_lost_their_private_directory_are_replaced()
             remove_their_directory()
         return os.getpid()
 
-    with RankServer(inherited=body) as server:
+    with RankServer(inherited_function=body) as server:
         first, second = (
             server.call(planted, world_size=2, timeout=5.0, group=group, isolation=Isolation.POOLED).values()
             for planted, group in ((True, Group.NONE), (False, Group.DEFAULT))
@@ -138,33 +138,33 @@ def test_a_rank_that_resets_the_signal_which_asks_for_its_stack_is_told_to_hang(
         wait_for_ever()
 
     outcome = outcome_of(body, timeout=0.5)
-    assert [rank.end for rank in outcome.ranks] == [End.HUNG, End.HUNG]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG, RankEnd.HUNG]
     assert all("no end within 0.5 s; it wrote no stack" in rank.cause for rank in outcome.ranks)
 
 
 def test_a_rank_that_the_question_for_its_stack_has_ended_is_told_so() -> None:
     def body() -> None:
-        if here().rank == 0:
-            here().channel.note(Standing.LEFT, None, time.monotonic_ns())  # so that its peer is looked at
+        if current_rank().rank == 0:
+            current_rank().channel.note(RankStatus.SKIPPED, None, time.monotonic_ns())  # so that its peer is looked at
         else:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             wait_for_ever()
 
     outcome = outcome_of(body)
     assert outcome.cause is not None
-    assert (outcome.cause.rank, outcome.cause.end) == (1, End.SIGNALLED)
+    assert (outcome.cause.rank, outcome.cause.end) == (1, RankEnd.SIGNALLED)
     assert "it did not end in time, and was asked by this signal where it stands" in outcome.cause.cause
 
 
 def test_a_death_while_the_deadline_is_on_hold_is_told() -> None:
     def body() -> None:
-        if here().rank == 1:
-            here().channel.hold("debugging")
+        if current_rank().rank == 1:
+            current_rank().channel.hold("debugging")
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_ever()
 
     outcome = outcome_of(body)
-    assert [rank.end for rank in outcome.ranks] == [End.STOPPED, End.SIGNALLED]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.STOPPED, RankEnd.SIGNALLED]
 
 
 def test_a_forked_child_that_returns_from_the_work_is_ended_and_speaks_for_nobody() -> None:
@@ -190,7 +190,7 @@ def test_a_daemon_that_a_rank_has_made_is_ended_with_the_rank(tmp_path: Path) ->
         while len(list(tmp_path.iterdir())) < 2:
             threading.Event().wait(0.01)
 
-    with RankServer(inherited=body) as server:
+    with RankServer(inherited_function=body) as server:
         server.call(world_size=2, group=Group.NONE).values()
         pids = [path.name for path in tmp_path.iterdir()]
         assert len(pids) == 2
@@ -210,7 +210,7 @@ def test_a_module_that_only_ranks_can_import_stays_theirs(raised: str, tmp_path:
             importlib.import_module(name)
         return known
 
-    with RankServer(inherited=body) as server:
+    with RankServer(inherited_function=body) as server:
         assert server.call(world_size=1, group=Group.NONE).values() == [[]]
         assert server.call(world_size=1, group=Group.NONE).values() == [["torch.of_all"]]
 
@@ -238,20 +238,20 @@ def test_ranks_that_cannot_be_forked_are_told_and_leave_the_server_no_descriptor
         start(process)
 
     monkeypatch.setattr(ForkProcess, "start", start_one)
-    with RankServer(inherited=wait_for_ever) as server:
+    with RankServer(inherited_function=wait_for_ever) as server:
         found = []
         for _ in range(2):
             (tmp_path / "full").touch()
             with pytest.raises(WorldError, match="cannot start 2 ranks: planted"):
                 server.call(world_size=2, group=Group.NONE)
             found.append(len(os.listdir(f"/proc/{server._process.pid}/fd")))
-            assert not any(server.room.iterdir())
+            assert not any(server.scratch_dir.iterdir())
         assert found[0] == found[1]
 
 
 def test_what_ranks_print_is_echoed_where_the_encoding_has_no_such_letters(tmp_path: Path, monkeypatch) -> None:
     with (tmp_path / "terminal").open("w", encoding="ascii") as terminal:
         monkeypatch.setattr(sys, "__stdout__", terminal)
-        with RankServer(Surroundings(echo=True), lambda: print("\N{EURO SIGN} 1")) as server:  # noqa: T201 - by a rank
+        with RankServer(RankEnvironment(echo=True), lambda: print("\N{EURO SIGN} 1")) as server:  # noqa: T201 - by a rank
             server.call(world_size=1, group=Group.NONE).values()
     assert (tmp_path / "terminal").read_text() == "[rank 0] \\u20ac 1\n"

@@ -15,7 +15,7 @@ HEAD = """
     from pathlib import Path
     import pytest, torch, torch.distributed as dist
     from zharness.world import exchange
-    from zharness.world.here import here
+    from zharness.world.current_rank import here
 
     PYTEST = os.getpid()
     FOLDER = Path(__file__).parent
@@ -198,9 +198,9 @@ def test_a_rank_that_dies_between_two_tests_is_told_with_the_last_one_that_it_ra
 # Ranks whose tests leave something changed are not used again; here they are, and write down what they tell.
 SPY = """
     from pathlib import Path
-    from zharness.items.conductor import Conductor
-    from zharness.items.inside import Inside
-    from zharness.world.here import here
+    from zharness.pytest_ranks.controller import Conductor
+    from zharness.pytest_ranks.rank_protocol import Inside
+    from zharness.world.current_rank import here
 
     finished = Inside._finished
 

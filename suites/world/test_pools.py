@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import get_debug_level
 
-from zharness.world import Collectives, End, Group, Isolation, RankServer, Work
+from zharness.world import CollectiveMode, Group, Isolation, RankEnd, RankServer, RankTask
 
 
-def pooled(function, *args, world_size=2, group=Group.KEPT, pool="", **more):
-    return Work(function, args, world_size, group=group, isolation=Isolation.POOLED, pool=pool, **more)
+def pooled(function, *args, world_size=2, group=Group.REUSED, pool="", **more):
+    return RankTask(function, args, world_size, group=group, isolation=Isolation.POOLED, pool=pool, **more)
 
 
 def who() -> tuple[int, int, float]:
@@ -66,7 +66,7 @@ def test_after_a_fault_only_the_affected_ranks_are_replaced() -> None:
         before = server.submit(pooled(who)).values()
         outcome = server.submit(pooled(fall, 1))
         assert outcome.cause is not None
-        assert (outcome.cause.rank, outcome.cause.end) == (1, End.SIGNALLED)
+        assert (outcome.cause.rank, outcome.cause.end) == (1, RankEnd.SIGNALLED)
         after = server.submit(pooled(who)).values()
         assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}
         assert server.submit(pooled(who, pool="other")).values() == bystanders
@@ -86,11 +86,11 @@ def test_ranks_that_died_between_two_pieces_of_work_are_replaced() -> None:
 def test_dismissed_ranks_are_gone_and_told_about() -> None:
     with RankServer() as server:
         pids = [pid for pid, _, _ in server.submit(pooled(who)).values()]
-        outcome = server.dismiss("", 2)
+        outcome = server.close_pool("", 2)
         assert outcome is not None
         assert not outcome.failures
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-        assert server.dismiss("", 2) is None
+        assert server.close_pool("", 2) is None
 
 
 def leave_badly() -> None:
@@ -102,9 +102,9 @@ def leave_badly() -> None:
 def test_a_rank_that_leaves_with_a_bad_status_is_told_when_it_is_dismissed() -> None:
     with RankServer() as server:
         server.submit(pooled(leave_badly)).values()
-        outcome = server.dismiss("", 2)
+        outcome = server.close_pool("", 2)
     assert outcome is not None
-    assert [rank.end for rank in outcome.ranks] == [End.EXITED, End.EXITED]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.EXITED, RankEnd.EXITED]
     assert "exit status 3, after its function had returned" in outcome.describe()
 
 
@@ -118,7 +118,7 @@ def mismatch() -> None:
 
 def test_checked_collectives_name_a_mismatch_of_raw_torch_calls_within_two_seconds() -> None:
     with RankServer() as server:
-        outcome = server.submit(Work(mismatch, (), 2, collectives=Collectives.CHECKED))
+        outcome = server.submit(RankTask(mismatch, (), 2, collectives=CollectiveMode.CHECKED))
     told = outcome.describe()
     assert "mismatch between collectives" in told
     assert told.count("in mismatch") == 2, "both call sites"
@@ -130,10 +130,10 @@ def level_of_the_group() -> tuple[int, str]:
 
 
 def test_ranks_that_live_on_compare_the_collectives_of_the_work_that_asks_for_it() -> None:
-    ways = [Collectives.TRUSTED, Collectives.CHECKED, Collectives.TRUSTED]
+    ways = [CollectiveMode.TRUSTED, CollectiveMode.CHECKED, CollectiveMode.TRUSTED]
     with RankServer() as server:
         found = [server.submit(pooled(level_of_the_group, collectives=way)).values() for way in ways]
-        told = server.submit(pooled(mismatch, collectives=Collectives.CHECKED)).describe()
+        told = server.submit(pooled(mismatch, collectives=CollectiveMode.CHECKED)).describe()
     assert [{level for _, level in values} for values in found] == [{"OFF"}, {"DETAIL"}, {"OFF"}]
     assert len({tuple(pid for pid, _ in values) for values in found}) == 1, "the same ranks"
     assert "mismatch between collectives" in told
@@ -155,7 +155,7 @@ def test_what_one_rank_imported_of_torch_the_next_ones_find(tmp_path: Path, monk
     with RankServer() as server:
         first = server.run(had_it, world_size=2)
         second = server.run(had_it, world_size=2)
-    assert [rank.imported for rank in first.ranks] == [(RARE,)] * 2
-    assert [rank.imported for rank in second.ranks] == [()] * 2
+    assert [rank.imported_modules for rank in first.ranks] == [(RARE,)] * 2
+    assert [rank.imported_modules for rank in second.ranks] == [()] * 2
     assert first.values() == [False, False]
     assert second.values() == [True, True]

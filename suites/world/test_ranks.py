@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from zharness.errors import UsageError, WorldError
-from zharness.world import End, Group, GroupOutcome, RankServer, RanksFailed, run
-from zharness.world.limits import largest_world
-from zharness.world.server import Surroundings
+from zharness.world import Group, GroupOutcome, RankEnd, RankServer, RanksFailed, run
+from zharness.world.limits import largest_world_size
+from zharness.world.server import RankEnvironment
 
 WORLD_SIZES = (2, 4)
 
@@ -70,7 +70,7 @@ def test_a_raise_while_peers_wait_names_the_rank_and_the_exception(culprit: int,
     outcome = outcome_of(raise_on, culprit, world_size=world_size)
     assert outcome.cause is not None
     assert outcome.cause.rank == culprit
-    assert outcome.cause.end is End.RAISED
+    assert outcome.cause.end is RankEnd.RAISED
     assert outcome.cause.cause == f"ValueError: planted on {culprit}"
     assert "raise_on" in outcome.cause.traceback
     assert len(outcome.failures) == world_size, "every rank's end is told, not only the culprit's"
@@ -87,7 +87,7 @@ def signalled(culprit: int, number: int) -> None:
 def test_a_signal_is_named_and_not_blamed_on_the_peer(culprit: int, number: signal.Signals) -> None:
     outcome = outcome_of(signalled, culprit, number)
     assert outcome.cause is not None
-    assert (outcome.cause.rank, outcome.cause.end) == (culprit, End.SIGNALLED)
+    assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.SIGNALLED)
     assert number.name in outcome.cause.cause
 
 
@@ -103,7 +103,7 @@ def leave_with(culprit: int, status: int) -> int:
 def test_an_exit_without_a_result_is_a_failure_whatever_its_status(culprit: int, status: int) -> None:
     outcome = outcome_of(leave_with, culprit, status)
     assert outcome.cause is not None
-    assert (outcome.cause.rank, outcome.cause.end) == (culprit, End.EXITED)
+    assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.EXITED)
     assert f"exit status {status}" in outcome.cause.cause
 
 
@@ -126,7 +126,7 @@ def hang_on(culprit: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_hang_ends_at_the_deadline_with_the_stack_of_every_rank(culprit: int, world_size: int) -> None:
     outcome = outcome_of(hang_on, culprit, world_size=world_size, timeout=2.0)
-    assert [rank.end for rank in outcome.ranks] == [End.HUNG] * world_size
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG] * world_size
     assert all("hang_on" in rank.stack for rank in outcome.ranks)
     assert "wait" in outcome.ranks[culprit].stack
     assert outcome.seconds < 2.0 + 3.0
@@ -141,7 +141,7 @@ def hang_deaf(culprit: int) -> None:
 
 def test_a_hang_that_hears_no_signal_ends_all_the_same() -> None:
     outcome = outcome_of(hang_deaf, 1, timeout=2.0)
-    assert [rank.end for rank in outcome.ranks] == [End.HUNG, End.HUNG]
+    assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG, RankEnd.HUNG]
 
 
 class Unpicklable(Exception):
@@ -208,7 +208,10 @@ def test_closing_the_server_ends_it_and_its_ranks() -> None:
 
 def test_a_warm_up_that_fails_is_told_at_the_first_request() -> None:
     words = "warm-up json:nothing_of_the_kind raised AttributeError"
-    with RankServer(Surroundings(warm_up="json:nothing_of_the_kind")) as server, pytest.raises(WorldError, match=words):
+    with (
+        RankServer(RankEnvironment(warm_up="json:nothing_of_the_kind")) as server,
+        pytest.raises(WorldError, match=words),
+    ):
         server.run(sum_of_ranks, world_size=2)
 
 
@@ -222,7 +225,7 @@ def test_values_raises_with_every_failed_rank_in_words() -> None:
 def test_a_world_that_cannot_be_started_is_refused_with_what_is_allowed(world_size: int) -> None:
     with pytest.raises(UsageError, match=f"world size {world_size} .* allowed: 1 to"):
         run(sum_of_ranks, world_size=world_size)
-    assert 1 <= largest_world()[0] <= 256
+    assert 1 <= largest_world_size()[0] <= 256
 
 
 def stamp() -> int:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from zharness.comm import Comm
 from zharness.errors import WorldError
-from zharness.items.fixtures import announce
-from zharness.world import End, RankServer, assert_together, exchange, is_rank, run
+from zharness.pytest_ranks.fixtures import announce_collective
+from zharness.world import RankEnd, RankServer, assert_together, exchange, is_rank, run
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -48,7 +48,7 @@ def test_outside_of_ranks_an_exchange_says_what_to_do() -> None:
 
 
 def differ(culprit: int, what: str) -> None:
-    comm = Comm(observer=announce)
+    comm = Comm(observer=announce_collective)
     comm.all_reduce(torch.ones(4))
     if dist.get_rank() != culprit:
         comm.all_reduce(torch.ones(4))
@@ -72,7 +72,7 @@ def test_collectives_that_differ_are_named_with_both_call_sites(world_size: int,
     with RankServer() as server:
         outcome = server.run(differ, 1, what, world_size=world_size, timeout=TIMEOUT)
     assert outcome.cause is not None
-    assert outcome.cause.end is End.RAISED
+    assert outcome.cause.end is RankEnd.RAISED
     assert outcome.cause.cause.startswith("collective 2 differs: rank ")
     told = outcome.describe()
     assert f"rank 1 calls {words if what == 'operation' else f'all_reduce {words}'} (test_together.py, line " in told

@@ -13,7 +13,7 @@ import zharness
 from zharness.cli import cells, releases
 from zharness.cli.doctor import doctor
 from zharness.cli.model import model
-from zharness.cli.options import OUTPUT, SECONDS, integers, words
+from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
 from zharness.errors import UsageError, ZHarnessError
 
 
@@ -42,16 +42,20 @@ def cli() -> None:
 @click.option(
     "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
 )
-@click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="ZeRO stages; all the engine has.")
+@click.option(
+    "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; all the engine has."
+)
 @click.option(
     "--world-size",
     "world_sizes",
-    callback=integers,
+    callback=parse_integer_option,
     metavar="1,2,4",
     show_default="2, and under torchrun the number of its ranks",
 )
-@click.option("--dtype", "dtypes", callback=words, default="fp32", metavar="fp32,bf16", show_default=True)
-@click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all of them.")
+@click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", metavar="fp32,bf16", show_default=True)
+@click.option(
+    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; all of them."
+)
 @click.option("--variant", "engine_variant", default="", help="Options of the engine by name, as it lists them.")
 @click.option(
     "--excuses",
@@ -98,21 +102,23 @@ def check(
     A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report
     of a failure prints it. Without one, every check runs.
     """
-    from zharness.releases.surroundings import surroundings
-    from zharness.report.live import Options
-    from zharness.report.live import check as run
+    from zharness.releases.rank_environment import get_release_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
-    from zharness.run.excuses import read_excuses
-    from zharness.run.runner import Withheld
+    from zharness.run.check_loop import RunOptions
+    from zharness.run.check_loop import run_check as run
+    from zharness.run.expected_failures import read_expected_failures
+    from zharness.run.runner import WithheldPolicy
     from zharness.world import Isolation
-    from zharness.world.launched import default_world_size
+    from zharness.world.launch import default_world_size
 
     sizes = world_sizes or (default_world_size(),)
     request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
-    withheld = Withheld.TRIED if probe_withheld else Withheld.LEFT
-    options = Options(timeout, seed, jobs or 0, Isolation(isolation), read_excuses(excuses), withheld, shuffle)
-    return run(request, options, Outputs(jsonl, html, junitxml), surroundings)
+    withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
+    options = RunOptions(
+        timeout, seed, jobs or 0, Isolation(isolation), read_expected_failures(excuses), withheld, shuffle
+    )
+    return run(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
 
 
 @cli.command()
@@ -134,7 +140,7 @@ def report(
     Lines that are no records are skipped and counted. The exit code is that of the runs, as of `zharness check`; 2
     where they are as expected and a line was skipped, which may have been a failure.
     """
-    from zharness.report.command import report as run
+    from zharness.report.command import run_report as run
     from zharness.report.outputs import Outputs
 
     return run(files, against, contracts, Outputs(None, html, junitxml))
@@ -150,11 +156,11 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
 
     A PATTERN is a name, a glob, or a group of checks.
     """
-    from zharness.releases.repro_table import rows
-    from zharness.report.listing import LISTS, as_text, killers, matching
+    from zharness.releases.repro_table import list_repro_rows
+    from zharness.report.listing import ROW_BUILDERS, add_killed_mutants, filter_rows, render_rows
 
-    found = matching({**LISTS, "repros": rows}[what](), what, patterns)
-    click.echo(as_text(killers(found) if long and what == "checks" else found, as_json))
+    found = filter_rows({**ROW_BUILDERS, "repros": list_repro_rows}[what](), what, patterns)
+    click.echo(render_rows(add_killed_mutants(found) if long and what == "checks" else found, as_json))
     return 0
 
 
@@ -181,8 +187,12 @@ for command in (
     show_default=True,
     help="Every check on every mutant, or on each the checks that it names as its killers: minutes, not hours.",
 )
-@click.option("--world-size", "world_sizes", callback=integers, default="2", metavar="2,4", show_default=True)
-@click.option("--model", "models", callback=words, metavar="NAME,...", help="Models; the first that each check takes.")
+@click.option(
+    "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
+)
+@click.option(
+    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models; the first that each check takes."
+)
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells at a time.")
 @click.option("--jsonl", type=OUTPUT, help="Read and write records: resumes.")
@@ -201,19 +211,21 @@ def mutants(
     A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A check stops at its first cell that
     kills. Exit code 1 when a mutant survives, or a check kills nobody. `zharness list mutants` describes them.
     """
-    from zharness.kills.command import Options, Scope
-    from zharness.kills.command import mutants as run
-    from zharness.report.live import run_all
+    from zharness.kill_matrix.command import KillOptions, LawScope
+    from zharness.kill_matrix.command import run_mutants as run
+    from zharness.run.check_loop import run_cells
 
-    return run(patterns, Options(checks, world_sizes, models, timeout, jobs, Scope(scope)), jsonl, run_all)
+    return run(patterns, KillOptions(checks, world_sizes, models, timeout, jobs, LawScope(scope)), jsonl, run_cells)
 
 
 @cli.command()
 @click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
 @click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
-@click.option("--stage", "stages", callback=integers, default="0", show_default=True, metavar="0,1,2,3")
-@click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4")
-@click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16")
+@click.option("--stage", "stages", callback=parse_integer_option, default="0", show_default=True, metavar="0,1,2,3")
+@click.option(
+    "--world-size", "world_sizes", callback=parse_integer_option, default="2", show_default=True, metavar="1,2,4"
+)
+@click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=click.Choice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option("--clip", type=click.FloatRange(0, min_open=True), help="The norm to which gradients are clipped.")
 @click.option(
@@ -222,7 +234,9 @@ def mutants(
 @click.option("--reduction", type=click.Choice(["mean", "sum"]), default="mean", show_default=True, help="Over ranks.")
 @click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of 8 programs, to draw.")
 @click.option("--seed", default=0, show_default=True, help="Another number draws other programs.")
-@click.option("--without", callback=words, metavar="i,tied,...", help="Layers, verbs and marks that none has.")
+@click.option(
+    "--without", callback=parse_name_option, metavar="i,tied,...", help="Layers, verbs and marks that none has."
+)
 @click.option("--outputs", type=click.IntRange(1), help="Not more of them kept for backward at once.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one run.")
 def program(
@@ -254,26 +268,28 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l look at everything, xf and xb a
             forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
-    from zharness.releases.surroundings import surroundings
-    from zharness.report.programs import run_given, run_search
-    from zharness.run.search import Search
-    from zharness.workload.legal import MANY
+    from zharness.releases.rank_environment import get_release_environment
+    from zharness.run.program_commands import run_given_programs, run_program_search
+    from zharness.run.program_search import SearchOptions
+    from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
     from zharness.workload.programs import Program
 
     if clip is not None and not clip < float("inf"):
         raise UsageError(f"--clip: got {clip}, expected a number above 0")
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     if texts:
-        return run_given(texts, engine, stages, world_sizes, dtypes, settings, timeout, surroundings)
-    if settings.plainly != settings:
+        return run_given_programs(
+            texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
+        )
+    if settings.with_default_settings != settings:
         raise UsageError("--clip, --window and --reduction are for programs that are given; got none to run with them")
-    wanted = Search(stages, world_sizes, dtypes, batches, seed, without, outputs or MANY)
-    return run_search(engine, wanted, timeout, surroundings)
+    wanted = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
+    return run_program_search(engine, wanted, timeout, get_release_environment)
 
 
 def main() -> None:
     """The console command: every error of the user's one sentence, every exit code as documented."""
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
     except click.exceptions.Exit as exit_:
@@ -296,6 +312,6 @@ def main() -> None:
         sys.exit(3)
 
 
-def terminated(_signal: int, _frame: object) -> None:
+def exit_on_sigterm(_signal: int, _frame: object) -> None:
     """Unwind on SIGTERM, so that ranks are ended and finished records take their name."""
     raise SystemExit(143)

@@ -12,7 +12,7 @@ from zharness.cli.options import OUTPUT, SECONDS
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
-    from zharness.export.verify import Shown
+    from zharness.export.verify import ScriptResult
 
 
 @click.command()
@@ -27,17 +27,19 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
 
     CASE_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
     """
-    from zharness.case import Case
+    from zharness.cell import Cell
     from zharness.export import command
-    from zharness.releases.surroundings import surroundings
+    from zharness.releases.rank_environment import get_release_environment
 
     if listing:
-        click.echo(command.listed())
+        click.echo(command.render_law_table())
         return 0
     if case is None:
         raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
-    options = command.Options(seed, timeout, output)
-    return command.export(case, options, surroundings, None if no_verify else runs(Case.parse(case).engine))
+    options = command.ExportOptions(seed, timeout, output)
+    return command.export(
+        case, options, get_release_environment, None if no_verify else make_script_runner(Cell.parse(case).engine)
+    )
 
 
 @click.command()
@@ -61,30 +63,34 @@ def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify:
     or the exception.
     """
     from zharness.export import command
-    from zharness.releases.surroundings import surroundings
+    from zharness.releases.rank_environment import get_release_environment
 
-    options = command.Options(seed, timeout, output)
-    return command.shrink(case, options, seconds, surroundings, None if no_verify else runs)
+    options = command.ExportOptions(seed, timeout, output)
+    return command.shrink(case, options, seconds, get_release_environment, None if no_verify else make_script_runner)
 
 
-def runs(name: str) -> Callable[[Path], Shown]:
+def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
     """Runs a script on the release of the engine ``name``, as those of repro/ are run."""
     from zharness import engines
     from zharness.engines import registry
-    from zharness.export.verify import Shown
+    from zharness.export.verify import ScriptResult
     from zharness.releases import repros
-    from zharness.releases.launch import Running
-    from zharness.releases.place import Place, place
+    from zharness.releases.launch import CommandGroup
+    from zharness.releases.release_environment import ReleaseEnvironment, prepare_release
 
-    seconds = repros.SECONDS
+    seconds = repros.TIMEOUT_SECONDS
 
-    def run(path: Path) -> Shown:
-        found = Place("") if registry.is_path(name) else place(name, engines.info(name).distribution)
-        running = Running()
+    def run(path: Path) -> ScriptResult:
+        found = (
+            ReleaseEnvironment("")
+            if registry.is_factory_path(engine)
+            else prepare_release(engine, engines.info(engine).distribution)
+        )
+        running = CommandGroup()
         try:
-            result = repros.run(repros.parse(path), name, found, seconds, running)
+            result = repros.run_repro(repros.parse_repro(path), engine, found, seconds, running)
         finally:
-            running.end()
-        return Shown(result.verdict.value, result.evidence)
+            running.terminate()
+        return ScriptResult(result.verdict.value, result.evidence)
 
     return run

@@ -12,7 +12,7 @@ def doctor(as_json: bool) -> int:
 
     Every point is ok, a warning or a problem, with what to do. Exit code 1 when there is a problem.
     """
-    from zharness.doctor.command import doctor as run
-    from zharness.releases.overlay import cache
+    from zharness.doctor.command import run_doctor as run
+    from zharness.releases.overlay import cache_folder
 
-    return run(cache(), as_json)
+    return run(cache_folder(), as_json)

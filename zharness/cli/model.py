@@ -6,14 +6,16 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS, integers
+from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
 
 
 @click.command()
 @click.argument("factory", metavar="PACKAGE.MODULE:FACTORY")
 @click.option("--config", default="", metavar="FILE", help="DeepSpeed's JSON: optimizer, clipping, stage ...")
 @click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
-@click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="The configuration's, or all there are.")
+@click.option(
+    "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="The configuration's, or all there are."
+)
 @click.option("--world-size", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--dtype", default="", metavar="fp32", show_default="the configuration's, or fp32")
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Of the training as configured.")
@@ -45,20 +47,20 @@ def model(
     scalar. A model of the transformers package needs neither.
     """
     from zharness.errors import UsageError
-    from zharness.releases.surroundings import surroundings
-    from zharness.report.live import Options
+    from zharness.releases.rank_environment import get_release_environment
     from zharness.report.outputs import Outputs
-    from zharness.report.own_model import Asked, command
-    from zharness.workload.foreign import is_foreign
+    from zharness.run.check_loop import RunOptions
+    from zharness.run.model_check import ModelCheckRequest, run_model_command
+    from zharness.workload.user_model import is_user_model
     from zharness.world import Isolation
-    from zharness.world.launched import launched
+    from zharness.world.launch import detect_launch
 
-    if launched() is not None:
+    if detect_launch() is not None:
         raise UsageError(
             "zharness model starts ranks of its own; run it without torchrun, or `zharness check` under it"
         )
-    if not is_foreign(factory):
+    if not is_user_model(factory):
         raise UsageError(f"got {factory!r}; expected package.module:factory, importable from the current directory")
-    asked = Asked(factory, config, engine, stages, world_size, dtype, steps)
-    options = Options(timeout, seed, jobs or 0, Isolation.POOLED)
-    return command(asked, options, Outputs(jsonl, html, junitxml), surroundings)
+    asked = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
+    options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
+    return run_model_command(asked, options, Outputs(jsonl, html, junitxml), get_release_environment)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zharness.cli.options import OUTPUT, SECONDS, integers, words
+from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
-    from zharness.releases.history import Measure
+    from zharness.releases.history import RunRequest
     from zharness.run import Record, Request
-    from zharness.run.excuses import Excuse
+    from zharness.run.expected_failures import ExpectedFailure
     from zharness.run.record import RecordFile
 
 
@@ -60,35 +60,52 @@ def repro(
     from zharness import step_summary
     from zharness.releases import repro_runs, repro_table
 
-    runs = repro_runs.chosen(ids, every, on)
+    runs = repro_runs.select_runs(ids, every, on)
     began = time.monotonic()
     with ExitStack() as stack:
-        file = stack.enter_context(_records(jsonl)) if jsonl else None
-        found = repro_runs.results(runs, jobs, file.add if file else None, timeout)
+        file = stack.enter_context(_open_record_file(jsonl)) if jsonl else None
+        found = repro_runs.run_repros(runs, jobs, file.add if file else None, timeout)
     if markdown:
-        click.echo(repro_table.markdown(found))
+        click.echo(repro_table.render_markdown(found))
     else:
-        click.echo(f"{repro_table.table(found)}\n\n{repro_table.summary(found, time.monotonic() - began)}")
-    step_summary.append(
-        "zharness repro", repro_table.summary(found, time.monotonic() - began), repro_table.markdown(found)
+        click.echo(
+            f"{repro_table.render_repro_results(found)}\n\n{repro_table.render_summary(found, time.monotonic() - began)}"
+        )
+    step_summary.append_section(
+        "zharness repro",
+        repro_table.render_summary(found, time.monotonic() - began),
+        repro_table.render_markdown(found),
     )
     return repro_table.exit_code(found)
 
 
-def _records(path: Path) -> AbstractContextManager[RecordFile]:
+def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
     """The file of records; apart, as torch comes with it, which takes longer to import than some bugs to show."""
-    from zharness.run.record import record_file
+    from zharness.run.record import open_record_file
 
-    return record_file(path)
+    return open_record_file(path)
 
 
-def axes(command: Callable[..., int]) -> Callable[..., int]:
+def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
     """The options that say which cells are run, and how, on every release."""
     options = (
-        click.option("--stage", "stages", callback=integers, metavar="0,1,2,3", help="ZeRO stages; all there are."),
-        click.option("--world-size", "world_sizes", callback=integers, default="2", show_default=True, metavar="1,2,4"),
-        click.option("--dtype", "dtypes", callback=words, default="fp32", show_default=True, metavar="fp32,bf16"),
-        click.option("--model", "models", callback=words, metavar="NAME,...", help="Models of the workload; all."),
+        click.option(
+            "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; all there are."
+        ),
+        click.option(
+            "--world-size",
+            "world_sizes",
+            callback=parse_integer_option,
+            default="2",
+            show_default=True,
+            metavar="1,2,4",
+        ),
+        click.option(
+            "--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16"
+        ),
+        click.option(
+            "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; all."
+        ),
         click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell."),
         click.option(
             "--isolation",
@@ -108,7 +125,7 @@ def axes(command: Callable[..., int]) -> Callable[..., int]:
 
 
 @dataclass(frozen=True)
-class Axes:
+class CellOptions:
     """What those options gave."""
 
     stages: tuple[int, ...]
@@ -120,33 +137,35 @@ class Axes:
     jobs: int | None
     jsonl: Path | None
 
-    def request(self, checks: tuple[str, ...]) -> Request:
+    def build_request(self, patterns: tuple[str, ...]) -> Request:
         """The cells, of an engine that is filled in later.
 
         Raises UsageError for what does not exist: a mistake is told before any release is fetched.
         """
         from zharness.run import Request
-        from zharness.run.plan import validate
+        from zharness.run.plan import validate_request
 
-        request = Request(checks, (), self.stages, self.world_sizes, self.dtypes, self.models)
-        validate(request)
+        request = Request(patterns, (), self.stages, self.world_sizes, self.dtypes, self.models)
+        validate_request(request)
         return request
 
-    def measure(self, stack: ExitStack, own: tuple[Excuse, ...] = ()) -> Measure:
+    def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
         """Runs the cells of a request; all records go to one file, which is closed with ``stack``.
 
         Excuses that match nothing are told on standard error, each once.
         """
-        from zharness.releases.surroundings import surroundings
-        from zharness.report.live import Options, opened, run_request
+        from zharness.releases.rank_environment import get_release_environment
+        from zharness.run.check_loop import RunOptions, open_optional_record_file, run_request
         from zharness.world import Isolation
 
-        options = Options(self.timeout, lanes=self.jobs or 0, isolation=Isolation(self.isolation), own=own)
-        sink = cache(partial(opened, stack, self.jsonl))
+        options = RunOptions(
+            self.timeout, jobs=self.jobs or 0, isolation=Isolation(self.isolation), user_expected_failures=user_failures
+        )
+        sink = cache(partial(open_optional_record_file, stack, self.jsonl))
         tell = cache(partial(click.echo, err=True))
 
         def measure(request: Request) -> list[Record]:
-            records, complaints = run_request(request, options, sink, surroundings)
+            records, complaints = run_request(request, options, sink, get_release_environment)
             for complaint in complaints:
                 tell(f"UNMATCHED {complaint}")
             return records
@@ -154,13 +173,13 @@ class Axes:
         return measure
 
 
-def refuse_axes(identifier: str) -> None:
+def reject_cell_options(identifier: str) -> None:
     """Raises UsageError where the current command was given options that say which cells are run, and how."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name in {field.name for field in fields(Axes)}
+        if parameter.name in {field.name for field in fields(CellOptions)}
         and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     if given:
@@ -187,7 +206,7 @@ def refuse_axes(identifier: str) -> None:
     help="Remove from the cache ENGINE==RELEASE, ENGINE@CHECKOUT, ENGINE, or every release and all kept of checkouts "
     "(not what setup_repro.sh made). What runs on them at the moment breaks.",
 )
-@axes
+@add_cell_options
 def releases(
     engine: str | None,
     versions: tuple[str, ...],
@@ -211,29 +230,31 @@ def releases(
     release could be run or the record has none of the cells, 3 some could not be run, or not be removed, or the harness
     itself failed.
     """
-    from zharness.releases import cached, cached_words, watch
-    from zharness.report.reading import read
+    from zharness.releases import cache_entries, cache_table, compare_releases
+    from zharness.run.record_reader import load_records
 
     named = tuple(text for text in (engine, *versions) if text)
     if listed and clean:
         raise UsageError("got --list and --clean; --list says what --clean would remove: name one of them")
     if listed:
-        click.echo(cached_words.listed(named))
+        click.echo(cache_table.render_entries(named))
         return 0
     if clean:
-        done = list(cached.clean(named))
-        click.echo(cached_words.cleaned(done))
-        return 0 if all(what == cached.REMOVED for _, what in done) else 3
+        done = list(cache_entries.clean_cache(named))
+        click.echo(cache_table.render_cleaned(done))
+        return 0 if all(what == cache_entries.REMOVED for _, what in done) else 3
     if engine is None:
         raise UsageError("no engine was named; try: zharness releases deepspeed 0.18.8 0.19.8, or --list")
-    axes_ = Axes(**options)
-    request = axes_.request(checks)
-    texts = watch.texts(engine, versions, newest)
-    recorded = read([compare_to]) if compare_to else None
-    if recorded is not None and recorded.skipped:
-        click.echo(recorded.words(), err=True)
+    axes_ = CellOptions(**options)
+    request = axes_.build_request(checks)
+    texts = compare_releases.spell_releases(engine, versions, newest)
+    recorded = load_records([compare_to]) if compare_to else None
+    if recorded is not None and recorded.skipped_lines:
+        click.echo(recorded.describe_skipped(), err=True)
     with ExitStack() as stack:
-        return watch.matrix(texts, request, axes_.measure(stack), recorded.records if recorded is not None else ())
+        return compare_releases.run_matrix(
+            texts, request, axes_.build_measure(stack), recorded.records if recorded is not None else ()
+        )
 
 
 @click.command()
@@ -241,7 +262,7 @@ def releases(
 @click.argument("check")
 @click.option("--good", required=True, metavar="RELEASE", help="A release on which the law holds.")
 @click.option("--bad", required=True, metavar="RELEASE", help="A release on which it is broken.")
-@axes
+@add_cell_options
 def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     """Find the first release on which a law is broken, or, where the good release is the newer, holds again.
 
@@ -253,15 +274,17 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
     zharness bisect deepspeed torch_func.grad --stage 1 --good 0.19.8 --bad 0.18.8
     """
-    from zharness.releases import repros, watch
+    from zharness.releases import compare_releases, repros
 
-    chosen = Axes(**options)
-    if repros.looks_like_id(check):
-        refuse_axes(check)
-        return watch.halve(engine, good, bad, watch.by_repro(repros.find_one(engine, check)))
+    chosen = CellOptions(**options)
+    if repros.is_repro_id(check):
+        reject_cell_options(check)
+        return compare_releases.run_bisect(
+            engine, good, bad, compare_releases.make_repro_trial(repros.find_repro(engine, check))
+        )
     with ExitStack() as stack:
-        cells = watch.by_cells(engine, chosen.request((check,)), chosen.measure(stack))
-        return watch.halve(engine, good, bad, cells)
+        cells = compare_releases.make_cell_trial(engine, chosen.build_request((check,)), chosen.build_measure(stack))
+        return compare_releases.run_bisect(engine, good, bad, cells)
 
 
 @click.command()
@@ -269,7 +292,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
 @click.argument("change")
 @click.option("--check", "checks", multiple=True, help="A check, a group, a glob or a case id; all. May be repeated.")
 @click.option("--excuses", multiple=True, type=OUTPUT, help="Expected failures of the change (TOML); may be repeated.")
-@axes
+@add_cell_options
 def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path, ...], **options: Any) -> int:
     """Run the same cells on a base and on a change of it, and fail on what the change broke, on nothing else.
 
@@ -280,13 +303,13 @@ def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path
     \b
     zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml
     """
-    from zharness.releases import watch
-    from zharness.releases.surroundings import surroundings
-    from zharness.run.excuses import read_excuses
+    from zharness.releases import compare_releases
+    from zharness.releases.rank_environment import get_release_environment
+    from zharness.run.expected_failures import read_expected_failures
 
-    chosen, own = Axes(**options), read_excuses(excuses)
-    request = chosen.request(checks)
+    chosen, own = CellOptions(**options), read_expected_failures(excuses)
+    request = chosen.build_request(checks)
     for text in (base, change):
-        surroundings(text)  # whatever cannot be had is told before the other has run for a minute
+        get_release_environment(text)  # whatever cannot be had is told before the other has run for a minute
     with ExitStack() as stack:
-        return watch.compare(base, change, request, chosen.measure(stack, own), own)
+        return compare_releases.compare_releases(base, change, request, chosen.build_measure(stack, own), own)

@@ -40,11 +40,11 @@ from zharness.compat.deepspeed_helpers import (
     reduce_boolean_flags,
     set_accelerator_visible,
 )
-from zharness.compat.deepspeed_ranks import Wishes, class_directory, ready, test_directory
+from zharness.compat.deepspeed_rank_setup import DistributedSettings, class_directory, prepare_rank, test_directory
 from zharness.errors import UsageError
-from zharness.items import elsewhere
-from zharness.items.placement import mode_of
-from zharness.world.work import Group, Isolation
+from zharness.pytest_ranks import remote_fixtures
+from zharness.pytest_ranks.rank_requirements import parse_isolation
+from zharness.world.task import Group, Isolation
 
 __all__ = [
     "DEEPSPEED_TEST_TIMEOUT",
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-def seconds_from(environment: Mapping[str, str]) -> float:
+def parse_timeout(environment: Mapping[str, str]) -> float:
     """``DS_UNITTEST_TIMEOUT``, or DeepSpeed's own default. Raises UsageError for what is no number of seconds."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
@@ -77,9 +77,9 @@ def seconds_from(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-DEEPSPEED_TEST_TIMEOUT = seconds_from(os.environ)
-REUSE_DISABLED = os.environ.get("DS_DISABLE_REUSE_DIST_ENV", "0") == "1"
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
+DEEPSPEED_TEST_TIMEOUT = parse_timeout(os.environ)
+REUSE_DIST_ENV_DISABLED = os.environ.get("DS_DISABLE_REUSE_DIST_ENV", "0") == "1"
+DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 
 class DistributedExec:
@@ -100,8 +100,8 @@ class DistributedExec:
     _pool_cache: ClassVar[dict[int, Any]] = {}
 
     @classmethod
-    def _wishes(cls) -> Wishes:
-        return Wishes(cls.backend, cls.init_distributed, cls.set_dist_env, cls.requires_cuda_env)
+    def _rank_settings(cls) -> DistributedSettings:
+        return DistributedSettings(cls.backend, cls.init_distributed, cls.set_dist_env, cls.requires_cuda_env)
 
 
 class DistributedTest(DistributedExec):
@@ -118,9 +118,9 @@ class DistributedTest(DistributedExec):
         super().__init_subclass__(**kwargs)
         base = next(one for one in cls.__mro__[1:] if issubclass(one, DistributedTest))
         own = cls.__dict__.get("pytestmark", [])
-        above = {} if base is DistributedTest else marks_of(base)
-        new = [mark for name, mark in marks_of(cls).items() if above.get(name) != mark]
-        if "isolation" in above and "isolation" not in marks_of(cls):
+        above = {} if base is DistributedTest else class_markers(base)
+        new = [mark for name, mark in class_markers(cls).items() if above.get(name) != mark]
+        if "isolation" in above and "isolation" not in class_markers(cls):
             new.append(pytest.mark.isolation("fresh"))
         # In front of the class's own, which therefore count more, and without those of its bases, which pytest adds.
         cls.pytestmark = [*new, *(own if isinstance(own, Sequence) else [own])]
@@ -129,18 +129,18 @@ class DistributedTest(DistributedExec):
     @staticmethod
     def _in_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         # A rank that is there for a DistributedFixture gets its readiness from that.
-        if request.node.stash.get(elsewhere.RUNNING, ""):
+        if request.node.stash.get(remote_fixtures.RUNNING_FIXTURE, ""):
             yield
             return
-        isolation, _ = mode_of(request.node)
-        with ready(request.cls._wishes(), lives_on=isolation is Isolation.POOLED):
+        isolation, _ = parse_isolation(request.node)
+        with prepare_rank(request.cls._wishes(), reuses_rank=isolation is Isolation.POOLED):
             yield
 
     @pytest.fixture(scope="class")
     @staticmethod
     def class_tmpdir(request: pytest.FixtureRequest, tmpdir_factory: Any) -> Any:
         """A directory that all ranks of all tests of the class share, and so do the fixtures that run elsewhere."""
-        return legacy(class_directory(request), tmpdir_factory)
+        return to_py_path(class_directory(request), tmpdir_factory)
 
     @pytest.fixture
     @staticmethod
@@ -152,25 +152,25 @@ class DistributedTest(DistributedExec):
     @staticmethod
     def tmpdir(tmp_path: Path, tmpdir_factory: Any) -> Any:
         """``tmp_path`` as a path of the kind that pytest's own ``tmpdir`` is."""
-        return legacy(tmp_path, tmpdir_factory)
+        return to_py_path(tmp_path, tmpdir_factory)
 
 
-def legacy(path: Path, tmpdir_factory: Any) -> Any:
+def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
     """``path`` as a py.path.local, which nothing public makes but pytest's own fixtures."""
     return type(tmpdir_factory.getbasetemp())(path)
 
 
-def marks_of(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
+def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
     """The attributes of the class as markers, by their names."""
     size = cls.world_size
     marks = {"rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout)}
     if size is not None:
         marks["world_size"] = pytest.mark.world_size(*dict.fromkeys([size] if isinstance(size, int) else size))
-    if cls.reuse_dist_env and not REUSE_DISABLED:
+    if cls.reuse_dist_env and not REUSE_DIST_ENV_DISABLED:
         marks["isolation"] = pytest.mark.isolation("pooled", group="kept" if cls.init_distributed else "none")
     elif not cls.init_distributed:
         marks["isolation"] = pytest.mark.isolation("fresh", group="none")
-    if INSTALLED:
+    if DEEPSPEED_INSTALLED:
         marks["warm"] = pytest.mark.warm("deepspeed")
     return marks
 
@@ -192,25 +192,25 @@ class DistributedFixture(DistributedExec):
                 f"{cls.__qualname__}: got world_size {cls.world_size!r}; a DistributedFixture takes one whole number"
             )
         group = Group.DEFAULT if cls.init_distributed else Group.NONE
-        where = elsewhere.Elsewhere(cls.__name__, cls.world_size, group, cls.exec_timeout)
+        where = remote_fixtures.RemoteFixture(cls.__name__, cls.world_size, group, cls.exec_timeout)
         # pytest finds the fixtures of a module among its attributes, and the name of the class is taken by the class.
         module = sys.modules[cls.__module__]
-        setattr(module, f"fixture_{cls.__name__}", elsewhere.fixture(cls._function(), where))
+        setattr(module, f"fixture_{cls.__name__}", remote_fixtures.define_remote_fixture(cls._rank_function(), where))
 
     @classmethod
-    def _function(cls) -> Any:
+    def _rank_function(cls) -> Any:
         """What the ranks call: ``run`` with the same parameters, once they are ready for it."""
         run = cls.run.__get__(cls())
 
-        def in_ranks(**given: Any) -> None:
-            with ready(cls._wishes()):
-                run(**given)
+        def run_in_ranks(**fixtures: Any) -> None:
+            with prepare_rank(cls._rank_settings()):
+                run(**fixtures)
 
-        in_ranks.__doc__ = cls.__doc__
-        in_ranks.__wrapped__ = run  # type: ignore[attr-defined]  # inspect.signature looks there
-        return in_ranks
+        run_in_ranks.__doc__ = cls.__doc__
+        run_in_ranks.__wrapped__ = run  # type: ignore[attr-defined]  # inspect.signature looks there
+        return run_in_ranks
 
-    def run(self, **given: Any) -> None:
+    def run(self, **fixtures: Any) -> None:
         """What the fixture does, in each of its ranks."""
         raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zharness.engines.deepspeed_process import imported
+from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.world import assert_together, exchange
-from zharness.world.rank import gpus_asked_for
+from zharness.world.rank import is_gpu_requested
 
-_compare = torch.testing.assert_close  # its tolerances come from the caller: here nobody knows what is computed
+_assert_close = torch.testing.assert_close  # its tolerances come from the caller: here nobody knows what is computed
 
 
 def get_test_path(filename: str) -> str:
@@ -76,8 +76,8 @@ def set_accelerator_visible() -> None:
 
 def accelerator() -> Any:
     """DeepSpeed's accelerator. Raises MissingEngine where DeepSpeed is not installed."""
-    device = "cuda" if gpus_asked_for() else "cpu"
-    return imported(device).accelerator.get_accelerator()
+    device = "cuda" if is_gpu_requested() else "cpu"
+    return import_deepspeed(device).accelerator.get_accelerator()
 
 
 def preferred_dtype() -> torch.dtype:
@@ -92,12 +92,12 @@ class EnableDeterminism:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed + int(os.environ.get("LOCAL_RANK", "0"))
-        self._undo: list[Callable[[], object]] = []
+        self._restore_callbacks: list[Callable[[], object]] = []
 
     def __enter__(self) -> EnableDeterminism:
         before = os.environ.copy()
         variables = ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG")
-        self._undo = [
+        self._restore_callbacks = [
             functools.partial(random.setstate, random.getstate()),
             functools.partial(np.random.set_state, np.random.get_state()),
             functools.partial(torch.set_rng_state, torch.get_rng_state()),
@@ -112,8 +112,8 @@ class EnableDeterminism:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self._restore_callbacks:
+            self._restore_callbacks.pop()()
 
 
 def set_variable(name: str, value: str | None) -> None:
@@ -128,11 +128,11 @@ def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[...
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def within(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with EnableDeterminism(seed):
                 return function(*args, **kwargs)
 
-        return within
+        return wrapper
 
     return decorator
 
@@ -146,7 +146,7 @@ def allclose_on_all_ranks(actual: Any, expected: Any, assert_message: str | None
     """torch.testing.assert_close on which all ranks fail together. Raises AssertionError that names the ranks."""
     trouble = ""
     try:
-        _compare(actual, expected, **kwargs)
+        _assert_close(actual, expected, **kwargs)
     except AssertionError as error:
         trouble = f"{assert_message or 'Tensors are not close on all ranks.'} {error}"
     if dist.is_initialized():

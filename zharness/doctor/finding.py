@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class Severity(Enum):
     """How much a finding matters."""
 
     OK = "ok"
@@ -18,30 +18,30 @@ class State(Enum):
 class Finding:
     """What was looked at, what was found, and what to do about it where it is not as it should be."""
 
-    what: str
-    state: State
-    found: str
+    title: str
+    severity: Severity
+    observation: str
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
         """Plain data."""
-        return {"what": self.what, "state": self.state.value, "found": self.found, "remedy": self.remedy}
+        return {"what": self.title, "state": self.severity.value, "found": self.observation, "remedy": self.remedy}
 
 
-def fine(what: str, found: object) -> Finding:
+def ok_finding(title: str, observation: object) -> Finding:
     """A finding that asks for nothing."""
-    return Finding(what, State.OK, str(found))
+    return Finding(title, Severity.OK, str(observation))
 
 
-def judged(what: str, found: object, trouble: State, bad: bool, remedy: str) -> Finding:
+def make_finding(title: str, observation: object, severity: Severity, is_bad: bool, remedy: str) -> Finding:
     """``fine``, or where it is ``bad`` a finding of state ``trouble`` with its ``remedy``."""
-    return Finding(what, trouble, str(found), remedy) if bad else fine(what, found)
+    return Finding(title, severity, str(observation), remedy) if is_bad else ok_finding(title, observation)
 
 
-def size(count: float) -> str:
+def format_bytes(byte_count: float) -> str:
     """Bytes for a person: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+        if byte_count < 1024:
+            return f"{byte_count:.4g} {unit}"
+        byte_count /= 1024
+    return f"{byte_count:.4g} GiB"

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 
 import zharness
-from zharness.doctor.finding import Finding, State, fine, judged
-from zharness.engines import registered
-from zharness.parity.contamination import Conditions, conditions
-from zharness.world.launched import launched
+from zharness.doctor.finding import Finding, Severity, make_finding, ok_finding
+from zharness.engines import registered_engines
+from zharness.parity.contamination import ProcessConditions, read_process_conditions
+from zharness.world.launch import detect_launch
 
-PYTHONS = ((3, 10), (3, 13))
+SUPPORTED_PYTHONS = ((3, 10), (3, 13))
 # What the settings of ``conditions`` have to be; the rest has no wrong value.
-WANTED = {
+EXPECTED_SETTINGS = {
     "the default dtype": ("torch.float32", "call torch.set_default_dtype(torch.float32)"),
     "the precision of float32 products": ("highest", "call torch.set_float32_matmul_precision('highest')"),
     "flushing of subnormals": ("False", "call torch.set_flush_denormal(False)"),
@@ -29,51 +29,53 @@ WANTED = {
 }
 
 
-def versions() -> Iterator[Finding]:
+def inspect_versions() -> Iterator[Finding]:
     """Python, torch, this package, and every engine that is registered."""
-    (least, most), here = PYTHONS, sys.version_info[:2]
+    (least, most), here = SUPPORTED_PYTHONS, sys.version_info[:2]
     spoken = f"{platform.python_version()} on {platform.platform()}"
     remedy = "take Python 3.10 to 3.13, which this package is tested on"
-    yield judged("python", spoken, State.WARNING, not least <= here <= most, remedy)
-    yield fine("zharness", zharness.__version__)
-    yield fine("torch", torch.__version__)
-    for info in registered().values():
+    yield make_finding("python", spoken, Severity.WARNING, not least <= here <= most, remedy)
+    yield ok_finding("zharness", zharness.__version__)
+    yield ok_finding("torch", torch.__version__)
+    for info in registered_engines().values():
         version = info.version()
         words = version or f"not installed; to test it: {info.install}"
-        yield fine(f"engine {info.name}", words)
+        yield ok_finding(f"engine {info.name}", words)
 
 
-def can_fork() -> Iterator[Finding]:
+def inspect_fork_support() -> Iterator[Finding]:
     """What a rank server asks of the process that it is forked from."""
     forks = "fork" in multiprocessing.get_all_start_methods()
     words = "available" if forks else "not available"
-    yield judged("fork", words, State.PROBLEM, not forks, "ranks are forked: run on Linux, or in WSL on Windows")
+    yield make_finding(
+        "fork", words, Severity.PROBLEM, not forks, "ranks are forked: run on Linux, or in WSL on Windows"
+    )
     watched = hasattr(os, "pidfd_open")
     words = "can be watched" if watched else "cannot be watched: no pidfd_open"
-    yield judged("child processes", words, State.PROBLEM, not watched, "take Linux 5.3 or newer")
+    yield make_finding("child processes", words, Severity.PROBLEM, not watched, "take Linux 5.3 or newer")
     touched = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     words = "initialised in this process" if touched else "not initialised"
     remedy = "no rank can be forked after that: find who touches a GPU while it is imported (a sitecustomize, a plugin)"
-    yield judged("CUDA", words, State.PROBLEM, touched, remedy)
-    launch = launched()
+    yield make_finding("CUDA", words, Severity.PROBLEM, touched, remedy)
+    launch = detect_launch()
     words = "none" if launch is None else "RANK, WORLD_SIZE and MASTER_ADDR are set"
     remedy = "`zharness check` joins that launcher's ranks and starts none; unset them where that is not meant"
-    yield judged("launcher", words, State.WARNING, launch is not None, remedy)
+    yield make_finding("launcher", words, Severity.WARNING, launch is not None, remedy)
 
 
-def settings() -> Iterator[Finding]:
+def inspect_torch_settings() -> Iterator[Finding]:
     """What numbers depend on beside the code. Runs tensor operations: no rank can be forked after it."""
-    here = conditions()
+    here = read_process_conditions()
     for name, value in here.settings.items():
-        wanted, remedy = WANTED.get(name, (value, ""))
+        wanted, remedy = EXPECTED_SETTINGS.get(name, (value, ""))
         words = {"True": "yes", "False": "no"}.get(value, value)
-        yield judged(name.removeprefix("the "), words, State.WARNING, value != wanted, remedy)
-    yield replaced(here)
+        yield make_finding(name.removeprefix("the "), words, Severity.WARNING, value != wanted, remedy)
+    yield inspect_replaced_functions(here)
 
 
-def replaced(here: Conditions) -> Finding:
+def inspect_replaced_functions(current_conditions: ProcessConditions) -> Finding:
     """Whether torch's functions are torch's."""
-    if not here.replaced:
-        return fine("functions of torch", "all torch's own")
+    if not current_conditions.replacements:
+        return ok_finding("functions of torch", "all torch's own")
     remedy = "a baseline cannot run beside them: find who replaces them while it is imported, and run without it"
-    return Finding("functions of torch", State.PROBLEM, "; ".join(here.replaced), remedy)
+    return Finding("functions of torch", Severity.PROBLEM, "; ".join(current_conditions.replacements), remedy)

@@ -16,7 +16,7 @@ from zharness.engines.protocol import (
     Resources,
     Traffic,
 )
-from zharness.engines.registry import EngineInfo, capabilities, get, info, registered, require
+from zharness.engines.registry import EngineInfo, capabilities, get, info, registered_engines, require
 
 __all__ = [
     "Absent",
@@ -37,6 +37,6 @@ __all__ = [
     "capabilities",
     "get",
     "info",
-    "registered",
+    "registered_engines",
     "require",
 ]

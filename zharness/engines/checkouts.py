@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zharness.errors import UsageError
 
-_VERSION = re.compile(r"""^__version__ *= *["']([^"']+)["']""", re.MULTILINE)
+_VERSION_LITERAL = re.compile(r"""^__version__ *= *["']([^"']+)["']""", re.MULTILINE)
 _NO_VERSION = "0"  # sorts before every release
 
 
@@ -32,34 +32,34 @@ class Checkout:
         return self.path / self.module
 
 
-def read(path: Path, module: str) -> Checkout:
+def read_checkout(path: Path, module: str) -> Checkout:
     """The checkout at ``path``, as it was when this process asked first. Raises UsageError where there is none."""
-    return _read(path.expanduser().resolve(), module)
+    return _read_checkout(path.expanduser().resolve(), module)
 
 
 @cache
-def _read(path: Path, module: str) -> Checkout:
+def _read_checkout(path: Path, module: str) -> Checkout:
     if not (path / module / "__init__.py").is_file():
         raise UsageError(
             f"got {str(path)!r}; expected a source checkout, a folder with {module}/__init__.py in it; "
             f"for a release write NAME==RELEASE"
         )
-    version, commit = _version(path, module), _commit(path, module)
+    version, commit = _read_version(path, module), _describe_commit(path, module)
     # A version that names its build has its "+" already.
     joint = "." if "+" in version else "+"
     return Checkout(path, module, f"{version}{joint}{commit}" if commit else version)
 
 
-def _version(path: Path, module: str) -> str:
+def _read_version(path: Path, module: str) -> str:
     """What the sources say: DeepSpeed's ``version.txt``, else a literal ``__version__``."""
     told = path / "version.txt"
     if told.is_file():
         return told.read_text(encoding="utf-8", errors="replace").strip() or _NO_VERSION
-    found = _VERSION.search((path / module / "__init__.py").read_text(encoding="utf-8", errors="replace"))
+    found = _VERSION_LITERAL.search((path / module / "__init__.py").read_text(encoding="utf-8", errors="replace"))
     return found[1] if found else _NO_VERSION
 
 
-def _commit(path: Path, module: str) -> str:
+def _describe_commit(path: Path, module: str) -> str:
     """The commit, with ``-dirty`` where tracked files differ from it; empty where git does not track the package."""
     tracked = _git(path, "ls-files", "--error-unmatch", f"{module}/__init__.py")
     return _git(path, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else ""

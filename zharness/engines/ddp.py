@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zharness.engines.common import (
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
+from zharness.engines.torch_checkpoint import SINGLE_FILE_FORMAT
+from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
     TORCH_REFUSES,
-    Parts,
+    EngineAdapter,
     TorchEngine,
-    itself,
-    leaves,
-    nothing,
-    require,
+    do_nothing,
+    identity,
+    leaf_parameters,
+    validate_config,
 )
-from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
-from zharness.engines.saving import IN_ONE_FILE
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 REFUSES = {
@@ -57,8 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "static_graph": {"static_graph": True},
 }
 # What has accumulated is in each further mean, so over three ranks a sum of several backwards comes a bit off.
-SCALED = "it averages, whatever its caller wants; the sum is its mean of gradients times the number of ranks"
-CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED)
+SCALED_SUM_REASON = "it averages, whatever its caller wants; the sum is its mean of gradients times the number of ranks"
+CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED_SUM_REASON)
 
 OPTIONS = {
     "broadcast_buffers": "rank 0's buffers before each forward; default true",
@@ -75,41 +75,41 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     Raises ConfigError for a configuration that DDP does not honour.
     """
-    require(config, CAPABILITIES, OPTIONS)
-    return TorchEngine(model, CAPABILITIES, config, wrap(model, config))
+    validate_config(config, CAPABILITIES, OPTIONS)
+    return TorchEngine(model, CAPABILITIES, config, wrap_in_ddp(model, config))
 
 
-def wrap(model: nn.Module, config: EngineConfig) -> Parts:
+def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
     """``model`` wrapped by DDP, and what an engine has to know of it."""
     own = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
     wrapped = DistributedDataParallel(model, **own)
     # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
-    summed = trained(model) if config.reduction is Reduction.SUM else []
-    hooks = [parameter.register_hook(times_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
-    return Parts(
+    summed = trainable_parameters(model) if config.reduction is Reduction.SUM else []
+    hooks = [parameter.register_hook(multiply_by_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
+    return EngineAdapter(
         # Held by the engine alone: when it goes, the reducer's destructor takes its hooks off the parameters.
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
-        params=leaves(model),
-        whole=itself,
+        params=leaf_parameters(model),
+        full_tensor=identity,
         layout={},
-        forget=nothing,
-        release=partial(remove, hooks),
-        saving=IN_ONE_FILE,
+        drop_gradients=do_nothing,
+        release=partial(remove_hooks, hooks),
+        checkpoint_format=SINGLE_FILE_FORMAT,
     )
 
 
-def remove(hooks: Sequence[RemovableHandle]) -> None:
+def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
     """At the engine's end, or a later gradient of the same parameters would be N times its own."""
     for hook in hooks:
         hook.remove()
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What DDP reduces: the parameters that require a gradient when it is made."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def times_world_size(gradient: Tensor | None) -> Tensor | None:
+def multiply_by_world_size(gradient: Tensor | None) -> Tensor | None:
     """What DDP's mean turns into the sum; None where a static graph's first iteration has no gradient yet."""
     return None if gradient is None else gradient * dist.get_world_size()

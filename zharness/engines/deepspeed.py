@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import optimizers, warm
-from zharness.engines.deepspeed_claims import CAPABILITIES, capabilities_at
-from zharness.engines.deepspeed_process import Leftovers, imported, prepare
-from zharness.engines.deepspeed_tensors import Reader
-from zharness.engines.options import laid_over
+from zharness.engines import optimizers, preload_imports
+from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_at
+from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
+from zharness.engines.options import merge_options
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
 from zharness.errors import ConfigError, EngineContractError, UsageError
 
@@ -35,9 +35,9 @@ COALESCE = "coalesce_grad_reduction"
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
     """A DeepSpeed engine over ``model``; collective. Raises ConfigError, MissingEngine."""
     if config.dtype not in CAPABILITIES.dtypes:
-        raise ConfigError.unknown("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
+        raise ConfigError.unknown_name("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
     if config.stage not in CAPABILITIES.stages:
-        raise ConfigError.unknown("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
+        raise ConfigError.unknown_name("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
     if config.reduction is Reduction.SUM and config.stage == 3:
         raise ConfigError("got reduction sum at stage 3; DeepSpeed reduces by sum at stages 0-2 only; use mean")
     return DeepSpeedEngine(model, config)
@@ -62,7 +62,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # With the default of 100,000 elements every small model stays whole on every rank.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return laid_over(base, {key: value for key, value in config.options.items() if key != COALESCE})
+    return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
 class DeepSpeedEngine:
@@ -75,15 +75,17 @@ class DeepSpeedEngine:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.capabilities = capabilities_at(config.stage)
         self._config = config
-        self._caller_owns = config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
-        self._coalescing = ExitStack()
-        self._backwards = 0
+        self._caller_owns_accumulation = (
+            config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
+        )
+        self._coalesce_block = ExitStack()
+        self._backward_count = 0
         params = dict(model.named_parameters())
-        deepspeed = prepare(next(iter(params.values())).device.type)
+        deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
         trained = {name: param for name, param in params.items() if param.requires_grad}
         optimizer = optimizers.build(trained, config.optimizer)
         asked = json_config(config)
-        self._leftovers = Leftovers(autocast=bool(asked.get("torch_autocast", {}).get("enabled")))
+        self._global_state = DeepSpeedGlobalState(autocast=bool(asked.get("torch_autocast", {}).get("enabled")))
         try:
             self._engine: Any = deepspeed.initialize(
                 model=model,
@@ -92,7 +94,7 @@ class DeepSpeedEngine:
                 config=asked,
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as refused:
-            self._leftovers.undo()
+            self._global_state.restore()
             raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
@@ -102,37 +104,37 @@ class DeepSpeedEngine:
                 "cannot be read here: leave data_types.grad_accum_dtype out"
             )
         self.module: nn.Module = self._engine.module
-        self._reader = Reader(self._engine, params, config.stage)
+        self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
         self._layout = self._reader.layout()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin()
+        self._prepare_accumulation()
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self._begin()
+        self._prepare_accumulation()
         self._engine.backward(loss, retain_graph=retain_graph)
-        self._backwards += 1
+        self._backward_count += 1
 
     def scale(self, loss: Tensor) -> Tensor:
-        self._begin()
-        self._backwards += 1
+        self._prepare_accumulation()
+        self._backward_count += 1
         return cast(Tensor, self._engine.scale(loss))
 
     def step(self) -> None:
-        if self._caller_owns and self._backwards == 0:
+        if self._caller_owns_accumulation and self._backward_count == 0:
             raise EngineContractError(
                 "got step() before any backward; with accumulation owned by the caller, spell it engine.backward(loss) "
                 "or engine.scale(loss).backward(): a plain loss.backward() cannot be counted"
             )
-        self._coalescing.close()
+        self._coalesce_block.close()
         self._engine.step()
-        if self._backwards >= self._config.accumulation_steps:
-            self._backwards = 0
+        if self._backward_count >= self._config.accumulation_steps:
+            self._backward_count = 0
 
     def zero_grad(self) -> None:
-        self._coalescing.close()
-        self._backwards = 0
+        self._coalesce_block.close()
+        self._backward_count = 0
         # Both: the optimizer's clears the accumulated partitions, the engine's the parameters' own gradients.
         self._engine.optimizer.zero_grad()
         self._engine.zero_grad()
@@ -141,14 +143,14 @@ class DeepSpeedEngine:
         return cast(AbstractContextManager[Any], self._engine.no_sync())
 
     def full_grads(self) -> dict[str, Tensor]:
-        self._coalescing.close()
+        self._coalesce_block.close()
         return self._reader.grads()
 
     def full_params(self) -> dict[str, Tensor]:
         return self._reader.weights()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        return self._reader.state()
+        return self._reader.optimizer_state()
 
     def grad_norm(self) -> float | None:
         """DeepSpeed's get_global_grad_norm(); it computes none in fp32 at stage 0 (#7255)."""
@@ -185,32 +187,32 @@ class DeepSpeedEngine:
 
         By GatheredParameters at stage 3, and by safe_set_full_fp32_param for the fp32 copies that the optimizer keeps.
         """
-        with self._reader.edited(names) as weights:
+        with self._reader.edit_weights(names) as weights:
             yield weights
 
     def close(self) -> None:
-        self._coalescing.close()
+        self._coalesce_block.close()
         self._engine.destroy()
-        self._leftovers.undo()
+        self._global_state.restore()
 
-    def _begin(self) -> None:
+    def _prepare_accumulation(self) -> None:
         """The documented styles for a caller who owns the boundary: state it before each forward and backward, or put
         all of them into one block.
         """
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
-                self._coalescing.enter_context(self._engine.coalesce_grad_reduction())
-        elif self._caller_owns:
-            self._engine.set_gradient_accumulation_boundary(self._backwards + 1 >= self._config.accumulation_steps)
+                self._coalesce_block.enter_context(self._engine.coalesce_grad_reduction())
+        elif self._caller_owns_accumulation:
+            self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._config.accumulation_steps)
 
 
 def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
     """Import in this process, which will fork the ranks, what DeepSpeed imports lazily; the names."""
-    imported(device_type)
-    return warm.import_what(partial(_throw_away, device_type))
+    import_deepspeed(device_type)
+    return preload_imports.preload_imports_of(partial(_train_one_step, device_type))
 
 
-def _throw_away(device_type: str) -> None:
+def _train_one_step(device_type: str) -> None:
     """One step of every stage on one rank; stage 3 first, because it imports most and no release here fails at it."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

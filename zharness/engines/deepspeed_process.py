@@ -16,10 +16,10 @@ import torch.distributed as dist
 from zharness.errors import EngineContractError, MissingEngine
 
 # torch 2.13 renames the collectives that DeepSpeed calls, and says so once per call site and rank.
-_RENAMED = r"`torch\.distributed\.\w+` is deprecated"
+_DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 
-class Leftovers:
+class DeepSpeedGlobalState:
     """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
     stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
 
@@ -29,33 +29,33 @@ class Leftovers:
     it is not forgotten.
     """
 
-    _open: ClassVar[WeakSet[Leftovers]] = WeakSet()
-    _before: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two flags of autocast
+    _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
+    _originals: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two flags of autocast
 
     def __init__(self, autocast: bool) -> None:
-        self._asked = autocast
-        self._autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
-        if Leftovers._before is None:
-            flags = (self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE)
-            Leftovers._before = (torch.nn.functional.linear, *flags)
-        Leftovers._open.add(self)
+        self._uses_autocast = autocast
+        self._autocast_module: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        if DeepSpeedGlobalState._originals is None:
+            flags = (self._autocast_module.TORCH_AUTOCAST_INITIALIZED, self._autocast_module.TORCH_AUTOCAST_DTYPE)
+            DeepSpeedGlobalState._originals = (torch.nn.functional.linear, *flags)
+        DeepSpeedGlobalState._open_engines.add(self)
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Put back what was there before, unless another engine that is open needs it; a second call does nothing."""
-        Leftovers._open.discard(self)
-        if Leftovers._before is None:
+        DeepSpeedGlobalState._open_engines.discard(self)
+        if DeepSpeedGlobalState._originals is None:
             return
-        linear, *flags = Leftovers._before
-        if not any(other._asked for other in Leftovers._open):
-            self._autocast.TORCH_AUTOCAST_INITIALIZED, self._autocast.TORCH_AUTOCAST_DTYPE = flags
-        if not Leftovers._open:
+        linear, *flags = DeepSpeedGlobalState._originals
+        if not any(other._uses_autocast for other in DeepSpeedGlobalState._open_engines):
+            self._autocast_module.TORCH_AUTOCAST_INITIALIZED, self._autocast_module.TORCH_AUTOCAST_DTYPE = flags
+        if not DeepSpeedGlobalState._open_engines:
             torch.nn.functional.linear = linear
-            Leftovers._before = None
+            DeepSpeedGlobalState._originals = None
 
 
-def prepare(device_type: str) -> Any:
+def prepare_deepspeed(device_type: str) -> Any:
     """The deepspeed module, with the process made ready for deepspeed.initialize on ``device_type``."""
-    deepspeed = imported(device_type)
+    deepspeed = import_deepspeed(device_type)
     local = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
     # Read by DeepSpeed instead of the process group: the local rank by its argument check, the number of ranks on this
     # machine by its CPU accelerator. A rank is a process of its own, so nobody else sees them.
@@ -69,7 +69,7 @@ def prepare(device_type: str) -> Any:
     return deepspeed
 
 
-def imported(device_type: str) -> Any:
+def import_deepspeed(device_type: str) -> Any:
     """The deepspeed module, without the build that ranks would race for. Raises MissingEngine."""
     os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare names a decision for another device
     try:
@@ -85,5 +85,5 @@ def imported(device_type: str) -> Any:
     # folder and a deadline takes it for a hang. Without it DeepSpeed uses torch.distributed, as on every other device.
     backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, message=_RENAMED)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)
     return deepspeed

@@ -16,21 +16,21 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.engines.common import (
+from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
+from zharness.engines.fsdp2_memory import measure_resources
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
+from zharness.engines.torch_checkpoint import SHARDED_FORMAT
+from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
     TORCH_REFUSES,
-    Parts,
+    EngineAdapter,
     TorchEngine,
-    leaves,
-    nothing,
-    require,
+    do_nothing,
+    leaf_parameters,
+    validate_config,
 )
-from zharness.engines.fsdp2_deferred import drawn, give
-from zharness.engines.fsdp2_memory import held
-from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
-from zharness.engines.saving import IN_SHARDS
 from zharness.errors import ConfigError
-from zharness.reference.deferred import device_of
+from zharness.reference.meta_init import infer_device
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -57,7 +57,7 @@ REFUSES = {
         f"({DOCUMENTATION})"
     ),
 }
-STAGE_2 = {
+STAGE_2_REFUSES = {
     Feature.RESOURCES: (
         "weights are whole from forward to the end of backward alone (set_reshard_after_backward), so between steps it "
         f"holds less than the formula of stage 2 says ({DOCUMENTATION})"
@@ -70,10 +70,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are gathered, and gradients reduced, in bf16;
 # the shards that the optimizer works on, and their gradients, stay fp32.
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
-def without(torch_version: str) -> str:
+def explain_unsupported_torch(torch_version: str) -> str:
     """Why FSDP2 cannot be built on an older torch, decided without importing it, which takes a while."""
     if Version(torch_version).release < (2, 6):
         return f"torch {torch_version} has no public fully_shard; take torch 2.8 or newer"
@@ -83,33 +83,33 @@ def without(torch_version: str) -> str:
     )
 
 
-def sharded_apart(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
+def fully_sharded_modules(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
     """The modules that ``fully_shard`` is applied to, the root last: at their inputs it puts RegisterPostBackward's
     node into the graph. A root without parameters of its own has none, where one would change nothing either.
     """
-    return [*groups(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
+    return [*select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
 
 
-FILLED = (
+ZERO_FILL_REASON = (
     "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
     "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
 )
-REDUCED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # On gloo reduce_scatter with ReduceOp.AVG gives the sum on torch 2.8, and the mean on 2.13. Those between were not
 # tried; to sum and divide afterwards is as right there.
-MEANS_ON_GLOO = Version(torch.__version__).release >= (2, 13)
+GLOO_REDUCES_BY_MEAN = Version(torch.__version__).release >= (2, 13)
 # 2.6 and 2.7 are public too, but without set_force_sum_reduction_for_comms every mean on gloo would be a sum.
-USABLE = Version(torch.__version__).release >= (2, 8)
+IS_TORCH_SUPPORTED = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
-    dtypes=frozenset(DTYPES),
+    dtypes=frozenset(PARAM_DTYPES),
     refuses=REFUSES,
     variants=VARIANTS,
-    absent="" if USABLE else without(torch.__version__),
+    absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # as people shard
-    junctions=sharded_apart,
+    junctions=fully_sharded_modules,
 )
-OWN_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
+ADAPTER_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
     "grouping": "'leaf': one group for each module that owns parameters, the default; 'block': one for each member of "
     "a ModuleList or Sequential; 'root': one group in all",
@@ -126,7 +126,7 @@ OPTIONS = {
 
 def capabilities_at(stage: int) -> Capabilities:
     """What FSDP2 claims at one stage."""
-    return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2}) if stage == 2 else CAPABILITIES
+    return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2_REFUSES}) if stage == 2 else CAPABILITIES
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -139,16 +139,16 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    require(config, CAPABILITIES, OPTIONS)
-    policy = policy_of(config)
-    device = device_of(model, Comm())
+    validate_config(config, CAPABILITIES, OPTIONS)
+    policy = build_precision_policy(config)
+    device = infer_device(model, Comm())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    values = drawn(model, device)
-    ignored = unshardable(model) if config.options.get("ignored_params") else {}
-    reduce_at_once(ignored.values(), config.reduction)
-    shapes = {name: param.shape for name, param in leaves(model).items() if name not in ignored}
-    kept_apart = keeping_apart(ignored.values(), fully_shard)
-    for module in sharded_apart(model, config.options):
+    values = initial_state_on_rank0(model, device)
+    ignored = unshardable_parameters(model) if config.options.get("ignored_params") else {}
+    register_all_reduce_hooks(ignored.values(), config.reduction)
+    shapes = {name: param.shape for name, param in leaf_parameters(model).items() if name not in ignored}
+    kept_apart = ignored_params_argument(ignored.values(), fully_shard)
+    for module in fully_sharded_modules(model, config.options):
         fully_shard(
             module,
             mesh=mesh,
@@ -157,51 +157,51 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
             **kept_apart,
         )
     if values is not None:
-        give(model, device, values)
+        materialize_and_load(model, device, values)
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
-    sync = Synchronisation(model, sharded)
-    params = leaves(model)
-    reset = method("reset_iter_state", model) if config.options.get("reset_iter_state") else nothing
-    parts = Parts(
+    sync = GradientSync(model, sharded)
+    params = leaf_parameters(model)
+    reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
+    parts = EngineAdapter(
         forward=model.__call__,
-        no_sync=sync.off,
+        no_sync=sync.disable,
         # Taken here, while the shards are registered: between forward and backward the module may hold gathered ones.
         params=params,
-        whole=whole,
-        computed=DTYPES[config.dtype],
-        layout={name: pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
-        forget=partial(in_turn, reset, sync.forget),
+        full_tensor=gather_full_tensor,
+        compute_dtype=PARAM_DTYPES[config.dtype],
+        layout={name: shard_pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
+        drop_gradients=partial(call_each, reset, sync.drop_unreduced_gradients),
         release=partial(reshard, sharded),
-        saving=IN_SHARDS,
-        resources=partial(held, sharded, params),
+        checkpoint_format=SHARDED_FORMAT,
+        measure_resources=partial(measure_resources, sharded, params),
     )
     capabilities = capabilities_at(config.stage)
     if config.options.get("reduce_scatter_unused_params"):
-        capabilities = replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: FILLED})
+        capabilities = replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: ZERO_FILL_REASON})
     return TorchEngine(model, capabilities, config, parts)
 
 
-def policy_of(config: EngineConfig) -> MixedPrecisionPolicy:
+def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
     """In which dtypes weights are gathered and gradients reduced. Raises ConfigError for an unknown one."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     asked = config.options.get("reduce_dtype")
-    if asked is not None and asked not in REDUCED_IN:
-        raise ConfigError.unknown("reduce_dtype", asked, sorted(REDUCED_IN))
-    reduced = None if asked is None else REDUCED_IN[asked]
-    return MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=reduced)
+    if asked is not None and asked not in REDUCE_DTYPES:
+        raise ConfigError.unknown_name("reduce_dtype", asked, sorted(REDUCE_DTYPES))
+    reduced = None if asked is None else REDUCE_DTYPES[asked]
+    return MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[config.dtype], reduce_dtype=reduced)
 
 
-def in_turn(*actions: Callable[[], None]) -> None:
+def call_each(*actions: Callable[[], None]) -> None:
     """Each of ``actions``."""
     for action in actions:
         action()
 
 
-def unshardable(model: nn.Module) -> dict[str, nn.Parameter]:
+def unshardable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What ``fully_shard`` refuses or fails on, by name: scalars, empty tensors, strides and dtypes of their own."""
-    found = leaves(model)
+    found = leaf_parameters(model)
     (usual, _), *_ = Counter(param.dtype for param in found.values()).most_common()
     return {
         name: param
@@ -210,7 +210,7 @@ def unshardable(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def keeping_apart(ignored: Iterable[nn.Parameter], fully_shard: Callable[..., Any]) -> dict[str, Any]:
+def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callable[..., Any]) -> dict[str, Any]:
     """The argument of ``fully_shard`` that leaves ``ignored`` alone. Raises ConfigError where this torch lacks it."""
     params = set(ignored)
     if params and "ignored_params" not in inspect.signature(fully_shard).parameters:
@@ -218,7 +218,7 @@ def keeping_apart(ignored: Iterable[nn.Parameter], fully_shard: Callable[..., An
     return {"ignored_params": params} if params else {}
 
 
-def method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
+def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
     """A method of an FSDPModule. Raises ConfigError where this torch lacks it."""
     found: Callable[..., None] | None = getattr(module, name, None)
     if found is None:
@@ -226,56 +226,56 @@ def method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
     return found
 
 
-def reduce_at_once(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
+def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
     """Reduce every gradient that reaches ``params``, before it is added to others: what is ignored is the caller's."""
 
-    def reduced(gradient: Tensor) -> Tensor:
+    def all_reduce_gradient(gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total)
         return total if reduction is Reduction.SUM else total / dist.get_world_size()
 
     for param in params:
         if param.requires_grad:
-            param.register_hook(reduced)  # type: ignore[no-untyped-call]
+            param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
 
 
-class Synchronisation:
+class GradientSync:
     """Whether backwards of ``model`` reduce, and how many stretches since the last ``zero_grad`` did not."""
 
     def __init__(self, model: nn.Module, sharded: list[FSDPModule]) -> None:
         self._model = model
         self._sharded = sharded
-        self._unreduced = 0
+        self._unreduced_count = 0
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Backwards inside keep their gradients on the gathered weights, unreduced."""
-        self._unreduced += 1
-        self._switch(False)
+        self._unreduced_count += 1
+        self._set_gradient_sync(False)
         try:
             yield
         finally:
-            self._switch(True)
+            self._set_gradient_sync(True)
 
-    def forget(self) -> None:
+    def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that were never reduced. Collective when there may be any.
 
         They live on the gathered weights, where ``zero_grad`` of optimizer and module cannot see them; on torch 2.13
         ``reset_iter_state`` keeps them too, against its documentation, and the next reduced backward would add them.
         """
-        if self._unreduced:
+        if self._unreduced_count:
             for module in self._sharded:
                 module.unshard()
             self._model.zero_grad(set_to_none=True)
             reshard(self._sharded)
-            self._unreduced = 0
+            self._unreduced_count = 0
 
-    def _switch(self, on: bool) -> None:
+    def _set_gradient_sync(self, enabled: bool) -> None:
         for module in self._sharded:
-            module.set_requires_gradient_sync(on, recurse=False)
+            module.set_requires_gradient_sync(enabled, recurse=False)
 
 
-def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list[nn.Module]:
+def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list[nn.Module]:
     """The modules below ``model`` that get a group of their own, but those of ``in_root``: the rest is the root's.
 
     FSDP2 gathers a group around the forward of its module. So a module that owns parameters takes all below it along
@@ -283,18 +283,18 @@ def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list
     without forward is no group, and tied parameters belong to the root, the one module that encloses all their owners.
     """
     if grouping not in (LEAF, BLOCK, ROOT):
-        raise ConfigError.unknown("grouping", grouping, [LEAF, BLOCK, ROOT])
+        raise ConfigError.unknown_name("grouping", grouping, [LEAF, BLOCK, ROOT])
     modules = dict(model.named_modules())
     for name in in_root:
         if name not in modules:
-            raise ConfigError.unknown("module in in_root", name, sorted(filter(None, modules)))
+            raise ConfigError.unknown_name("module in in_root", name, sorted(filter(None, modules)))
     if grouping == ROOT:
         return []
     left_out = {id(modules[name]) for name in in_root}
-    owners = Counter(id(param) for module in model.modules() for param in own_parameters(module))
+    owners = Counter(id(param) for module in model.modules() for param in direct_parameters(module))
     tied = frozenset(key for key, count in owners.items() if count > 1)
     if grouping == BLOCK:
-        found = {id(module): module for module in blocks(model, tied)}
+        found = {id(module): module for module in topmost_blocks(model, tied)}
     else:
         found = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
     return [module for key, module in found.items() if key not in left_out]
@@ -302,7 +302,7 @@ def groups(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list
 
 def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
     """From ``module`` downwards, the first modules that own parameters and hold none of ``tied``."""
-    owns = own_parameters(module)
+    owns = direct_parameters(module)
     called = type(module).forward is not nn.Module.forward
     if owns and called and not any(id(param) in tied for param in module.parameters()):
         yield module
@@ -311,7 +311,7 @@ def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Modul
             yield from topmost_owners(child, tied)
 
 
-def blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
+def topmost_blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
     """From ``module`` downwards, the first members of a ModuleList or Sequential that hold parameters, none of
     ``tied``.
     """
@@ -321,10 +321,10 @@ def blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and called and params and not tied.intersection(params):
             yield child
         else:
-            yield from blocks(child, tied)
+            yield from topmost_blocks(child, tied)
 
 
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+def direct_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that ``module`` registers itself."""
     return list(module.parameters(recurse=False))
 
@@ -338,16 +338,16 @@ def is_sharded(module: nn.Module) -> bool:
 
 def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
     """Reduction by sum and the named options, on every group. Raises ConfigError for one that this torch lacks."""
-    options = {name: value for name, value in config.options.items() if name not in OWN_OPTIONS}
+    options = {name: value for name, value in config.options.items() if name not in ADAPTER_OPTIONS}
     if config.reduction is Reduction.SUM:
         # Any factor but the world size would go through NCCL's PreMulSum, which gloo does not have.
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
-    elif not MEANS_ON_GLOO and dist.get_backend() == "gloo":
+    elif not GLOO_REDUCES_BY_MEAN and dist.get_backend() == "gloo":
         # Left to itself it asks gloo for the mean and gets the sum: pytorch/pytorch#162338.
         options = {"force_sum_reduction_for_comms": True, **options}
     for name, value in options.items():
         for module in sharded:
-            method(f"set_{name}", module)(value)
+            require_method(f"set_{name}", module)(value)
 
 
 def reshard(sharded: list[FSDPModule]) -> None:
@@ -356,14 +356,14 @@ def reshard(sharded: list[FSDPModule]) -> None:
         module.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard; collective. Optimizer step counts are no shards and come back as they are."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces(shape: tuple[int, ...], world_size: int) -> tuple[Piece, ...]:
+def shard_pieces(shape: tuple[int, ...], world_size: int) -> tuple[Piece, ...]:
     """Who owns which flat elements: ``torch.chunk`` of dimension 0, so late ranks may own fewer or none."""
     rows, row = shape[0], 1
     for size in shape[1:]:

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.errors import ConfigError
-from zharness.reference.deferred import deferred
+from zharness.reference.meta_init import find_deferred_modules
 
 
-def drawn(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:
+def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:
     """The state that the constructor of ``model`` would have given it, on rank 0, and nothing on the others.
 
     None where no part of it is on the meta device. Raises ConfigError for a module that cannot give its tensors values,
     a model of which a part alone is on the meta device, and buffers that no state dict holds.
     """
-    meta = deferred(model)
+    meta = find_deferred_modules(model)
     if not meta:
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -31,12 +31,12 @@ def drawn(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None
     if dist.get_rank() != 0:
         return {}
     whole = copy.deepcopy(model)
-    for module in deferred(whole):
+    for module in find_deferred_modules(whole):
         module.materialise(device)
     return whole.state_dict()
 
 
-def give(model: nn.Module, device: torch.device, values: Mapping[str, Tensor]) -> None:
+def materialize_and_load(model: nn.Module, device: torch.device, values: Mapping[str, Tensor]) -> None:
     """Memory for the shards of ``model``, and rank 0's ``values`` in them. Collective.
 
     As https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html loads a full state dict.

@@ -11,24 +11,26 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Resources
 
 
-def held(sharded: Iterable[Any], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Resources:
+def measure_resources(
+    sharded: Iterable[Any], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Resources:
     """Bytes of all storages on this rank; one that several tensors share counts once, a freed one nothing.
 
     ``sharded`` are the modules that ``fully_shard`` was applied to. What they have gathered, and the gradients on it,
     no public function of torch shows.
     """
-    groups = [param for module in sharded for param in gathered_by(module)]
+    groups = [param for module in sharded for param in iter_fsdp_params(module)]
     gathered = [tensor for param in groups for tensor in param.all_gather_outputs]
-    unreduced = [tensor for param in groups for tensor in gradients_on(param)]
+    unreduced = [tensor for param in groups for tensor in unreduced_gradients(param)]
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return Resources(
-        parameters=allocated([*params.values(), *gathered]),
-        gradients=allocated([*(p.grad for p in params.values() if p.grad is not None), *unreduced]),
-        optimizer_state=allocated(states),
+        parameters=storage_bytes([*params.values(), *gathered]),
+        gradients=storage_bytes([*(p.grad for p in params.values() if p.grad is not None), *unreduced]),
+        optimizer_state=storage_bytes(states),
     )
 
 
-def gathered_by(module: Any) -> Iterator[Any]:
+def iter_fsdp_params(module: Any) -> Iterator[Any]:
     """FSDP2's own record of each parameter that ``module`` gathers. Older releases of torch have one group at most."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
@@ -36,7 +38,7 @@ def gathered_by(module: Any) -> Iterator[Any]:
         yield from group.fsdp_params if group is not None else ()
 
 
-def gradients_on(param: Any) -> Iterator[Tensor]:
+def unreduced_gradients(param: Any) -> Iterator[Tensor]:
     """Gradients on a gathered weight, which are not reduced yet."""
     whole = getattr(param, "_unsharded_param", None)  # not there before it was first gathered
     for tensor in (param.unsharded_accumulated_grad, None if whole is None else whole.grad):
@@ -44,13 +46,13 @@ def gradients_on(param: Any) -> Iterator[Tensor]:
             yield tensor
 
 
-def allocated(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of ``tensors`` on this rank, padding included."""
-    storages = (local(tensor.detach()).untyped_storage() for tensor in tensors)
+    storages = (local_tensor(tensor.detach()).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     from torch.distributed.tensor import DTensor
 

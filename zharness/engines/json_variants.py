@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def zero(**options: Any) -> Mapping[str, Any]:
+def zero_optimization(**options: Any) -> Mapping[str, Any]:
     """One variant: options of the section ``zero_optimization``."""
     return {"zero_optimization": options}
 
 
 # The buckets are smaller than a parameter, and of a few. The limits are the least and more than any model here has.
 JSON_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "tiny_buckets": zero(reduce_bucket_size=1),
-    "small_buckets": zero(reduce_bucket_size=100),
-    "overlap_comm": zero(overlap_comm=True),
-    "no_overlap": zero(overlap_comm=False),
-    "contiguous_gradients": zero(contiguous_gradients=True),
-    "scattered_gradients": zero(contiguous_gradients=False),
-    "reduce_scatter": zero(reduce_scatter=True),
-    "all_reduce": zero(reduce_scatter=False),
-    "least_limits": zero(
+    "tiny_buckets": zero_optimization(reduce_bucket_size=1),
+    "small_buckets": zero_optimization(reduce_bucket_size=100),
+    "overlap_comm": zero_optimization(overlap_comm=True),
+    "no_overlap": zero_optimization(overlap_comm=False),
+    "contiguous_gradients": zero_optimization(contiguous_gradients=True),
+    "scattered_gradients": zero_optimization(contiguous_gradients=False),
+    "reduce_scatter": zero_optimization(reduce_scatter=True),
+    "all_reduce": zero_optimization(reduce_scatter=False),
+    "least_limits": zero_optimization(
         stage3_prefetch_bucket_size=0,
         stage3_param_persistence_threshold=0,
         stage3_max_live_parameters=1,
         sub_group_size=1,
     ),
-    "largest_limits": zero(
+    "largest_limits": zero_optimization(
         stage3_prefetch_bucket_size=10**9,
         stage3_param_persistence_threshold=10**9,
         stage3_max_live_parameters=10**9,

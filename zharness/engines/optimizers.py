@@ -43,7 +43,7 @@ def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Opti
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """torch.optim's class of that name. Raises UsageError for an unknown one."""
     if name not in ELEMENTWISE:
-        raise UsageError.unknown("optimizer", name, sorted(ELEMENTWISE))
+        raise UsageError.unknown_name("optimizer", name, sorted(ELEMENTWISE))
     return ELEMENTWISE[name]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 Options = Mapping[str, Any]
 
 
-def laid_over(base: Options, over: Options) -> dict[str, Any]:
+def merge_options(base: Options, overrides: Options) -> dict[str, Any]:
     """``base`` with other options laid over it, section by section."""
     deep = {
-        key: laid_over(base[key], value)
-        for key, value in over.items()
+        key: merge_options(base[key], value)
+        for key, value in overrides.items()
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
     }
-    return {**base, **over, **deep}
+    return {**base, **overrides, **deep}

@@ -6,11 +6,20 @@ from contextlib import nullcontext
 
 from torch import nn
 
-from zharness.engines.common import NO_STATE_LAWS, Parts, TorchEngine, itself, leaves, nothing, require_dtype
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
+from zharness.engines.torch_engine import (
+    STATE_LAWS_NOT_CLAIMED,
+    EngineAdapter,
+    TorchEngine,
+    do_nothing,
+    identity,
+    leaf_parameters,
+    validate_dtype,
+)
 
 CAPABILITIES = Capabilities(
-    stages=frozenset({0}), refuses=dict.fromkeys((Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT), NO_STATE_LAWS)
+    stages=frozenset({0}),
+    refuses=dict.fromkeys((Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT), STATE_LAWS_NOT_CLAIMED),
 )
 
 
@@ -21,14 +30,14 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     options) and what has no meaning for one process (reduction). Where the engine owns accumulation, ``backward`` and
     ``scale`` divide the loss; a bare ``loss.backward()`` is the caller's, and divides nothing.
     """
-    require_dtype(config, CAPABILITIES)
-    parts = Parts(
+    validate_dtype(config, CAPABILITIES)
+    parts = EngineAdapter(
         forward=model.__call__,
         no_sync=nullcontext,
-        params=leaves(model),
-        whole=itself,
+        params=leaf_parameters(model),
+        full_tensor=identity,
         layout={},
-        forget=nothing,
-        release=nothing,
+        drop_gradients=do_nothing,
+        release=do_nothing,
     )
     return TorchEngine(model, CAPABILITIES, config, parts)

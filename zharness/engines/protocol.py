@@ -260,7 +260,7 @@ class Engine(Protocol):
         """Release everything; the engine is unusable afterwards."""
 
 
-class Keeping(Protocol):
+class CheckpointingEngine(Protocol):
     """What an engine has beyond Engine's verbs: the first with CHECKPOINT, the second with UNIVERSAL_CHECKPOINT."""
 
     def full_state_dict(self) -> dict[str, Tensor]:

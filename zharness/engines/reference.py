@@ -30,20 +30,23 @@ from zharness.errors import UsageError
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
 )
-NO_ROOM = {
+NO_SYNC_REFUSES = {
     Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead"
 }
-WHOLE_WEIGHTS = {
+WHOLE_WEIGHTS_REFUSES = {
     Feature.REDUCED_WEIGHT_GRADIENTS: "weights are whole, so autograd.grad gives a rank its own; a backward is reduced"
 }
-SHARDED_WEIGHTS = {
+SHARDED_WEIGHTS_REFUSES = {
     Feature.OWN_WEIGHT_GRADIENTS: "weights are shards, so autograd.grad gives a rank its shard of the reduced gradient",
 }
 
 
 def capabilities_at(stage: int) -> Capabilities:
     """What the engine claims at one stage."""
-    refuses = {**(NO_ROOM if stage > 1 else {}), **(SHARDED_WEIGHTS if stage == 3 else WHOLE_WEIGHTS)}
+    refuses = {
+        **(NO_SYNC_REFUSES if stage > 1 else {}),
+        **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),
+    }
     return replace(CAPABILITIES, refuses=refuses)
 
 
@@ -106,7 +109,9 @@ class ReferenceEngine:
             Resources(**engine.held_bytes()),
             Traffic(engine.comm.logical_bytes(), engine.peak_gathered_bytes()),
         )
-        wire = {f"{kind.value} {_name(dtype)}": seen.elements for (kind, dtype), seen in engine.comm.tallies.items()}
+        wire = {
+            f"{kind.value} {_dtype_name(dtype)}": seen.elements for (kind, dtype), seen in engine.comm.tallies.items()
+        }
         masters = engine.full_masters() or Absent("the optimizer works on the parameters themselves")
         gathered = engine.gathered_bytes()
         return Observations(engine.loss_scale, engine.skipped_steps, rates, gathered, wire, masters, held, traffic)
@@ -130,21 +135,23 @@ class ReferenceEngine:
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """The reference engine over ``model``. Called on every rank with the default process group ready."""
     if config.dtype not in CAPABILITIES.dtypes:
-        raise UsageError.unknown("dtype", config.dtype, sorted(CAPABILITIES.dtypes), "and a low one has fp32 masters")
+        raise UsageError.unknown_name(
+            "dtype", config.dtype, sorted(CAPABILITIES.dtypes), "and a low one has fp32 masters"
+        )
     engine, *_ = reference.initialize(
         model=model,
-        config=_json(config),
+        config=_build_json_config(config),
         optimizer=lambda leaves: optimizers.build(leaves, config.optimizer),
         lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
     )
     return ReferenceEngine(engine)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _json(config: EngineConfig) -> dict[str, Any]:
+def _build_json_config(config: EngineConfig) -> dict[str, Any]:
     """DeepSpeed's JSON for ``config``; ``config.options`` are laid over it, section by section."""
     engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
     written: dict[str, Any] = {

@@ -12,15 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zharness.engines.checkouts import Checkout, read
+from zharness.engines.checkouts import Checkout, read_checkout
 from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 
 ENTRY_POINTS = "zharness.engines"
 # Imported in every process that forks ranks, so that no other release of them can be put in front.
-IN_USE = ("torch", "zharness")
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
+ALREADY_IMPORTED = ("torch", "zharness")
+_FACTORY_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class EngineInfo:
 
     def version(self) -> str | None:
         """The installed version; None when it is not installed."""
-        return _installed(self.distribution, tuple(sys.path))
+        return _installed_version(self.distribution, tuple(sys.path))
 
 
 @cache
-def _installed(distribution: str, _path: tuple[str, ...]) -> str | None:
+def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
     """The version of a distribution; a release may be put in front of the path at any time, and then is the one."""
     try:
         return importlib.metadata.version(distribution)
@@ -108,13 +108,13 @@ BUILT_IN: dict[str, EngineInfo] = {
 }
 
 
-def registered() -> dict[str, EngineInfo]:
+def registered_engines() -> dict[str, EngineInfo]:
     """The built-in engines and those of installed packages, by name. A built-in name cannot be taken over."""
-    return dict(_registered(tuple(sys.path)))
+    return dict(_load_registered_engines(tuple(sys.path)))
 
 
 @cache
-def _registered(_path: tuple[str, ...]) -> dict[str, EngineInfo]:
+def _load_registered_engines(_path: tuple[str, ...]) -> dict[str, EngineInfo]:
     """``registered`` with this sys.path: to read what every package there says takes some 5 ms."""
     found = dict(BUILT_IN)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -126,43 +126,43 @@ def _registered(_path: tuple[str, ...]) -> dict[str, EngineInfo]:
     return found
 
 
-def split(text: str) -> tuple[str, str | None]:
+def split_release(text: str) -> tuple[str, str | None]:
     """``NAME==RELEASE`` as name and release; the release is None where none is asked for, and of a checkout."""
-    match = _parsed(text)
+    match = _parse_engine_name(text)
     return match["name"], match["release"]
 
 
-def checkout(text: str) -> Checkout | None:
+def find_checkout(text: str) -> Checkout | None:
     """The checkout that ``NAME@PATH`` speaks of; None for any other spelling.
 
     Raises UsageError where there is none at PATH, and for an engine of which this process has a release in use.
     """
-    path = _parsed(text)["checkout"]
+    path = _parse_engine_name(text)["checkout"]
     if path is None:
         return None
     found = info(text)
-    if found.distribution in IN_USE:
+    if found.distribution in ALREADY_IMPORTED:
         raise UsageError(
             f"got {text!r}, but {found.name} is part of {found.distribution}, which is imported already; "
             f"install that checkout in an environment of its own: pip install -e {path}"
         )
-    return read(Path(path), found.module)
+    return read_checkout(Path(path), found.module)
 
 
 def is_checkout(text: str) -> bool:
     """Whether ``text`` is spelled as a checkout, be there one or not."""
-    return _parsed(text)["checkout"] is not None
+    return _parse_engine_name(text)["checkout"] is not None
 
 
-def version(text: str) -> str | None:
+def resolve_version(text: str) -> str | None:
     """The release that ``text`` speaks of: its checkout's, the one asked for, or the installed one, if there is any."""
-    found = checkout(text)
-    return found.version if found is not None else split(text)[1] or info(text).version()
+    found = find_checkout(text)
+    return found.version if found is not None else split_release(text)[1] or info(text).version()
 
 
 @cache
-def _parsed(text: str) -> re.Match[str]:
-    match = _NAME.fullmatch(text)
+def _parse_engine_name(text: str) -> re.Match[str]:
+    match = _ENGINE_NAME.fullmatch(text)
     if match is None:
         raise UsageError(
             f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory "
@@ -173,26 +173,29 @@ def _parsed(text: str) -> re.Match[str]:
 
 def info(text: str) -> EngineInfo:
     """What is known of the engine that ``text`` names. Raises UsageError for an unknown one."""
-    name, _ = split(text)
-    known = registered()
+    name, _ = split_release(text)
+    known = registered_engines()
     if name in known:
         return known[name]
-    if _PATH.fullmatch(name):
+    if _FACTORY_PATH.fullmatch(name):
         return EngineInfo(name, name, "given by its factory", name.partition(".")[0].partition(":")[0], "")
-    raise UsageError.unknown(
+    raise UsageError.unknown_name(
         "engine", name, [*known, "package.module:factory"], "`zharness list engines` says which are installed"
     )
 
 
-def is_path(text: str) -> bool:
+def is_factory_path(text: str) -> bool:
     """Whether ``text`` names an engine by its factory."""
-    return _PATH.fullmatch(split(text)[0]) is not None and split(text)[0] not in registered()
+    return (
+        _FACTORY_PATH.fullmatch(split_release(text)[0]) is not None
+        and split_release(text)[0] not in registered_engines()
+    )
 
 
 def require(text: str) -> EngineInfo:
     """``info`` of an engine whose package is installed. Raises MissingEngine with the command that installs it."""
     found = info(text)
-    if not is_path(text) and version(text) is None:
+    if not is_factory_path(text) and resolve_version(text) is None:
         raise MissingEngine(
             f"engine {found.name!r} is not installed (no package {found.distribution!r} in this environment); "
             f"install it with: {found.install}"
@@ -207,13 +210,13 @@ def get(text: str) -> EngineFactory:
     """
     target = require(text).target
     path, _, attribute = target.partition(":")
-    factory = getattr(_import(path, target), attribute, None)
+    factory = getattr(_import_module(path, target), attribute, None)
     if not callable(factory):
         raise UsageError(f"{target!r}: module {path!r} has no callable {attribute!r}; expected factory(model, config)")
     return factory  # type: ignore[no-any-return]
 
 
-def _import(path: str, target: str) -> ModuleType:
+def _import_module(path: str, target: str) -> ModuleType:
     try:
         return importlib.import_module(path)
     except Exception as error:  # whatever a foreign module raises while it is imported, the sentence is the same
@@ -225,7 +228,7 @@ def _import(path: str, target: str) -> ModuleType:
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
     """What a registered engine claims at ``stage``, without building it; None where only building it tells."""
-    if is_path(text):
+    if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])
     if hasattr(module, "capabilities_at"):

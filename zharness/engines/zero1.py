@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import ddp, optimizers
-from zharness.engines.common import TorchEngine, require
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, OptimizerSpec
+from zharness.engines.torch_engine import TorchEngine, validate_config
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -26,7 +26,9 @@ REFUSES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = Capabilities(stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS, scaled_sum=ddp.SCALED)
+CAPABILITIES = Capabilities(
+    stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS, scaled_sum=ddp.SCALED_SUM_REASON
+)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -34,11 +36,20 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     ``config.options`` are DDP's. Raises ConfigError for a configuration that DDP or the optimizer does not honour.
     """
-    require(config, CAPABILITIES, ddp.OPTIONS)
-    return TorchEngine(model, CAPABILITIES, config, replace(ddp.wrap(model, config), build=build, states=states))
+    validate_config(config, CAPABILITIES, ddp.OPTIONS)
+    return TorchEngine(
+        model,
+        CAPABILITIES,
+        config,
+        replace(
+            ddp.wrap_in_ddp(model, config),
+            build_optimizer=build_sharded_optimizer,
+            optimizer_states=collect_optimizer_states,
+        ),
+    )
 
 
-def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOptimizer:
+def build_sharded_optimizer(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOptimizer:
     """The sharded form of the optimizer that ``spec`` describes. Raises UsageError for an unknown name."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -46,7 +57,9 @@ def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOp
     return ZeroRedundancyOptimizer(groups, optimizers.optimizer_class(spec.name), **spec.args)
 
 
-def states(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Any]]:
+def collect_optimizer_states(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
+) -> Mapping[str, Mapping[str, Any]]:
     """State by parameter, from all ranks, by the optimizer's own consolidation. Collective."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

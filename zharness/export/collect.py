@@ -18,43 +18,45 @@ from functools import cache
 from types import ModuleType
 
 from zharness.errors import HarnessFault
-from zharness.export.scopes import bound_in, reached_outside
+from zharness.export.scopes import find_bound_names, find_free_names
 
-OURS = "zharness"
-_QUIET = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # words to tools that a reader of the script does not run
+PACKAGE = "zharness"
+_TOOL_COMMENT = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # words to tools that a reader of the script does not run
 
 
 @dataclass(frozen=True)
-class Source:
+class ModuleSource:
     """A module's text, its definitions by name, and what its imports bind: a name to the import, or to one of ours."""
 
     module: str
     text: str
     definitions: Mapping[str, ast.stmt]
     imports: Mapping[str, str]  # of other packages: the statement
-    ours: Mapping[str, tuple[str, str]]  # of this package: the module and the name there, empty for the module itself
+    package_imports: Mapping[
+        str, tuple[str, str]
+    ]  # of this package: the module and the name there, empty for the module itself
 
 
 @cache
-def source(module: str) -> Source:
+def read_source(module: str) -> ModuleSource:
     """The module of that name, read."""
     found: ModuleType = importlib.import_module(module)
     text = inspect.getsource(found)
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
     ours: dict[str, tuple[str, str]] = {}
-    for statement in at_the_top(text):
-        for name in defined(statement):
+    for statement in top_level_statements(text):
+        for name in defined_names(statement):
             definitions[name] = statement
-        for name, origin, spelled in imported(statement):
-            if origin[0].split(".")[0] == OURS:
+        for name, origin, spelled in imported_names(statement):
+            if origin[0].split(".")[0] == PACKAGE:
                 ours[name] = origin
             else:
                 imports[name] = spelled
-    return Source(module, text, definitions, imports, ours)
+    return ModuleSource(module, text, definitions, imports, ours)
 
 
-def at_the_top(text: str) -> Iterator[ast.stmt]:
+def top_level_statements(text: str) -> Iterator[ast.stmt]:
     """The statements at the top of a module, with those that are for type checkers alone: annotations name them."""
     for statement in ast.parse(text).body:
         yield statement
@@ -62,7 +64,7 @@ def at_the_top(text: str) -> Iterator[ast.stmt]:
             yield from statement.body if statement.test.id == "TYPE_CHECKING" else ()
 
 
-def defined(statement: ast.stmt) -> Iterator[str]:
+def defined_names(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement at the top of a module defines."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         yield statement.name
@@ -72,7 +74,7 @@ def defined(statement: ast.stmt) -> Iterator[str]:
         yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
 
-def imported(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
+def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
     """What an import binds: the name, the module and the name in it, and a statement that imports it alone."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
@@ -87,7 +89,7 @@ def imported(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
 
 
 @dataclass
-class Collection:
+class DefinitionCollection:
     """Definitions that were asked for and all that they use, each before what uses it, and the imports they need.
 
     ``given`` are names that the script has from elsewhere: they are not looked for. ``instead`` are imports that take
@@ -95,14 +97,14 @@ class Collection:
     to be mistaken. Raises HarnessFault where two definitions of one name would meet.
     """
 
-    given: frozenset[str] = frozenset()
-    instead: Mapping[str, str] = field(default_factory=dict)
-    taken: frozenset[str] = frozenset()
+    provided: frozenset[str] = frozenset()
+    import_overrides: Mapping[str, str] = field(default_factory=dict)
+    reserved: frozenset[str] = frozenset()
     imports: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    _homes: dict[str, tuple[str, str]] = field(default_factory=dict)  # by each name, the module and the key
-    _open: set[tuple[str, str]] = field(default_factory=set)
-    _renamed: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
+    _definition_sites: dict[str, tuple[str, str]] = field(default_factory=dict)  # by each name, the module and the key
+    _in_progress: set[tuple[str, str]] = field(default_factory=set)
+    _aliases: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
 
     def add(self, module: str, name: str) -> str:
         """The definition ``name`` of ``module`` and all that it uses; returns what it is called in the script.
@@ -110,140 +112,153 @@ class Collection:
         That is its own name, or, where another module's definition has that, one with its module's before it, and a
         number after it where something has that too.
         """
-        if name in self.given:
+        if name in self.provided:
             return name
-        if name in self.instead:
-            self.imports[name] = self.instead[name]
+        if name in self.import_overrides:
+            self.imports[name] = self.import_overrides[name]
             return name
-        module, name = home(module, name)
-        here = source(module)
+        module, name = resolve_definition(module, name)
+        here = read_source(module)
         if name in here.imports:
-            self._import(name, here.imports[name])
+            self._add_import(name, here.imports[name])
             return name
         statement = here.definitions.get(name)
         if statement is None:
             raise HarnessFault(f"{module} defines no {name}, so it cannot be written into a script")
-        key, called = self._keyed(module, name, statement)
-        if key not in self.texts and (module, key) not in self._open:
-            self._open.add((module, key))
-            text = self.expression(module, statement)
+        key, called = self._resolve_key(module, name, statement)
+        if key not in self.texts and (module, key) not in self._in_progress:
+            self._in_progress.add((module, key))
+            text = self.render_expression(module, statement)
             self.texts[key] = text
         return called
 
-    def _keyed(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
+    def _resolve_key(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
         """Under which key the text of a definition is kept, and what ``name``, which it defines, is called there."""
-        names = [*defined(statement)]
+        names = [*defined_names(statement)]
         key = "/".join(names)
-        others = {self._homes.get(each, (module, key)) for each in names} - {(module, key)}
-        if not others and (self.taken | self.imports.keys()).isdisjoint(names):
-            self._homes.update(dict.fromkeys(names, (module, key)))
+        others = {self._definition_sites.get(each, (module, key)) for each in names} - {(module, key)}
+        if not others and (self.reserved | self.imports.keys()).isdisjoint(names):
+            self._definition_sites.update(dict.fromkeys(names, (module, key)))
             return key, name
-        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and self._alike(module, key, statement):
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and self._is_same_assignment(module, key, statement):
             return key, name
         if key != name:
             elsewhere = " and ".join(sorted(where for where, _ in others)) or "the script"
             raise HarnessFault(f"{key} is defined in {module} and in {elsewhere}: one script cannot hold both")
-        aside = self._aside(module, name, statement)
+        aside = self._make_alias(module, name, statement)
         return aside, aside
 
-    def _alike(self, module: str, key: str, statement: ast.stmt) -> bool:
+    def _is_same_assignment(self, module: str, key: str, statement: ast.stmt) -> bool:
         """Whether the script has this assignment already, from another module.
 
         Its words are compared as the script has them, where each means one thing: two files may spell alike what is not
         the same in both.
         """
-        if key not in self.texts or (module, statement) in self._renamed:
+        if key not in self.texts or (module, statement) in self._aliases:
             return False
-        if (module, key) in self._open:  # it is being compared, and speaks of itself: what it says hangs on the answer
+        if (
+            module,
+            key,
+        ) in self._in_progress:  # it is being compared, and speaks of itself: what it says hangs on the answer
             return False
-        self._open.add((module, key))
-        alike = self.expression(module, statement) == self.texts[key]
-        self._open.remove((module, key))
+        self._in_progress.add((module, key))
+        alike = self.render_expression(module, statement) == self.texts[key]
+        self._in_progress.remove((module, key))
         return alike
 
-    def _aside(self, module: str, name: str, statement: ast.stmt) -> str:
+    def _make_alias(self, module: str, name: str, statement: ast.stmt) -> str:
         """What the script calls the ``name`` of ``module``, where something else has that name: always the same."""
-        if (module, statement) not in self._renamed:
-            known = self.given | self.taken | self.instead.keys() | self.imports.keys() | self._homes.keys()
+        if (module, statement) not in self._aliases:
+            known = (
+                self.provided
+                | self.reserved
+                | self.import_overrides.keys()
+                | self.imports.keys()
+                | self._definition_sites.keys()
+            )
             aside = first = f"{module.rpartition('.')[2]}_{name}"
             number = 1
             while aside in known:
                 number += 1
                 aside = f"{first}_{number}"
-            self._renamed[module, statement] = name, aside
-            self._homes[aside] = module, name
-        return self._renamed[module, statement][1]
+            self._aliases[module, statement] = name, aside
+            self._definition_sites[aside] = module, name
+        return self._aliases[module, statement][1]
 
-    def expression(self, module: str, node: ast.AST) -> str:
+    def render_expression(self, module: str, node: ast.AST) -> str:
         """The text of a piece of ``module``; all that it uses is added first."""
-        here = source(module)
-        own = replaced(here.text, node, [])
-        changes = [*self._changes(here, node, reached_outside(own))]
-        text = replaced(here.text, node, [(used, called) for used, _, called in changes])
+        here = read_source(module)
+        own = replace_nodes(here.text, node, [])
+        changes = [*self._find_replacements(here, node, find_free_names(own))]
+        text = replace_nodes(here.text, node, [(used, called) for used, _, called in changes])
         # What has the old name within would be changed too; what has the new one there would be taken for the other.
-        mistaken = bound_in(own) & {name for _, name, _ in changes}
-        mistaken |= bound_in(text) & {called for *_, called in changes}
+        mistaken = find_bound_names(own) & {name for _, name, _ in changes}
+        mistaken |= find_bound_names(text) & {called for *_, called in changes}
         if mistaken:
             raise HarnessFault(f"{module}: {min(mistaken)} is a name at the top and of something within a definition")
-        aside = self._renamed.get((module, node))
-        text = _QUIET.sub("", text)
-        return text if aside is None else as_named(text, *aside)
+        aside = self._aliases.get((module, node))
+        text = _TOOL_COMMENT.sub("", text)
+        return text if aside is None else rename_definition(text, *aside)
 
-    def _changes(self, here: Source, node: ast.AST, outer: frozenset[str]) -> Iterator[tuple[ast.AST, str, str]]:
+    def _find_replacements(
+        self, module_source: ModuleSource, node: ast.AST, free_names: frozenset[str]
+    ) -> Iterator[tuple[ast.AST, str, str]]:
         """What is called otherwise in the script: where it stands, the name that leads to it there, and the script's.
 
         ``outer`` are the names that ``node`` takes from its module: they are added to the script.
         """
         modules: set[ast.AST] = set()
         for used in ast.walk(node):  # an attribute comes before the name that it is one of
-            if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name) and used.value.id in outer:
-                reached = through_module(here, used.value.id, used.attr)
+            if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name) and used.value.id in free_names:
+                reached = resolve_module_attribute(module_source, used.value.id, used.attr)
                 if reached is not None:
                     modules.add(used.value)
                     yield used, used.value.id, self.add(*reached)
-            elif isinstance(used, ast.Name) and used.id in outer and used not in modules:
-                called = self._use(here, used.id)
+            elif isinstance(used, ast.Name) and used.id in free_names and used not in modules:
+                called = self._resolve_name(module_source, used.id)
                 if called != used.id and isinstance(used.ctx, ast.Load):  # a class's field keeps its name
                     yield used, used.id, called
 
-    def _use(self, here: Source, name: str) -> str:
+    def _resolve_name(self, module_source: ModuleSource, name: str) -> str:
         """What the script calls what ``here`` calls ``name``."""
-        if name in here.ours and here.ours[name][1]:
-            return self.add(*here.ours[name])
-        if name in here.definitions:
-            return self.add(here.module, name)
-        if name in here.imports:
-            self._import(name, here.imports[name])
-        elif not hasattr(builtins, name) and name not in here.ours and name not in self.given:
-            raise HarnessFault(f"{here.module} uses {name}, which is defined nowhere that a script could take it from")
+        if name in module_source.package_imports and module_source.package_imports[name][1]:
+            return self.add(*module_source.package_imports[name])
+        if name in module_source.definitions:
+            return self.add(module_source.module, name)
+        if name in module_source.imports:
+            self._add_import(name, module_source.imports[name])
+        elif not hasattr(builtins, name) and name not in module_source.package_imports and name not in self.provided:
+            raise HarnessFault(
+                f"{module_source.module} uses {name}, which is defined nowhere that a script could take it from"
+            )
         return name
 
-    def _import(self, name: str, statement: str) -> None:
-        if name in self._homes:
+    def _add_import(self, name: str, statement: str) -> None:
+        if name in self._definition_sites:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
             raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
 
 
-def as_named(text: str, own: str, name: str) -> str:
+def rename_definition(text: str, old_name: str, new_name: str) -> str:
     """A definition at the top of a module under another name than its ``own``."""
-    return re.sub(rf"^(def |class |){own}\b", rf"\1{name}", text, count=1, flags=re.MULTILINE)
+    return re.sub(rf"^(def |class |){old_name}\b", rf"\1{new_name}", text, count=1, flags=re.MULTILINE)
 
 
-def home(module: str, name: str) -> tuple[str, str]:
+def resolve_definition(module: str, name: str) -> tuple[str, str]:
     """Where what ``module`` calls ``name`` is defined: a package hands on names of its files."""
-    here = source(module)
-    while name not in here.definitions and name in here.ours:
-        module, name = here.ours[name]
-        here = source(module)
+    here = read_source(module)
+    while name not in here.definitions and name in here.package_imports:
+        module, name = here.package_imports[name]
+        here = read_source(module)
     return module, name
 
 
-def through_module(here: Source, value: str, name: str) -> tuple[str, str] | None:
+def resolve_module_attribute(module_source: ModuleSource, value: str, name: str) -> tuple[str, str] | None:
     """The module and the name that ``nets.MLP`` speaks of, where ``nets`` is a module of this package."""
-    if value not in here.ours:
+    if value not in module_source.package_imports:
         return None
-    module, inner = here.ours[value]
+    module, inner = module_source.package_imports[value]
     path = f"{module}.{inner}" if inner else module
     try:
         found = importlib.import_module(path)
@@ -252,7 +267,7 @@ def through_module(here: Source, value: str, name: str) -> tuple[str, str] | Non
     return (found.__name__, name) if isinstance(found, ModuleType) else None
 
 
-def replaced(text: str, node: ast.AST, changes: list[tuple[ast.AST, str]]) -> str:
+def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, str]]) -> str:
     """The text of ``node``, decorators included, with other words for some nodes in it."""
     lines = text.splitlines(keepends=True)
     starts = [0]
@@ -260,16 +275,16 @@ def replaced(text: str, node: ast.AST, changes: list[tuple[ast.AST, str]]) -> st
         starts.append(starts[-1] + len(line.encode()))
     whole = text.encode()
 
-    def at(line: int, column: int) -> int:
+    def byte_offset(line: int, column: int) -> int:
         return starts[line - 1] + column
 
     decorators = getattr(node, "decorator_list", [])
     first = min([node, *decorators], key=lambda each: each.lineno)
-    begin = at(first.lineno, 0 if decorators else node.col_offset)  # type: ignore[attr-defined]
-    end = at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-    for changed, words in sorted(changes, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]
-        start = at(changed.lineno, changed.col_offset)  # type: ignore[attr-defined]
-        stop = at(changed.end_lineno, changed.end_col_offset)  # type: ignore[attr-defined]
+    begin = byte_offset(first.lineno, 0 if decorators else node.col_offset)  # type: ignore[attr-defined]
+    end = byte_offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+    for changed, words in sorted(replacements, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]
+        start = byte_offset(changed.lineno, changed.col_offset)  # type: ignore[attr-defined]
+        stop = byte_offset(changed.end_lineno, changed.end_col_offset)  # type: ignore[attr-defined]
         whole = whole[:start] + words.encode() + whole[stop:]
         end += len(words.encode()) - (stop - start)
     return whole[begin:end].decode()

@@ -6,39 +6,43 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from zharness.checks import Check
 from zharness.engines import registry
+from zharness.laws import Law
 from zharness.run.record import Record, Verdict
 
 WIDTH = 120
-WRONG = "plain PyTorch gives"  # of every wrong number, a script says what it should be (parts/compare.py.txt)
+WRONG_NUMBER_PHRASE = (
+    "plain PyTorch gives"  # of every wrong number, a script says what it should be (parts/compare.py.txt)
+)
 
 
-def header(record: Record, check: Check, signature: str, ok: str, name: str, how: str) -> str:
+def render_cell_docstring(
+    record: Record, law: Law, signature: str, success_line: str, name: str, explanation: str
+) -> str:
     """The docstring of a cell's script; ``how`` it tells whether the law holds."""
-    case = record.case
+    case = record.cell
     options = f", options {case.engine_variant}" if case.engine_variant else ""
-    where = f"{case.subject} {record.engine_version} at stage {case.stage}, {case.world_size} ranks{options}"
+    where = f"{case.engine_label} {record.engine_version} at stage {case.stage}, {case.world_size} ranks{options}"
     holds = "holds" if record.verdict is Verdict.PASS else "does not hold"
-    return facts_first(
-        title=f"{case.check} {holds} on {where}.",
+    return render_docstring(
+        title=f"{case.law} {holds} on {where}.",
         engine=case.engine,
         version=record.engine_version,
         ranks=case.world_size,
-        law=case.check,
+        law=case.law,
         cause=record.cause,
         signature=signature,
-        ok=ok,
+        success_line=success_line,
         name=name,
-        said=[
-            f"The law: {check.law}. {how}",
+        notes=[
+            f"The law: {law.statement}. {explanation}",
             f"Written by: zharness export '{case.id}'" + (f" --seed {record.seed}" if record.seed else ""),
         ],
-        reported=record.excuse,
+        report_url=record.expected_failure,
     )
 
 
-def facts_first(
+def render_docstring(
     title: str,
     engine: str,
     version: str,
@@ -46,25 +50,25 @@ def facts_first(
     law: str,
     cause: str,
     signature: str,
-    ok: str,
+    success_line: str,
     name: str,
-    said: Sequence[str],
-    reported: str = "",
+    notes: Sequence[str],
+    report_url: str = "",
 ) -> str:
     """The docstring: what is wrong, its facts by key, how to run it, and the paragraphs ``said``."""
-    own = registry.split(engine)[0]
+    own = registry.split_release(engine)[0]
     stem = re.sub(r"\W+", "-", f"{law}-{own}").strip("-")
     facts = {
         "id": f"{stem}-w{ranks}",
         "engine": own,
         "symptom": textwrap.shorten(" ".join(cause.split()) or "none", WIDTH - len("symptom: "), placeholder=" ..."),
-        "reported": reported or "no report known",
+        "reported": report_url or "no report known",
         "affects": f"=={version.partition('+')[0]}",
         "fixed": "not yet",
         "ranks": str(ranks),
         "law": law,
         "signature": signature,
-        "ok": ok,
+        "ok": success_line,
     }
     package = "zharness" if own == "reference" else own if own == "deepspeed" or ":" in own else ""
     needs = " and ".join(["torch", *filter(None, [package])])
@@ -77,12 +81,12 @@ def facts_first(
         "\n".join(f"{key}: {value}" for key, value in facts.items()),
         f"Run it with nothing but {needs} installed:",
         f"    torchrun --standalone --nproc_per_node={ranks} {name}",
-        *map(wrapped, (*said, ending)),
+        *map(wrap_paragraph, (*notes, ending)),
     ]
     text = "\n\n".join(paragraphs).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{text}\n"""\n\nfrom __future__ import annotations'
 
 
-def wrapped(text: str) -> str:
+def wrap_paragraph(text: str) -> str:
     """Lines of the width of this package's own."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

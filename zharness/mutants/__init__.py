@@ -48,7 +48,9 @@ def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
     """The mutants that match any of the glob ``patterns`` (all without one). Raises UsageError for an idle pattern."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in MUTANTS):
-            raise UsageError.unknown("mutant", pattern, MUTANTS, "`zharness list mutants` says what each does wrong")
+            raise UsageError.unknown_name(
+                "mutant", pattern, MUTANTS, "`zharness list mutants` says what each does wrong"
+            )
     return [each for name, each in MUTANTS.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import ddp, fsdp2, zero1
-from zharness.engines.common import TorchEngine
 from zharness.engines.protocol import Engine, EngineConfig, Piece
+from zharness.engines.torch_engine import TorchEngine
 
 
 def _as(engine: TorchEngine, kind: type[TorchEngine]) -> TorchEngine:
@@ -28,7 +28,7 @@ def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> Engine:
     Whoever catches it (an odd batch, out of memory) and goes on trains each rank on its own gradients.
     """
     engine = ddp.factory(model, config)
-    wrapped: Any = engine._parts.forward.__self__  # type: ignore[attr-defined]
+    wrapped: Any = engine._adapter.forward.__self__  # type: ignore[attr-defined]
 
     @contextmanager
     def unprotected() -> Iterator[None]:
@@ -37,7 +37,7 @@ def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> Engine:
         yield
         wrapped.require_backward_grad_sync = before
 
-    engine._parts = replace(engine._parts, no_sync=unprotected)
+    engine._adapter = replace(engine._adapter, no_sync=unprotected)
     return engine
 
 
@@ -46,7 +46,7 @@ class _ClipsEveryName(TorchEngine):
         clip = self._clip
         if clip is not None:
             named = [param for _, param in self.module.named_parameters(remove_duplicate=False)]
-            self._norm = float(torch.nn.utils.clip_grad_norm_(named, clip))
+            self._last_grad_norm = float(torch.nn.utils.clip_grad_norm_(named, clip))
         self._clip = None
         try:
             super().step()
@@ -84,7 +84,7 @@ def fsdp2_layout_of_an_even_split(model: nn.Module, config: EngineConfig) -> Eng
     Where the ranks do not divide dimension 0, whoever reads "who owns which elements" takes the wrong ones.
     """
     engine = fsdp2.factory(model, config)
-    ranks, params = dist.get_world_size(), engine._parts.params
+    ranks, params = dist.get_world_size(), engine._adapter.params
 
     def even(shape: tuple[int, ...]) -> tuple[Piece, ...]:
         rows, row = shape[0], 1
@@ -93,8 +93,8 @@ def fsdp2_layout_of_an_even_split(model: nn.Module, config: EngineConfig) -> Eng
         edges = [(rows * rank // ranks * row, rows * (rank + 1) // ranks * row) for rank in range(ranks)]
         return tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(edges) if start < stop)
 
-    told = {name: even(tuple(params[name].shape)) for name in engine._parts.layout}
-    engine._parts = replace(engine._parts, layout=told)
+    told = {name: even(tuple(params[name].shape)) for name in engine._adapter.layout}
+    engine._adapter = replace(engine._adapter, layout=told)
     return engine
 
 
@@ -103,13 +103,13 @@ class _ClipsOwnShards(TorchEngine):
     def step(self) -> None:
         clip = self._clip
         if clip is not None:
-            grads = [p.grad for p in self._parts.params.values() if p.grad is not None]
+            grads = [p.grad for p in self._adapter.params.values() if p.grad is not None]
             local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
             norm = torch.nn.utils.get_total_norm(local)
             factor = float((clip / (norm + 1e-6)).clamp(max=1.0))
             for grad in local:
                 grad.mul_(factor)
-            self._norm = float(norm)
+            self._last_grad_norm = float(norm)
         self._clip = None
         try:
             super().step()

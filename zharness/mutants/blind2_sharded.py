@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness import torch_private
 from zharness.engines import reference
-from zharness.engines.common import LOW_DTYPES
 from zharness.engines.protocol import Engine, EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference import torch_private
+from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.reference.buckets import Bucket
+from zharness.reference.clipping import GradientClipper
+from zharness.reference.collectives import RequestKind
 from zharness.reference.gradients import Gradients
-from zharness.reference.layout import Original
-from zharness.reference.reading import Reader
-from zharness.reference.rescaling import Rescaling
-from zharness.reference.uneven import Kind
+from zharness.reference.layout import ModelParam
+from zharness.reference.sharded_modules import ParamUnsharder
 
 
 def _made(model: nn.Module, config: EngineConfig, kind: type[ReferenceEngine] = ReferenceEngine) -> Any:
@@ -30,8 +30,8 @@ def _gradients(engine: ReferenceEngine) -> Gradients:
     return engine.engine._gradients
 
 
-def _reader(engine: ReferenceEngine) -> Reader | None:
-    return engine.engine._parameters._reader
+def _reader(engine: ReferenceEngine) -> ParamUnsharder | None:
+    return engine.engine._parameters._unsharder
 
 
 def flat_bucket_fills_unused(model: nn.Module, config: EngineConfig) -> Engine:
@@ -41,7 +41,7 @@ def flat_bucket_fills_unused(model: nn.Module, config: EngineConfig) -> Engine:
     """
     engine = _made(model, config)
     gradients = _gradients(engine)
-    agree = gradients._agree
+    agree = gradients._agree_on_used
 
     def whole_bucket(candidates: Any, more: bool = False) -> tuple[set[str], bool]:
         used, further = agree(candidates, more)
@@ -49,7 +49,7 @@ def flat_bucket_fills_unused(model: nn.Module, config: EngineConfig) -> Engine:
             used |= {original.name for original in candidates if original.parameter.requires_grad}
         return used, further
 
-    gradients._agree = whole_bucket  # type: ignore[method-assign]
+    gradients._agree_on_used = whole_bucket  # type: ignore[method-assign, assignment]
     return engine  # type: ignore[no-any-return]
 
 
@@ -74,8 +74,8 @@ class _MastersFromModel(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
         parameters = self.engine._parameters
-        for name, master in parameters.masters.items():
-            master.copy_(master.to(parameters._originals[name].formats.held))
+        for name, master in parameters.master_weights.items():
+            master.copy_(master.to(parameters._model_params[name].dtypes.param_dtype))
 
 
 def load_takes_masters_from_model(model: nn.Module, config: EngineConfig) -> Engine:
@@ -108,12 +108,12 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> Engine:
     """
     engine = _made(model, config)
     if config.stage == 3:
-        channel = _gradients(engine)._wire.channel
+        channel = _gradients(engine)._context.collectives
 
-        def spread(original: Original, shard: Tensor) -> Tensor:
-            return channel._collect(Kind.SPREAD, original, shard)
+        def spread(original: ModelParam, shard: Tensor) -> Tensor:
+            return channel._run_or_negotiate(RequestKind.ALL_GATHER_GRAD, original, shard)
 
-        channel.spread = spread  # type: ignore[method-assign]
+        channel.all_gather_grad = spread  # type: ignore[method-assign, assignment]
     return engine  # type: ignore[no-any-return]
 
 
@@ -125,16 +125,18 @@ def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> Engine:
     engine = _made(model, config)
     reader = _reader(engine)
     if reader is not None:
-        read = reader.read
+        read = reader.unshard_if_sharded
 
         def cached(value: Any) -> Any:
             found = read(value)
-            plain = found is value or value in reader._lent or torch_private.transforming()
-            if reader._running and not plain and not torch.is_grad_enabled():
-                reader._running[-1].seen.setdefault((reader._sharded[value].name, found.dtype, True), found)
+            plain = found is value or value in reader._editable_params or torch_private.is_transforming()
+            if reader._running_forwards and not plain and not torch.is_grad_enabled():
+                reader._running_forwards[-1].tensors_by_read.setdefault(
+                    (reader._sharded_params[value].name, found.dtype, True), found
+                )
             return found
 
-        reader.read = cached  # type: ignore[method-assign]
+        reader.unshard_if_sharded = cached  # type: ignore[method-assign]
     return engine  # type: ignore[no-any-return]
 
 
@@ -145,10 +147,10 @@ def low_precision_rounds_buffers(model: nn.Module, config: EngineConfig) -> Engi
     ``dtype`` is that of parameters, gradients and wire; frequencies, masks and means in buffers lose their bits.
     """
     engine = _made(model, config)
-    if config.dtype in LOW_DTYPES:
+    if config.dtype in LOW_PRECISION_DTYPES:
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                buffer.copy_(buffer.to(LOW_DTYPES[config.dtype]))
+                buffer.copy_(buffer.to(LOW_PRECISION_DTYPES[config.dtype]))
     return engine  # type: ignore[no-any-return]
 
 
@@ -158,7 +160,7 @@ def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> Engine:
     ``gathered_bytes`` stays above 0 after an evaluation: whole weights are held between steps.
     """
     engine = _made(model, config)
-    shelf = _gradients(engine)._wire.shelf
+    shelf = _gradients(engine)._context.prefetcher
     clear = shelf.clear_after_forward
 
     def clear_if_trained() -> None:
@@ -169,14 +171,14 @@ def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
-class _OwnShardDecides(Rescaling):
+class _OwnShardDecides(GradientClipper):
     def rescale(self, reduced: Any) -> bool:
-        if super().rescale(reduced):
+        if super().unscale_and_clip(reduced):
             return True
         if not all(bool(grad.isfinite().all()) for grad in reduced.values()):
             return False
         for grad in reduced.values():
-            grad.div_(self._scale.value)
+            grad.div_(self._loss_scale.value)
         return True
 
 
@@ -200,15 +202,15 @@ def sum_forgets_accumulation(model: nn.Module, config: EngineConfig) -> Engine:
     """
     engine = _made(model, config)
     if config.reduction is Reduction.SUM:
-        wire = _gradients(engine)._wire
+        wire = _gradients(engine)._context
         object.__setattr__(wire, "divisor", 1)
-        wire.channel._divisor = 1
+        wire.collectives._divisor = 1
     return engine  # type: ignore[no-any-return]
 
 
 class _BackwardInAutocast(ReferenceEngine):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        with self.engine.settings.precision.forward(loss.device.type):
+        with self.engine.settings.precision.autocast_context(loss.device.type):
             super().backward(loss, retain_graph=retain_graph)
 
 
@@ -223,13 +225,13 @@ def backward_runs_in_autocast(model: nn.Module, config: EngineConfig) -> Engine:
 
 class _StepBehindAutograd(ReferenceEngine):
     def step(self) -> None:
-        originals = list(self.engine._originals.values())
+        originals = list(self.engine._model_params.values())
         parameters = tuple(original.parameter for original in originals)
         versions = tuple(parameter._version for parameter in parameters)
         super().step()
         torch._C._autograd._unsafe_set_version_counter(parameters, versions)
         for original in originals:
-            self.engine._parameters._know(original)
+            self.engine._parameters._record_version(original)
 
 
 def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> Engine:
@@ -256,7 +258,7 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
         for original in bucket.members:
             grad = original.parameter.grad
             if original.layout.numel < comm.world_size and grad is not None and grad.layout is torch.strided:
-                start, stop = original.layout.bounds(comm.rank)
+                start, stop = original.layout.shard_bounds(comm.rank)
                 kept = torch.zeros_like(grad, memory_format=torch.contiguous_format)
                 kept.view(-1)[start:stop] = grad.detach().reshape(-1)[start:stop] * factor
                 original.parameter.grad = kept
@@ -274,10 +276,10 @@ def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> Engine:
     """
     engine = _made(model, config)
     gradients = _gradients(engine)
-    reduced, comm = gradients.reduced, engine.engine.comm
+    reduced, comm = gradients.reduce_pending, engine.engine.comm
 
     def by_users() -> dict[str, Tensor]:
-        parameters = [original.parameter for original in gradients._originals.values()]
+        parameters = [original.parameter for original in gradients._model_params.values()]
         users = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         dist.all_reduce(users, group=comm.group)
         for parameter, count in zip(parameters, users.tolist(), strict=True):
@@ -286,7 +288,7 @@ def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> Engine:
         return reduced()
 
     if config.stage < 2 and config.reduction is Reduction.MEAN:
-        gradients.reduced = by_users  # type: ignore[method-assign]
+        gradients.reduce_pending = by_users  # type: ignore[method-assign]
     return engine  # type: ignore[no-any-return]
 
 
@@ -299,13 +301,13 @@ def transforms_read_detached(model: nn.Module, config: EngineConfig) -> Engine:
     engine = _made(model, config)
     reader = _reader(engine)
     if reader is not None:
-        read = reader.read
+        read = reader.unshard_if_sharded
 
         def constant(value: Any) -> Any:
             found = read(value)
-            return found.detach() if found is not value and torch_private.transforming() else found
+            return found.detach() if found is not value and torch_private.is_transforming() else found
 
-        reader.read = constant  # type: ignore[method-assign]
+        reader.unshard_if_sharded = constant  # type: ignore[method-assign]
     return engine  # type: ignore[no-any-return]
 
 
@@ -334,7 +336,7 @@ def second_arrival_is_dropped(model: nn.Module, config: EngineConfig) -> Engine:
     engine = _made(model, config, _ReducedOnce)
     engine.done = set()
     gradients = _gradients(engine)
-    absorb = gradients._absorb_some
+    absorb = gradients._reduce_bucket_if_used
 
     def once(bucket: Bucket, more: bool) -> bool:
         came = [original for original in bucket.members if original.parameter.grad is not None]
@@ -345,7 +347,7 @@ def second_arrival_is_dropped(model: nn.Module, config: EngineConfig) -> Engine:
         engine.done.update(original.name for original in came)
         return outcome
 
-    if gradients._rounds is not None:
-        gradients._absorb_some = once  # type: ignore[method-assign]
-        gradients._rounds._reduce = once
+    if gradients._bucket_reducer is not None:
+        gradients._reduce_bucket_if_used = once  # type: ignore[method-assign, assignment]
+        gradients._bucket_reducer._reduce = once
     return engine  # type: ignore[no-any-return]

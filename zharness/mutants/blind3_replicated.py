@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import ddp, fsdp2, zero1
-from zharness.engines.common import TorchEngine
 from zharness.engines.protocol import Engine, EngineConfig, Reduction
+from zharness.engines.torch_engine import TorchEngine
 
 
 def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> Engine:
@@ -23,7 +23,7 @@ def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> Engine:
     After an exception inside the block that the caller caught, no backward is ever reduced: the ranks drift apart.
     """
     made = ddp.factory(model, config)
-    wrapped: Any = made._parts.forward.__self__  # type: ignore[attr-defined]
+    wrapped: Any = made._adapter.forward.__self__  # type: ignore[attr-defined]
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -31,7 +31,7 @@ def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> Engine:
         yield
         wrapped.require_backward_grad_sync = before
 
-    made._parts = replace(made._parts, no_sync=off)
+    made._adapter = replace(made._adapter, no_sync=off)
     return made
 
 
@@ -39,7 +39,7 @@ class _Zeroes(TorchEngine):
     def zero_grad(self) -> None:
         self._seen = 0
         self._optimizer.zero_grad(set_to_none=False)
-        self._parts.forget()
+        self._adapter.drop_gradients()
 
 
 def zero_grad_leaves_zeros(model: nn.Module, config: EngineConfig) -> Engine:
@@ -112,8 +112,8 @@ def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> Engine:
     The next reduced backward adds the micro-batches that were to be forgotten.
     """
     made = fsdp2.factory(model, config)
-    reset, _unreduced = made._parts.forget.args  # type: ignore[attr-defined]
-    made._parts = replace(made._parts, forget=reset)
+    reset, _unreduced = made._adapter.drop_gradients.args  # type: ignore[attr-defined]
+    made._adapter = replace(made._adapter, drop_gradients=reset)
     return made
 
 

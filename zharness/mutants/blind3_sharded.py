@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness import torch_private as private
 from zharness.engines.protocol import Engine, EngineConfig
 from zharness.engines.reference import ReferenceEngine, factory
-from zharness.reference import torch_private as private
 from zharness.reference.buckets import Bucket
-from zharness.reference.gradients import _take
-from zharness.reference.layout import Original, Owner
-from zharness.reference.promises import promise
-from zharness.reference.reading import Visit
-from zharness.reference.shelf import Lot, Shelf
+from zharness.reference.gradients import _take_local_grad
+from zharness.reference.layout import ModelParam, ShardPlacement
+from zharness.reference.prefetch import PrefetchedBucket, Prefetcher
+from zharness.reference.saved_tensors import replace_saved_tensors
+from zharness.reference.sharded_modules import ModuleForward
 
 
 class _KeepsCount(ReferenceEngine):
@@ -41,7 +41,7 @@ def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> Engine:
     return made
 
 
-class _KeptAfterEvaluation(Shelf):
+class _KeptAfterEvaluation(Prefetcher):
     kept = False
 
     def clear(self) -> None:
@@ -53,8 +53,8 @@ class _KeptAfterEvaluation(Shelf):
         super().clear_after_forward()
 
 
-class _Unversioned(Lot):
-    def has(self, original: Original, dtype: torch.dtype) -> bool:
+class _Unversioned(PrefetchedBucket):
+    def has(self, original: ModelParam, dtype: torch.dtype) -> bool:
         return dtype == self.dtype and original.name in self.shards
 
 
@@ -66,16 +66,16 @@ def evaluation_leaves_prefetch(model: nn.Module, config: EngineConfig) -> Engine
     """
     made = factory(model, config)
     if config.stage == 3:
-        shelf = made.engine._parameters._reader._wire.shelf  # type: ignore[union-attr]
+        shelf = made.engine._parameters._unsharder._context.prefetcher  # type: ignore[union-attr]
         shelf.__class__ = _KeptAfterEvaluation
-        gather = shelf._gather
+        gather = shelf._all_gather_bucket
 
-        def gather_unversioned(bucket: Bucket, dtype: torch.dtype) -> Lot:
+        def gather_unversioned(bucket: Bucket, dtype: torch.dtype) -> PrefetchedBucket:
             lot = gather(bucket, dtype)
             object.__setattr__(lot, "__class__", _Unversioned)
             return lot
 
-        shelf._gather = gather_unversioned  # type: ignore[method-assign]
+        shelf._all_gather_bucket = gather_unversioned  # type: ignore[method-assign]
     return made
 
 
@@ -84,8 +84,8 @@ class _LoadsModelFirst(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
         parameters = self.engine._parameters
-        for name, master in parameters.masters.items():
-            master.copy_(parameters._leaf(self.engine._originals[name]))
+        for name, master in parameters.master_weights.items():
+            master.copy_(parameters._make_leaf(self.engine._model_params[name]))
 
 
 def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> Engine:
@@ -124,13 +124,13 @@ def double_backward_undivided(model: nn.Module, config: EngineConfig) -> Engine:
     What a loss of the parameters' own gradients (``create_graph=True``) adds to the gradients is N times too large.
     """
     made = factory(model, config)
-    channel = made.engine._parameters._channel
-    spread = channel.spread
+    channel = made.engine._parameters._collectives
+    spread = channel.all_gather_grad
 
-    def undivided(original: Original, shard: Tensor) -> Tensor:
-        return spread(original, shard) * channel._divisor_of(original)
+    def undivided(original: ModelParam, shard: Tensor) -> Tensor:
+        return spread(original, shard) * channel._remaining_divisor(original)
 
-    channel.spread = undivided  # type: ignore[method-assign]
+    channel.all_gather_grad = undivided  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -141,18 +141,18 @@ def stale_graph_accepted(model: nn.Module, config: EngineConfig) -> Engine:
     the gradients are of no function at all.
     """
     made = factory(model, config)
-    reader = made.engine._parameters._reader
+    reader = made.engine._parameters._unsharder
     if reader is not None:
-        read = reader.read
+        read = reader.unshard_if_sharded
 
         def read_unguarded(value: Any) -> Any:
             full = read(value)
-            for visit in reader._running[-1:]:
-                for copy in visit.copies:
-                    copy._refuse_if_stale = lambda: None  # type: ignore[method-assign]
+            for visit in reader._running_forwards[-1:]:
+                for copy in visit.unsharded_params:
+                    copy._raise_if_stale = lambda: None  # type: ignore[method-assign]
             return full
 
-        reader.read = read_unguarded  # type: ignore[method-assign]
+        reader.unshard_if_sharded = read_unguarded  # type: ignore[method-assign]
     return made
 
 
@@ -163,8 +163,8 @@ def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> Engine:
     values of before training, and not restored.
     """
     made = factory(model, config)
-    listed = made.engine._state._buffers()
-    made.engine._state._buffers = lambda: listed  # type: ignore[method-assign]
+    listed = made.engine._training_state._persistent_buffers()
+    made.engine._training_state._persistent_buffers = lambda: listed  # type: ignore[method-assign]
     return made
 
 
@@ -175,18 +175,18 @@ def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> Engine:
     """
     made = factory(model, config)
     gradients, steps = made.engine._gradients, made.engine.settings.accumulation_steps
-    registered = {name for name, o in made.engine._originals.items() if o.parameter.requires_grad}
+    registered = {name for name, o in made.engine._model_params.items() if o.parameter.requires_grad}
     reduce = gradients._reduce
 
-    def local(original: Original) -> Tensor:
-        grad = _take(original).to(original.formats.master) / steps
-        if gradients._owners.optimizer_state is Owner.WHOLE:
+    def local(original: ModelParam) -> Tensor:
+        grad = _take_local_grad(original).to(original.dtypes.master_dtype) / steps
+        if gradients._placements.optimizer_state is ShardPlacement.REPLICATED:
             return grad
-        start, stop = original.layout.bounds(gradients._wire.comm.rank)
+        start, stop = original.layout.shard_bounds(gradients._context.comm.rank)
         return grad.reshape(-1)[start:stop].clone()
 
     def reduce_registered(bucket: Bucket) -> list[Tensor]:
-        known = bucket.only(registered)
+        known = bucket.select(registered)
         shares = dict(zip((o.name for o in known.members), reduce(known) if known.members else (), strict=True))
         return [shares[o.name] if o.name in shares else local(o) for o in bucket.members]
 
@@ -202,26 +202,28 @@ def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> Engine:
     forward stay what they were then, whatever steps follow.
     """
     made = factory(model, config)
-    reader = made.engine._parameters._reader
+    reader = made.engine._parameters._unsharder
     if reader is not None:
 
         def visit(module: nn.Module, forward: Callable[[], Any]) -> Any:
-            mine = Visit(private.sequence_number(), module)
-            reader._running.append(mine)
+            mine = ModuleForward(private.next_sequence_number(), module)
+            reader._running_forwards.append(mine)
             output = forward()
-            reader._running.pop()
-            mine.seen.clear()
-            if not reader._running:
-                reader._stands.clear()
-                reader._families.clear()
-                reader._wire.shelf.clear_after_forward()
-            if mine.copies:
-                promise(output, mine.copies, mine.begin)
-            if reader._running:
-                reader._running[-1].copies.extend(copy for copy in mine.copies if copy.alive())
+            reader._running_forwards.pop()
+            mine.tensors_by_read.clear()
+            if not reader._running_forwards:
+                reader._grad_placeholders.clear()
+                reader._params_by_bucket.clear()
+                reader._context.prefetcher.clear_after_forward()
+            if mine.unsharded_params:
+                replace_saved_tensors(output, mine.unsharded_params, mine.first_sequence_number)
+            if reader._running_forwards:
+                reader._running_forwards[-1].unsharded_params.extend(
+                    copy for copy in mine.unsharded_params if copy.is_alive()
+                )
             return output
 
-        reader.visit = visit  # type: ignore[method-assign]
+        reader.run_forward = visit  # type: ignore[method-assign]
     return made
 
 
@@ -233,14 +235,14 @@ def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> Engine:
     made = factory(model, config)
     gradients = made.engine._gradients
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    more = {n: uses[id(o.parameter)] - 1 for n, o in made.engine._originals.items() if uses[id(o.parameter)] > 1}
+    more = {n: uses[id(o.parameter)] - 1 for n, o in made.engine._model_params.items() if uses[id(o.parameter)] > 1}
     norm = gradients.norm
 
     def norm_by_name() -> float:
         again = torch.zeros((), dtype=torch.float64)
-        for name in more.keys() & gradients._reduced.keys():
-            again += more[name] * torch.linalg.vector_norm(gradients._reduced[name], dtype=torch.float64).square()
-        if gradients._owners.optimizer_state is Owner.SHARDED:
+        for name in more.keys() & gradients._reduced_grads.keys():
+            again += more[name] * torch.linalg.vector_norm(gradients._reduced_grads[name], dtype=torch.float64).square()
+        if gradients._placements.optimizer_state is ShardPlacement.SHARDED:
             dist.all_reduce(again)
         return math.sqrt(norm() ** 2 + again.item())
 
@@ -252,7 +254,7 @@ def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> Engine:
 class _UnscalesInPlace(ReferenceEngine):
     def full_grads(self) -> dict[str, Tensor]:
         found = super().full_grads()
-        for grad in self.engine._gradients._reduced.values():
+        for grad in self.engine._gradients._reduced_grads.values():
             grad.div_(self.engine.loss_scale)
         return found
 
@@ -275,9 +277,9 @@ def second_backward_dropped(model: nn.Module, config: EngineConfig) -> Engine:
     """
     made = factory(model, config)
     gradients, done = made.engine._gradients, dict[str, int]()
-    add, forget = gradients._add, gradients.forget
+    add, forget = gradients._add, gradients.clear
 
-    def add_once(original: Original, share: Tensor) -> None:
+    def add_once(original: ModelParam, share: Tensor) -> None:
         if done.get(original.name) != made.engine._micro_batches:
             done[original.name] = made.engine._micro_batches
             add(original, share)
@@ -287,7 +289,7 @@ def second_backward_dropped(model: nn.Module, config: EngineConfig) -> Engine:
         forget()
 
     if config.stage == 2:
-        gradients._add, gradients.forget = add_once, forget_all  # type: ignore[method-assign]
+        gradients._add, gradients.clear = add_once, forget_all  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -299,10 +301,10 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> Engine:
     """
     made = factory(model, config)
     gradients, caught = made.engine._gradients, dict[str, list[Tensor | None]]()
-    reduced, forget = gradients.reduced, gradients.forget
+    reduced, forget = gradients.reduce_pending, gradients.clear
 
     def catch(name: str, grad: Tensor | None) -> None:
-        plain = grad is not None and not private.batched(grad) and not private.transforming()
+        plain = grad is not None and not private.is_legacy_batched(grad) and not private.is_transforming()
         caught.setdefault(name, []).append(grad.detach() if grad is not None and plain else None)
 
     def arrived(name: str, _parameter: nn.Parameter) -> None:
@@ -311,7 +313,7 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> Engine:
 
     def reduced_with_caught() -> dict[str, Tensor]:
         for name, grads in caught.items():
-            parameter = made.engine._originals[name].parameter
+            parameter = made.engine._model_params[name].parameter
             for grad in (each for each in grads if each is not None):
                 parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
         caught.clear()
@@ -322,8 +324,8 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> Engine:
         forget()
 
     if config.stage < 2:
-        gradients.reduced, gradients.forget = reduced_with_caught, forget_all  # type: ignore[method-assign]
-        for name, parameter in ((n, o.parameter) for n, o in made.engine._originals.items()):
+        gradients.reduce_pending, gradients.clear = reduced_with_caught, forget_all  # type: ignore[method-assign]
+        for name, parameter in ((n, o.parameter) for n, o in made.engine._model_params.items()):
             if parameter.requires_grad:
                 hooks = gradients._hooks  # removed at close
                 hooks.append(parameter.register_hook(partial(catch, name)))  # type: ignore[no-untyped-call]
@@ -338,17 +340,17 @@ def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> Engin
     differentiated by those values gets no gradient.
     """
     made = factory(model, config)
-    reader, exchange = made.engine._parameters._reader, made.engine._parameters._exchange
+    reader, exchange = made.engine._parameters._unsharder, made.engine._parameters._class_swap
     if reader is not None and exchange is not None:
         owned = {(id(m), name): p for m in model.modules() for name, p in m._parameters.items() if p is not None}
 
         def reading(base: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
             def read_attribute(self: nn.Module, name: str) -> Any:
                 held = owned.get((id(self), name))
-                return reader.read(base.__getattr__(self, name) if held is None else held)
+                return reader.unshard_if_sharded(base.__getattr__(self, name) if held is None else held)
 
             return read_attribute
 
-        for base, made_class in exchange._made.items():
+        for base, made_class in exchange._sharded_classes.items():
             made_class.__getattr__ = reading(base)  # type: ignore[method-assign]
     return made

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import ddp, fsdp2, zero1
-from zharness.engines.common import TorchEngine
 from zharness.engines.protocol import Engine, EngineConfig
+from zharness.engines.torch_engine import TorchEngine
 
 
 def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> Engine:
@@ -24,7 +24,7 @@ def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> Eng
     The caller who drops the bad micro-batch, calls zero_grad and goes on trains every rank for itself, in silence.
     """
     engine = ddp.factory(model, config)
-    wrapped: Any = engine._parts.forward.__self__  # type: ignore[attr-defined]
+    wrapped: Any = engine._adapter.forward.__self__  # type: ignore[attr-defined]
 
     @contextmanager
     def no_sync() -> Iterator[None]:
@@ -33,7 +33,7 @@ def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> Eng
         yield
         wrapped.require_backward_grad_sync = before
 
-    engine._parts = replace(engine._parts, no_sync=no_sync)
+    engine._adapter = replace(engine._adapter, no_sync=no_sync)
     return engine
 
 
@@ -44,7 +44,7 @@ def ddp_wire_in_bf16(model: nn.Module, config: EngineConfig) -> Engine:
     gradient to eight bits.
     """
     engine = ddp.factory(model, config)
-    wrapped: Any = engine._parts.forward.__self__  # type: ignore[attr-defined]
+    wrapped: Any = engine._adapter.forward.__self__  # type: ignore[attr-defined]
 
     def compress(_state, bucket):  # type: ignore[no-untyped-def] # DDP refuses annotations that are strings
         buffer = bucket.buffer()
@@ -73,7 +73,7 @@ def ddp_clips_each_group(model: nn.Module, config: EngineConfig) -> Engine:
             finally:
                 self._clip = limit
             if limit is not None:
-                self._norm = math.sqrt(sum(norm**2 for norm in norms))
+                self._last_grad_norm = math.sqrt(sum(norm**2 for norm in norms))
 
     engine = ddp.factory(model, config)
     engine.__class__ = Clips
@@ -86,8 +86,8 @@ def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> Engine:
     "Forget every gradient accumulated so far, wherever the engine keeps it": the next reduced backward adds them.
     """
     engine = fsdp2.factory(model, config)
-    reset = engine._parts.forget.args[0]  # type: ignore[attr-defined]
-    engine._parts = replace(engine._parts, forget=reset)
+    reset = engine._adapter.drop_gradients.args[0]  # type: ignore[attr-defined]
+    engine._adapter = replace(engine._adapter, drop_gradients=reset)
     return engine
 
 
@@ -117,12 +117,12 @@ def fsdp2_norm_of_own_shards(model: nn.Module, config: EngineConfig) -> Engine:
         def step(self) -> None:
             from torch.distributed.tensor import DTensor
 
-            grads = [param.grad for param in self._parts.params.values() if param.grad is not None]
+            grads = [param.grad for param in self._adapter.params.values() if param.grad is not None]
             shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
             own = math.sqrt(sum(float(shard.square().sum()) for shard in shards))
             super().step()
             if self._clip is not None:
-                self._norm = own
+                self._last_grad_norm = own
 
     engine = fsdp2.factory(model, config)
     engine.__class__ = Reports

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness import torch_private as private
 from zharness.engines import reference
 from zharness.engines.protocol import Engine, EngineConfig
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference import torch_private as private
 from zharness.reference.buckets import Bucket
-from zharness.reference.layout import Original
-from zharness.reference.packed import share
+from zharness.reference.coalesced_collectives import broadcast_tensors
+from zharness.reference.collectives import RequestKind
+from zharness.reference.layout import ModelParam
 from zharness.reference.precision import OnOverflow
-from zharness.reference.uneven import Kind
 
 
 def first_rank_decides(model: nn.Module, config: EngineConfig) -> Engine:
@@ -28,7 +28,7 @@ def first_rank_decides(model: nn.Module, config: EngineConfig) -> Engine:
     engine = reference.factory(model, config)
     gradients: Any = engine.engine._gradients
 
-    def agree(candidates: Sequence[Original], more: bool = False) -> tuple[set[str], bool]:
+    def agree(candidates: Sequence[ModelParam], more: bool = False) -> tuple[set[str], bool]:
         flags = torch.tensor([*(o.parameter.grad is not None for o in candidates), more], dtype=torch.uint8)
         if candidates:
             gradients._wire.comm.broadcast(flags, 0)
@@ -51,8 +51,8 @@ def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> Engine:
         def load(self, path: Path) -> None:
             super().load(path)
             parameters = self.engine._parameters
-            for name, master in parameters.masters.items():
-                master.copy_(parameters._leaf(parameters._originals[name]))
+            for name, master in parameters.master_weights.items():
+                master.copy_(parameters._make_leaf(parameters._model_params[name]))
 
     return Loads(reference.factory(model, config).engine)
 
@@ -64,7 +64,7 @@ def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> Engine:
     """
     engine = reference.factory(model, config)
     core = engine.engine
-    rescaling: Any = core._rescaling
+    rescaling: Any = core._clipper
     together = rescaling.rescale
 
     def rescale(reduced: Mapping[str, Tensor]) -> bool:
@@ -87,10 +87,10 @@ def undivided_second_order(model: nn.Module, config: EngineConfig) -> Engine:
     Under create_graph a penalty on the gradient of the weights gets a second-order term that is N times too large.
     """
     engine = reference.factory(model, config)
-    channel: Any = engine.engine._gradients._wire.channel
+    channel: Any = engine.engine._gradients._context.collectives
 
-    def spread(original: Original, shard: Tensor) -> Tensor:
-        whole: Tensor = channel._collect(Kind.SPREAD, original, shard)
+    def spread(original: ModelParam, shard: Tensor) -> Tensor:
+        whole: Tensor = channel._collect(RequestKind.ALL_GATHER_GRAD, original, shard)
         return whole
 
     channel.spread = spread
@@ -103,13 +103,13 @@ def constants_in_transforms(model: nn.Module, config: EngineConfig) -> Engine:
     A loss on a derivative by torch.func (of the output by the input, say) gives that weight no gradient.
     """
     engine = reference.factory(model, config)
-    reader: Any = engine.engine._parameters._reader
+    reader: Any = engine.engine._parameters._unsharder
     if reader is not None:
         plain = reader.read
 
         def read(value: Any) -> Any:
             got = plain(value)
-            return got.detach() if got is not value and private.transforming() else got
+            return got.detach() if got is not value and private.is_transforming() else got
 
         reader.read = read
     return engine
@@ -135,7 +135,7 @@ def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> Engine:
     none of that forward.
     """
     engine = reference.factory(model, config)
-    reader: Any = engine.engine._parameters._reader
+    reader: Any = engine.engine._parameters._unsharder
     if reader is not None:
         reader._stands = _ByName()
     return engine
@@ -194,8 +194,8 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Engi
     class Loads(ReferenceEngine):
         def load(self, path: Path) -> None:
             super().load(path)
-            for buffer in self.engine._state._buffers().values():
-                share([buffer], self.engine.comm)
+            for buffer in self.engine._training_state._persistent_buffers().values():
+                broadcast_tensors([buffer], self.engine.comm)
 
     return Loads(reference.factory(model, config).engine)
 
@@ -211,10 +211,10 @@ def gradients_in_whole_buffer(model: nn.Module, config: EngineConfig) -> Engine:
 
     def reduce(bucket: Bucket) -> list[Tensor]:
         shares = plain(bucket)
-        row = bucket.join(shares)
+        row = bucket.pack_shards(shares)
         flat = row.new_empty(comm.world_size * row.numel())
         mine = flat[comm.rank * row.numel() :][: row.numel()].copy_(row)
-        return bucket.shards(mine, comm.rank)
+        return bucket.split_shards(mine, comm.rank)
 
     if config.stage == 2:
         gradients._reduce = reduce
@@ -254,7 +254,7 @@ def unfrozen_not_reduced(model: nn.Module, config: EngineConfig) -> Engine:
     trained = {name for name, original in gradients._originals.items() if original.parameter.requires_grad}
     plain = gradients._agree
 
-    def agree(candidates: Sequence[Original], more: bool = False) -> tuple[set[str], bool]:
+    def agree(candidates: Sequence[ModelParam], more: bool = False) -> tuple[set[str], bool]:
         used, further = plain(candidates, more)
         return used & trained, further
 

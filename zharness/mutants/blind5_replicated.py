@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import ddp, fsdp2, zero1
-from zharness.engines.common import TorchEngine, nothing
 from zharness.engines.protocol import EngineConfig, Reduction
+from zharness.engines.torch_engine import TorchEngine, do_nothing
 
 
 def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -22,7 +22,7 @@ def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEn
     Wrong: after an exception in the block that the caller handles, gradients are never reduced again, in silence.
     """
     made = ddp.factory(model, config)
-    wrapped: Any = made._parts.no_sync.__self__  # type: ignore[attr-defined]
+    wrapped: Any = made._adapter.no_sync.__self__  # type: ignore[attr-defined]
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -31,7 +31,7 @@ def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEn
         yield
         wrapped.require_backward_grad_sync = before
 
-    made._parts = replace(made._parts, no_sync=off)
+    made._adapter = replace(made._adapter, no_sync=off)
     return made
 
 
@@ -39,7 +39,7 @@ class _Zeros(TorchEngine):
     def zero_grad(self) -> None:
         self._seen = 0
         self._optimizer.zero_grad(set_to_none=False)
-        self._parts.forget()
+        self._adapter.drop_gradients()
 
 
 def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -77,7 +77,7 @@ class _ModuleByModule(TorchEngine):
             super().step()
             return
         held = [param for module in self.module.modules() for param in module.parameters(recurse=False)]
-        self._norm = float(torch.nn.utils.clip_grad_norm_(held, self._clip))
+        self._last_grad_norm = float(torch.nn.utils.clip_grad_norm_(held, self._clip))
         self._optimizer.step()
         self._schedule.step()
         self._seen = 0
@@ -130,7 +130,7 @@ def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> Torch
     Wrong: the next backward adds what the caller asked to forget.
     """
     made = fsdp2.factory(model, config)
-    made._parts = replace(made._parts, forget=nothing)
+    made._adapter = replace(made._adapter, drop_gradients=do_nothing)
     return made
 
 
@@ -155,7 +155,7 @@ def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngi
     made = fsdp2.factory(model, config)
     if config.dtype != "bf16":
         return made
-    params = list(made._parts.params.values())
+    params = list(made._adapter.params.values())
 
     @torch.no_grad()
     def rounded(*_: Any) -> None:

@@ -14,20 +14,20 @@ from zharness.engines import reference
 from zharness.engines.protocol import Engine, EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import blind3_sharded
-from zharness.reference.buckets import Bucket, spread
+from zharness.reference.buckets import Bucket, copy_shards_to_full
+from zharness.reference.clipping import GradientClipper
 from zharness.reference.gradients import Gradients
-from zharness.reference.layout import Original, Owner
-from zharness.reference.rescaling import Rescaling
-from zharness.reference.shelf import Shelf
+from zharness.reference.layout import ModelParam, ShardPlacement
+from zharness.reference.prefetch import Prefetcher
 
 
 class _LowAccumulation(Gradients):
     @torch.no_grad()
-    def _add(self, original: Original, share: Tensor) -> None:
+    def _add(self, original: ModelParam, share: Tensor) -> None:
         super()._add(original, share)
-        if original.has_master and self._owners.gradients is Owner.SHARDED:
-            total = self._reduced[original.name]
-            self._reduced[original.name] = total.to(original.formats.held).to(original.formats.master)
+        if original.has_master and self._placements.gradients is ShardPlacement.SHARDED:
+            total = self._reduced_grads[original.name]
+            self._reduced_grads[original.name] = total.to(original.dtypes.param_dtype).to(original.dtypes.master_dtype)
 
 
 def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -46,27 +46,27 @@ def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine
     Wrong: a gradient penalty on the parameters has a gradient that is as many times too large as there are ranks.
     """
     made = reference.factory(model, config)
-    channel: Any = made.engine._gradients._wire.channel
+    channel: Any = made.engine._gradients._context.collectives
     right = channel.spread
 
-    def undivided(original: Original, shard: Tensor) -> Tensor:
+    def undivided(original: ModelParam, shard: Tensor) -> Tensor:
         whole: Tensor = right(original, shard)
-        factor: float = channel._divisor_of(original) * original.headroom
+        factor: float = channel._divisor_of(original) * original.predivide_factor
         return whole * factor
 
     channel.spread = undivided
     return made
 
 
-class _ClipsScaled(Rescaling):
+class _ClipsScaled(GradientClipper):
     def rescale(self, reduced: Mapping[str, Tensor]) -> bool:
-        self.norm, scale = None, self._scale.value
-        if self._limit is not None or self._skips or self._scale.needed():
+        self.norm, scale = None, self._loss_scale.value
+        if self._max_norm is not None or self._skips_on_overflow or self._loss_scale.is_needed():
             self.norm = self._gradients.norm() / scale
-        finite = self._gradients.finite() if self.norm is None else math.isfinite(self.norm)
+        finite = self._gradients.is_finite() if self.norm is None else math.isfinite(self.norm)
         factor = 1.0 / scale
-        if self._limit is not None and self.norm is not None:
-            factor *= min(1.0, self._limit / (self.norm * scale + 1e-6))
+        if self._max_norm is not None and self.norm is not None:
+            factor *= min(1.0, self._max_norm / (self.norm * scale + 1e-6))
         if finite and factor != 1.0:
             for grad in reduced.values():
                 grad.mul_(factor)
@@ -79,7 +79,7 @@ def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceE
     Wrong: under a loss scale gradients far below the limit are clipped, by up to the loss scale.
     """
     made = reference.factory(model, config)
-    made.engine._rescaling.__class__ = _ClipsScaled
+    made.engine._clipper.__class__ = _ClipsScaled
     return made
 
 
@@ -137,16 +137,16 @@ def stale_in_evaluation(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     """
     made = _Evaluates(reference.factory(model, config).engine)
     kept = made.kept = {}
-    engine, shelf = made.engine, cast(Any, made.engine._gradients._wire.shelf)
+    engine, shelf = made.engine, cast(Any, made.engine._gradients._context.prefetcher)
 
-    def fetch(original: Original, full: Tensor) -> None:
+    def fetch(original: ModelParam, full: Tensor) -> None:
         key = original.name, full.dtype
         if engine.module.training or original.layout.numel > PERSISTENT:
-            Shelf.fetch(shelf, original, full)
+            Prefetcher.fetch_into(shelf, original, full)
         elif key in kept:
             full.copy_(kept[key])
         else:
-            Shelf.fetch(shelf, original, full)
+            Prefetcher.fetch_into(shelf, original, full)
             kept[key] = full.clone()
 
     shelf.fetch = fetch
@@ -159,33 +159,33 @@ def own_weights_always(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     Wrong: ``torch.func.functional_call`` with other weights computes with the engine's, and those get the gradient.
     """
     made = reference.factory(model, config)
-    exchange = made.engine._parameters._exchange
+    exchange = made.engine._parameters._class_swap
     if exchange is None:
         return made
-    modules = [module for module, _ in exchange._before]
+    modules = [module for module, _ in exchange._original_classes]
     owned = {(id(m), name): p for m in modules for name, p in m._parameters.items() if p is not None}
-    reader = exchange._reader
+    reader = exchange._unsharder
 
     def reading(base: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
         def read_attribute(self: nn.Module, name: str) -> Any:
             found = base.__getattr__(self, name)
-            return reader.read(owned.get((id(self), name), found))
+            return reader.unshard_if_sharded(owned.get((id(self), name), found))
 
         return read_attribute
 
-    for base, kind in exchange._made.items():
+    for base, kind in exchange._sharded_classes.items():
         kind.__getattr__ = reading(base)  # type: ignore[method-assign]
     return made
 
 
 class _InMemoryOrder(Bucket):
     def only(self, chosen: Container[str]) -> Bucket:
-        return _InMemoryOrder(super().only(chosen).members)
+        return _InMemoryOrder(super().select(chosen).members)
 
     def spread(self, rows: Tensor, fulls: Sequence[Tensor]) -> None:
-        for part, full, original in zip(torch.split(rows, self.lengths, dim=1), fulls, self.members, strict=True):
+        for part, full, original in zip(torch.split(rows, self.shard_lengths, dim=1), fulls, self.members, strict=True):
             if full.is_contiguous() or full.stride() != original.layout.stride:
-                spread(part, full, original.layout)
+                copy_shards_to_full(part, full, original.layout)
             else:
                 flat = full.as_strided((full.numel(),), (1,))
                 flat.copy_(part.reshape(-1)[: full.numel()])
@@ -203,10 +203,10 @@ def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> Referen
 
 
 class _PowerOfTwo(Gradients):
-    def _divisor_of(self, original: Original) -> float:
-        if original.headroom == 1:
-            return super()._divisor_of(original)
-        return self._wire.divisor / self._wire.comm.world_size
+    def _divisor_of(self, original: ModelParam) -> float:
+        if original.predivide_factor == 1:
+            return super()._remaining_divisor(original)
+        return self._context.divisor / self._context.comm.world_size
 
 
 def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -224,9 +224,9 @@ class _FirstTrained(Gradients):
     first_trained: set[str]
 
     def reduced(self) -> dict[str, Tensor]:
-        found = super().reduced()
+        found = super().reduce_pending()
         for name in found.keys() - self.first_trained:
-            del self._reduced[name]
+            del self._reduced_grads[name]
         return {name: grad for name, grad in found.items() if name in self.first_trained}
 
 
@@ -237,7 +237,7 @@ def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """
     made = reference.factory(model, config)
     gradients: Any = made.engine._gradients
-    gradients.first_trained = {n for n, o in made.engine._originals.items() if o.parameter.requires_grad}
+    gradients.first_trained = {n for n, o in made.engine._model_params.items() if o.parameter.requires_grad}
     gradients.__class__ = _FirstTrained
     return made
 

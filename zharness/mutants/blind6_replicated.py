@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zharness.engines import ddp, fsdp2, zero1
-from zharness.engines.common import TorchEngine
 from zharness.engines.protocol import EngineConfig
+from zharness.engines.torch_engine import TorchEngine
 
 
 def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -64,12 +64,12 @@ def clips_by_the_shards_norm(model: nn.Module, config: EngineConfig) -> TorchEng
         def step(self) -> None:
             limit, self._clip = self._clip, None
             if limit is not None:
-                shards = [p.grad for p in self._parts.params.values() if p.grad is not None]
+                shards = [p.grad for p in self._adapter.params.values() if p.grad is not None]
                 local = [cast("Any", g).to_local() if hasattr(g, "to_local") else g for g in shards]
                 norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in local]))
                 for gradient in local:
                     gradient.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0))
-                self._norm = float(norm)
+                self._last_grad_norm = float(norm)
             super().step()
             self._clip = limit
 
@@ -122,7 +122,7 @@ def no_sync_outlives_an_exception(model: nn.Module, config: EngineConfig) -> Tor
     A caller that skips a bad micro-batch (a forward that raises) trains on without reducing anything, in silence.
     """
     engine = fsdp2.factory(model, config)
-    sync = cast("Any", engine._parts.no_sync).__self__
+    sync = cast("Any", engine._adapter.no_sync).__self__
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -131,7 +131,7 @@ def no_sync_outlives_an_exception(model: nn.Module, config: EngineConfig) -> Tor
         yield
         sync._switch(True)
 
-    engine._parts = replace(engine._parts, no_sync=off)
+    engine._adapter = replace(engine._adapter, no_sync=off)
     return engine
 
 

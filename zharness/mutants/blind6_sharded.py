@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness import torch_private as private
 from zharness.engines import reference as adapter
 from zharness.engines.protocol import EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference import torch_private as private
 
 
 def inside(engine: ReferenceEngine) -> Any:
@@ -131,7 +131,7 @@ def one_gradient_per_forward(model: nn.Module, config: EngineConfig) -> Referenc
 
     class Marking(ReferenceEngine):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if private.graph_task() == -1:
+            if private.current_graph_task_id() == -1:
                 done.clear()
             return super().__call__(*args, **kwargs)
 
@@ -196,7 +196,7 @@ def weights_are_constants_in_transforms(model: nn.Module, config: EngineConfig) 
 
         def detached(value: Any) -> Any:
             full = read(value)
-            return full.detach() if full is not value and private.transforming() else full
+            return full.detach() if full is not value and private.is_transforming() else full
 
         reader.read = detached
     return engine
@@ -323,7 +323,7 @@ def forwards_are_counted(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     class Counting(ReferenceEngine):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            seen.forwards += torch.is_grad_enabled() and private.graph_task() == -1
+            seen.forwards += torch.is_grad_enabled() and private.current_graph_task_id() == -1
             return super().__call__(*args, **kwargs)
 
         def step(self) -> None:

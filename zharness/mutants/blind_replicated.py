@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import ddp, fsdp2
-from zharness.engines.common import TorchEngine
 from zharness.engines.protocol import EngineConfig, Reduction
+from zharness.engines.torch_engine import TorchEngine
 
 _SEEN: list[tuple[Callable[..., Any], torch.optim.Optimizer]] = []
 
@@ -25,7 +25,7 @@ def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Wrong: a caller who catches the exception trains on with gradients that no rank shares, and the ranks drift apart.
     """
     engine = ddp.factory(model, config)
-    wrapped: Any = engine._parts.forward.__self__  # type: ignore[attr-defined]
+    wrapped: Any = engine._adapter.forward.__self__  # type: ignore[attr-defined]
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -33,7 +33,7 @@ def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
         yield
         wrapped.require_backward_grad_sync = before
 
-    engine._parts = replace(engine._parts, no_sync=off)
+    engine._adapter = replace(engine._adapter, no_sync=off)
     return engine
 
 
@@ -43,12 +43,12 @@ def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine
     Wrong: what is upstream of them (another model's output, an input whose gradient is wanted) gets no gradient.
     """
     engine = ddp.factory(model, config)
-    forward = engine._parts.forward
+    forward = engine._adapter.forward
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **{k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()})
 
-    engine._parts = replace(engine._parts, forward=called)
+    engine._adapter = replace(engine._adapter, forward=called)
     return engine
 
 
@@ -69,7 +69,7 @@ def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Wrong, since ``close`` releases everything: here the memory, and DDP's hooks on the parameters, stay for good.
     """
     engine = ddp.factory(model, config)
-    _SEEN.append((engine._parts.forward, engine._optimizer))
+    _SEEN.append((engine._adapter.forward, engine._optimizer))
     return engine
 
 
@@ -79,7 +79,7 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Wrong, since ``zero_grad`` forgets every gradient: the next reduced backward adds those of a window given up.
     """
     engine = fsdp2.factory(model, config)
-    forget: Any = engine._parts.forget
+    forget: Any = engine._adapter.drop_gradients
     sync = forget.args[-1].__self__
     spent = False
 
@@ -89,7 +89,7 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
             spent = True
             forget()
 
-    engine._parts = replace(engine._parts, forget=once)
+    engine._adapter = replace(engine._adapter, drop_gradients=once)
     return engine
 
 
@@ -111,7 +111,7 @@ def fsdp2_evaluation_goes_stale(model: nn.Module, config: EngineConfig) -> Torch
     computes with the weights before that step, and meanwhile every rank holds the whole model.
     """
     engine = fsdp2.factory(model, config)
-    forward = engine._parts.forward
+    forward = engine._adapter.forward
 
     def called(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -120,7 +120,7 @@ def fsdp2_evaluation_goes_stale(model: nn.Module, config: EngineConfig) -> Torch
                 module.unshard()  # type: ignore[operator]
         return output
 
-    engine._parts = replace(engine._parts, forward=called)
+    engine._adapter = replace(engine._adapter, forward=called)
     return engine
 
 
@@ -131,13 +131,13 @@ class _ClipsByGroup(TorchEngine):
             super().step()
             return
         groups = [group["params"] for group in self._optimizer.param_groups]
-        norms = [float(self._parts.whole(torch.nn.utils.clip_grad_norm_(group, limit))) for group in groups]
+        norms = [float(self._adapter.full_tensor(torch.nn.utils.clip_grad_norm_(group, limit))) for group in groups]
         self._clip = None
         try:
             super().step()
         finally:
             self._clip = limit
-        self._norm = math.hypot(*norms)
+        self._last_grad_norm = math.hypot(*norms)
 
 
 def fsdp2_clips_by_group(model: nn.Module, config: EngineConfig) -> TorchEngine:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness import torch_private as private
 from zharness.engines import reference as sound
 from zharness.engines.protocol import EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference import torch_private as private
-from zharness.reference.layout import Original
-from zharness.reference.packed import share
+from zharness.reference.coalesced_collectives import broadcast_tensors
+from zharness.reference.layout import ModelParam
 
 
 def patch(target: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -90,9 +90,9 @@ def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     return built
 
 
-class _SumOfScalars(Original):
+class _SumOfScalars(ModelParam):
     def outgoing(self, grad: Tensor) -> Tensor:
-        return super().outgoing(grad if self.layout.shape else grad * self.layout.ranks)
+        return super().cast_for_reduce(grad if self.layout.shape else grad * self.layout.world_size)
 
 
 def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -106,13 +106,13 @@ def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     return built
 
 
-class _InMemoryOrder(Original):
+class _InMemoryOrder(ModelParam):
     def outgoing(self, grad: Tensor) -> Tensor:
         stride = self.layout.stride
         order = sorted(range(len(stride)), key=lambda d: -stride[d])
         if order != list(range(len(stride))):
             grad = grad.permute(order).reshape(self.layout.shape)
-        return super().outgoing(grad)
+        return super().cast_for_reduce(grad)
 
 
 def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -126,8 +126,8 @@ def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> Reference
     return built
 
 
-def _reclass(built: ReferenceEngine, kind: type[Original]) -> None:
-    for original in built.engine._originals.values():
+def _reclass(built: ReferenceEngine, kind: type[ModelParam]) -> None:
+    for original in built.engine._model_params.values():
         object.__setattr__(original, "__class__", kind)
 
 
@@ -141,12 +141,14 @@ def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     def make(norm: Callable[[], float]) -> Callable[[], float]:
         def of_even_shards() -> float:
-            whole, layouts = gradients._reduced, {n: o.layout for n, o in built.engine._originals.items()}
-            gradients._reduced = {n: g for n, g in whole.items() if not (last and layouts[n].numel % layouts[n].ranks)}
+            whole, layouts = gradients._reduced_grads, {n: o.layout for n, o in built.engine._model_params.items()}
+            gradients._reduced_grads = {
+                n: g for n, g in whole.items() if not (last and layouts[n].numel % layouts[n].world_size)
+            }
             try:
                 return norm()
             finally:
-                gradients._reduced = whole
+                gradients._reduced_grads = whole
 
         return of_even_shards
 
@@ -162,7 +164,7 @@ class _SecondBlockAnew(ReferenceEngine):
     def no_sync(self) -> Iterator[None]:
         with self.engine.no_sync():
             if self._blocks:
-                for original in self.engine._originals.values():
+                for original in self.engine._model_params.values():
                     original.parameter.grad = None
             self._blocks += 1
             yield
@@ -276,8 +278,8 @@ def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> Referenc
 class _LoadRounds(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
-        for name, master in self.engine._parameters.masters.items():
-            master.copy_(master.to(self.engine._originals[name].formats.held))
+        for name, master in self.engine._parameters.master_weights.items():
+            master.copy_(master.to(self.engine._model_params[name].dtypes.param_dtype))
 
 
 def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -307,7 +309,7 @@ class _LoadShares(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
         for buffer in self.module.buffers():
-            share([buffer], self.engine.comm)
+            broadcast_tensors([buffer], self.engine.comm)
 
 
 def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
@@ -338,14 +340,14 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
     Wrong: gradients that the outer backward made before it, of a bucket that is not full yet, are lost.
     """
     built = sound.factory(model, config)
-    rounds = built.engine._gradients._rounds
+    rounds = built.engine._gradients._bucket_reducer
     if rounds is None:
         return built
-    end, task_of = rounds._end, dict[nn.Parameter, int]()
+    end, task_of = rounds._end_of_backward, dict[nn.Parameter, int]()
 
     def arrive(arrived: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
         def noted(parameter: nn.Parameter) -> None:
-            task_of[parameter] = private.graph_task()
+            task_of[parameter] = private.current_graph_task_id()
             arrived(parameter)
 
         return noted
@@ -353,7 +355,7 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
     def finish(ended: Callable[[int], None]) -> Callable[[int], None]:
         def cleared(task: int) -> None:
             if any(other < task for other in end._phases):
-                for parameter in rounds._waiting:
+                for parameter in rounds._pending_params:
                     if task_of[parameter] != task:
                         parameter.grad = None
             ended(task)
@@ -375,10 +377,10 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
     done: dict[str, Tensor] = {}
     task_of_them = -1
 
-    def make(mean: Callable[[Original, Tensor], Tensor]) -> Callable[[Original, Tensor], Tensor]:
-        def once(original: Original, full: Tensor) -> Tensor:
+    def make(mean: Callable[[ModelParam, Tensor], Tensor]) -> Callable[[ModelParam, Tensor], Tensor]:
+        def once(original: ModelParam, full: Tensor) -> Tensor:
             nonlocal task_of_them
-            task = private.graph_task()
+            task = private.current_graph_task_id()
             if task == -1:
                 return mean(original, full)
             if task != task_of_them:
@@ -390,5 +392,5 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
 
         return once
 
-    patch(built.engine._gradients._wire.channel, "mean", make)
+    patch(built.engine._gradients._context.collectives, "mean", make)
     return built

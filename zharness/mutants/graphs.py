@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness import torch_private
 from zharness.engines import EngineConfig
 from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import Kind, Mutant, Target, deepspeed
 from zharness.parity import Part
-from zharness.reference import torch_private
 
 
 class SilentTransform(Around):
@@ -22,7 +22,7 @@ class SilentTransform(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.right(*args, **kwargs)
-        return output.detach() if torch_private.transforming() else output
+        return output.detach() if torch_private.is_transforming() else output
 
 
 class ScaledTransform(Around):
@@ -30,7 +30,7 @@ class ScaledTransform(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.right(*args, **kwargs)
-        return output / 2 if torch_private.transforming() else output
+        return output / 2 if torch_private.is_transforming() else output
 
 
 class LegacyFunctions(Around):

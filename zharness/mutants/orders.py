@@ -14,8 +14,8 @@ from zharness.engines.protocol import Reduction
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import Kind, Mutant, Target, pytorch
 from zharness.parity import Part
-from zharness.reference.buckets import spread
-from zharness.reference.layout import Original
+from zharness.reference.buckets import copy_shards_to_full
+from zharness.reference.layout import ModelParam
 
 
 def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -239,11 +239,11 @@ class TakesWhatAFailedBackwardGathered(Around):
             self.ahead = dict(self.shelf._lot.shards) if self.shelf._lot else {}
             raise
 
-    def fetch(self, original: Original, full: Tensor) -> None:
+    def fetch(self, original: ModelParam, full: Tensor) -> None:
         """The parameter; the first time after such a backward, as that has left it."""
         self.fresh(original, full)
         if original.name in self.ahead:
-            spread(self.ahead.pop(original.name), full, original.layout)
+            copy_shards_to_full(self.ahead.pop(original.name), full, original.layout)
 
 
 class LaysOutInTheSecondForward(Around):

@@ -1,20 +1,20 @@
 """Snapshots of an engine against a baseline: bounds that follow from the arithmetic, and the first divergence."""
 
-from zharness.parity.compare import between, identical, ranks_agree, within
-from zharness.parity.contamination import require_apart
-from zharness.parity.facts import Comparison, Mismatch, Part, Tier
-from zharness.parity.snapshot import Evidence, Snapshot
+from zharness.parity.compare import compare_bitwise, compare_ranks, compare_within_bound, compare_within_range
+from zharness.parity.comparison import Comparison, Mismatch, Part, Tier
+from zharness.parity.contamination import require_no_shared_memory
+from zharness.parity.snapshot import RankEvidence, Snapshot
 
 __all__ = [
     "Comparison",
-    "Evidence",
     "Mismatch",
     "Part",
+    "RankEvidence",
     "Snapshot",
     "Tier",
-    "between",
-    "identical",
-    "ranks_agree",
-    "require_apart",
-    "within",
+    "compare_bitwise",
+    "compare_ranks",
+    "compare_within_bound",
+    "compare_within_range",
+    "require_no_shared_memory",
 ]

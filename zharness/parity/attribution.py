@@ -10,25 +10,27 @@ import torch
 from torch import Tensor
 
 from zharness.parity.bounds import mean_and_bound, unit_roundoff
-from zharness.parity.facts import Comparison, Mismatch, Part
+from zharness.parity.comparison import Comparison, Mismatch, Part
 
 # terms[rank][micro-step]: the local gradients of one parameter
-Terms = Sequence[Sequence[Tensor]]
+GradientTerms = Sequence[Sequence[Tensor]]
 
 
 # suspects[loss][rank]: local gradients that an engine may have handed out instead, summed over the losses
-Suspects = Mapping[str, Sequence[Sequence[Tensor]]]
+SuspectedGradients = Mapping[str, Sequence[Sequence[Tensor]]]
 
-EXPLAINED = 1 / 64  # a fitted factor is worth a hint when it leaves less than this of the error; it decides no verdict
+MAX_UNEXPLAINED_ERROR = (
+    1 / 64
+)  # a fitted factor is worth a hint when it leaves less than this of the error; it decides no verdict
 
 
-def attribute(
+def attribute_mismatch(
     comparison: Comparison,
     actual: Tensor,
-    terms: Terms,
-    copies: Sequence[Tensor],
-    suspects: Suspects,
-    wire: torch.dtype | None = None,
+    terms: GradientTerms,
+    rank_copies: Sequence[Tensor],
+    suspects: SuspectedGradients,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Comparison:
     """``comparison`` with the part and the hint that explain its mismatch best; unchanged where it has none.
 
@@ -37,36 +39,38 @@ def attribute(
     """
     if comparison.mismatch is None:
         return comparison
-    part, hint = explain(actual, terms, copies, suspects, comparison.mismatch, wire or actual.dtype)
+    part, hint = explain_mismatch(
+        actual, terms, rank_copies, suspects, comparison.mismatch, reduce_dtype or actual.dtype
+    )
     return replace(comparison, mismatch=replace(comparison.mismatch, part=part, hint=hint))
 
 
-def explain(
+def explain_mismatch(
     actual: Tensor,
-    terms: Terms,
-    copies: Sequence[Tensor],
-    suspects: Suspects,
+    terms: GradientTerms,
+    rank_copies: Sequence[Tensor],
+    suspects: SuspectedGradients,
     mismatch: Mismatch,
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
 ) -> tuple[Part, str]:
     """The first of the known ways to be wrong that gives just these numbers; a local gradient when none does."""
     for what, losses in suspects.items():
         suspected = [term for row in losses for term in row]
-        if suspected and close(actual, suspected, len(losses), wire):
+        if suspected and is_close_to_mean(actual, suspected, len(losses), reduce_dtype):
             return Part.REDUCTION, f"it is {what}"
     total = sum(len(row) for row in terms)
-    for subset, (part, what) in candidates(terms).items():
+    for subset, (part, what) in candidate_faults(terms).items():
         kept = [terms[rank][micro] for rank, micro in subset]
-        if close(actual, kept, 1, wire):
+        if is_close_to_mean(actual, kept, 1, reduce_dtype):
             return part, f"it is {what}"
-        if close(actual, kept, len(kept) / total, wire):
+        if is_close_to_mean(actual, kept, len(kept) / total, reduce_dtype):
             return part, f"it is {what}, divided as if nothing were missing"
-    if any(not torch.equal(copies[0], copy) for copy in copies[1:]):
+    if any(not torch.equal(rank_copies[0], copy) for copy in rank_copies[1:]):
         return Part.REDUCTION, "the ranks report different gradients"
     for narrow in (torch.float16, torch.bfloat16):
-        if rounded_to(narrow, actual, [term for row in terms for term in row]):
+        if is_rounded_to(narrow, actual, [term for row in terms for term in row]):
             return Part.REDUCTION, f"it is the mean, reduced in {str(narrow).removeprefix('torch.')}"
-    factor = scale_of(actual, [term for row in terms for term in row])
+    factor = fit_scale(actual, [term for row in terms for term in row])
     if factor is not None:
         return Part.REDUCTION, f"it is {factor:.7g} x the right gradient"
     if mismatch.owner is not None and mismatch.wrong < mismatch.total:
@@ -74,7 +78,7 @@ def explain(
     return Part.LOCAL_GRADIENT, ""
 
 
-def candidates(terms: Terms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
+def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
     """Subsets of the (rank, micro-step) terms whose mean an engine with a known fault returns, and what that is."""
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
@@ -93,32 +97,32 @@ def candidates(terms: Terms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part,
     return found
 
 
-def close(actual: Tensor, terms: Sequence[Tensor], factor: float, wire: torch.dtype) -> bool:
+def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, reduce_dtype: torch.dtype) -> bool:
     """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean in ``wire``."""
-    mean, bound = mean_and_bound(list(terms), wire, actual.dtype)
+    mean, bound = mean_and_bound(list(terms), reduce_dtype, actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
 
-def rounded_to(narrow: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
+def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
     """Whether these are the numbers of a reduction in ``narrow``: near enough, and all of them, or their sum, in it."""
-    if unit_roundoff(actual.dtype) >= unit_roundoff(narrow) or gamma_is_void(len(terms), narrow):
+    if unit_roundoff(actual.dtype) >= unit_roundoff(narrow_dtype) or is_gamma_undefined(len(terms), narrow_dtype):
         return False
-    mean, bound = mean_and_bound(list(terms), narrow)
+    mean, bound = mean_and_bound(list(terms), narrow_dtype)
     near = bool(((actual.double() - mean).abs() <= bound).all())
     total = (actual.double() * len(terms)).to(actual.dtype)
-    return near and any(torch.equal(numbers.to(narrow).to(actual.dtype), numbers) for numbers in (actual, total))
+    return near and any(torch.equal(numbers.to(narrow_dtype).to(actual.dtype), numbers) for numbers in (actual, total))
 
 
-def gamma_is_void(terms: int, dtype: torch.dtype) -> bool:
+def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
     """Whether a sum of so many terms has no bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
-def scale_of(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
+def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
     """The factor that fits best, where it explains nearly all of the error; None where it does not."""
     mean, _ = mean_and_bound(list(terms), actual.dtype)
     got = actual.double()
     norm = float((mean * mean).sum())
     factor = float((got * mean).sum()) / norm if norm > 0 else math.nan
     error, left = float((got - mean).norm()), float((got - factor * mean).norm())
-    return factor if math.isfinite(factor) and left <= EXPLAINED * error else None
+    return factor if math.isfinite(factor) and left <= MAX_UNEXPLAINED_ERROR * error else None

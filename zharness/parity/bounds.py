@@ -37,7 +37,7 @@ def gamma(terms: int, dtype: torch.dtype) -> float:
     return nu / (1 - nu)
 
 
-def of_many(terms: int, dtype: torch.dtype) -> float:
+def gamma_or_probabilistic(terms: int, dtype: torch.dtype) -> float:
     """``gamma``, and where there is none the probabilistic lambda sqrt(n+1) u / (1 - that), with lambda = 8.
 
     Rounding errors of a sum are taken for independent and of mean zero; then it fails with a probability below 2 n
@@ -50,12 +50,14 @@ def of_many(terms: int, dtype: torch.dtype) -> float:
     return nu / (1 - nu)
 
 
-def mean_of(terms: list[Tensor]) -> Tensor:
+def float64_mean(terms: list[Tensor]) -> Tensor:
     """The float64 mean of ``terms``, all of one shape."""
     return torch.stack([term.double() for term in terms]).mean(0)
 
 
-def torchs_means(terms: Sequence[Sequence[Tensor]], scale: float, wire: torch.dtype) -> Iterator[Tensor]:
+def means_in_torch_orders(
+    terms: Sequence[Sequence[Tensor]], scale: float, reduce_dtype: torch.dtype
+) -> Iterator[Tensor]:
     """``scale`` times the mean of ``terms[rank][micro-step]`` in the orders in which torch computes it in ``wire``.
 
     Micro-batches are added up before the ranks are, or after, and their sum is divided before or after.
@@ -63,15 +65,19 @@ def torchs_means(terms: Sequence[Sequence[Tensor]], scale: float, wire: torch.dt
     ranks, micros = len(terms), len(terms[0])
     divisor = micros / scale
     sums = [reduce(torch.add, row) for row in terms]
-    yield reduce(torch.add, [each.to(wire) for each in sums]) / ranks / divisor
+    yield reduce(torch.add, [each.to(reduce_dtype) for each in sums]) / ranks / divisor
     if divisor != 1:
-        yield reduce(torch.add, [(each / divisor).to(wire) for each in sums]) / ranks
+        yield reduce(torch.add, [(each / divisor).to(reduce_dtype) for each in sums]) / ranks
     if micros > 1:
-        means = [reduce(torch.add, [each.to(wire) for each in column]) / ranks for column in zip(*terms, strict=True)]
+        means = [
+            reduce(torch.add, [each.to(reduce_dtype) for each in column]) / ranks for column in zip(*terms, strict=True)
+        ]
         yield reduce(torch.add, means) / divisor
 
 
-def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def mean_and_bound(
+    terms: list[Tensor], dtype: torch.dtype, result_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """The float64 mean of ``terms`` (all of one shape), and the largest error of computing it in ``dtype``.
 
     |E - mean| <= gamma(n) * mean|terms|, whatever the order of the sum, and an underflow step for each operation. The
@@ -81,12 +87,12 @@ def mean_and_bound(terms: list[Tensor], dtype: torch.dtype, held: torch.dtype | 
     stack = torch.stack([term.double() for term in terms])
     bound = gamma(len(terms), dtype) * stack.abs().mean(0) + (len(terms) + 1) * subnormal(dtype)
     mean = stack.mean(0)
-    if held is not None and unit_roundoff(held) > unit_roundoff(dtype):
-        bound = bound + unit_roundoff(held) * (mean.abs() + bound) + subnormal(held)
+    if result_dtype is not None and unit_roundoff(result_dtype) > unit_roundoff(dtype):
+        bound = bound + unit_roundoff(result_dtype) * (mean.abs() + bound) + subnormal(result_dtype)
     return mean, bound
 
 
-def mean_bound_at_most(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, held: Tensor) -> Tensor:
+def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
     """No less than the bound of ``mean_and_bound`` for ``scale`` times ``terms``, whose mean is ``held``, in float32.
 
     For numbers that are known to be right, where only its size is asked for; a thousandth is for its own rounding.
@@ -94,13 +100,13 @@ def mean_bound_at_most(terms: Sequence[Tensor], scale: float, dtype: torch.dtype
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
     bound = 1.001 * (gamma(count, dtype) * scale / count * total + (count + 1) * subnormal(dtype))
-    if unit_roundoff(held.dtype) > unit_roundoff(dtype):
-        bound = bound + 1.001 * (unit_roundoff(held.dtype) * (held.float().abs() + 2 * bound) + subnormal(held.dtype))
+    if unit_roundoff(mean.dtype) > unit_roundoff(dtype):
+        bound = bound + 1.001 * (unit_roundoff(mean.dtype) * (mean.float().abs() + 2 * bound) + subnormal(mean.dtype))
     return bound
 
 
 @dataclass(frozen=True)
-class Bounded:
+class BoundedTensor:
     """A float64 value, and how far a computation in ``dtype`` may be from it: a running error analysis (Higham, 3.3).
 
     ``error`` has the shape of ``value``. Float64's own rounding is 2**-29 of a float32 ``u`` and is left out.
@@ -111,69 +117,69 @@ class Bounded:
     dtype: torch.dtype
 
     @classmethod
-    def exact(cls, value: Tensor) -> Bounded:
+    def exact(cls, value: Tensor) -> BoundedTensor:
         """A tensor that the computation holds as it is."""
         return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
-    def scalar(self, number: float, roundings: int = 1) -> Bounded:
+    def scalar(self, number: float, roundings: int = 1) -> BoundedTensor:
         """A Python float that the computation rounds to its dtype, or arrives at in so many ``roundings``."""
         value = torch.tensor(number, dtype=torch.float64)
-        return Bounded(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
+        return BoundedTensor(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
 
-    def zero(self) -> Bounded:
+    def zero(self) -> BoundedTensor:
         """Zeros of this shape and dtype."""
-        return Bounded(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
+        return BoundedTensor(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
 
-    def one(self) -> Bounded:
+    def scalar_one(self) -> BoundedTensor:
         """A one without a shape, which every dtype holds."""
-        return Bounded(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
+        return BoundedTensor(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
 
-    def maximum(self, other: Bounded) -> Bounded:
+    def maximum(self, other: BoundedTensor) -> BoundedTensor:
         """The larger of the two, which is not rounded: no further off than the worse of them."""
-        return Bounded(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
+        return BoundedTensor(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
 
-    def clamp(self, least: float, most: float) -> Bounded:
+    def clamp(self, lower: float, upper: float) -> BoundedTensor:
         """Not rounded further than its limits are."""
-        limits = torch.tensor([least, most], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
-        inside = (self.value > least) & (self.value < most)
-        return Bounded(self.value.clamp(least, most), self.error + limits.where(~inside, 0.0), self.dtype)
+        limits = torch.tensor([lower, upper], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
+        inside = (self.value > lower) & (self.value < upper)
+        return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
 
-    def sign(self) -> Bounded:
+    def sign(self) -> BoundedTensor:
         """-1, 0 or 1: known, or with an error of 2 where the value may lie on either side of zero."""
         unknown = (self.error > 0) & (self.value.abs() <= self.error)
-        return Bounded(self.value.sign(), 2.0 * unknown, self.dtype)
+        return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
-    def times_sign(self, other: Bounded) -> Bounded:
+    def times_sign(self, other: BoundedTensor) -> BoundedTensor:
         """The product of two signs, which is not rounded."""
-        return Bounded(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
+        return BoundedTensor(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
 
-    def __abs__(self) -> Bounded:
-        return Bounded(self.value.abs(), self.error, self.dtype)
+    def __abs__(self) -> BoundedTensor:
+        return BoundedTensor(self.value.abs(), self.error, self.dtype)
 
-    def __neg__(self) -> Bounded:
-        return Bounded(-self.value, self.error, self.dtype)
+    def __neg__(self) -> BoundedTensor:
+        return BoundedTensor(-self.value, self.error, self.dtype)
 
-    def __add__(self, other: Bounded) -> Bounded:
-        return self._rounded(self.value + other.value, self.error + other.error)
+    def __add__(self, other: BoundedTensor) -> BoundedTensor:
+        return self._with_rounding(self.value + other.value, self.error + other.error)
 
-    def __sub__(self, other: Bounded) -> Bounded:
-        return self._rounded(self.value - other.value, self.error + other.error)
+    def __sub__(self, other: BoundedTensor) -> BoundedTensor:
+        return self._with_rounding(self.value - other.value, self.error + other.error)
 
-    def __mul__(self, other: Bounded) -> Bounded:
+    def __mul__(self, other: BoundedTensor) -> BoundedTensor:
         carried = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
-        return self._rounded(self.value * other.value, carried)
+        return self._with_rounding(self.value * other.value, carried)
 
-    def __truediv__(self, other: Bounded) -> Bounded:
+    def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
         """Meaningful where ``other`` is further from zero than its error; elsewhere the bound is infinite."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
-        return self._rounded(value, (self.error + value.abs() * other.error) / room)
+        return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
-    def sqrt(self) -> Bounded:
+    def sqrt(self) -> BoundedTensor:
         """|sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) where a is smaller than e."""
         value = self.value.sqrt()
-        return self._rounded(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
+        return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
-    def _rounded(self, value: Tensor, carried: Tensor) -> Bounded:
-        error = carried + unit_roundoff(self.dtype) * (value.abs() + carried) + subnormal(self.dtype)
-        return Bounded(value, error, self.dtype)
+    def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
+        error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
+        return BoundedTensor(value, error, self.dtype)

@@ -15,11 +15,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from zharness.parity.baseline import Baseline, Local, Objective, in_float64, run_local
-from zharness.parity.compare import PIECE
+from zharness.parity.baseline import Baseline, LocalResult, Objective, convert_to_float64, run_local
+from zharness.parity.compare import CHUNK_ELEMENTS
 from zharness.workload import Batch
 
-SIGNIFICAND = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+SIGNIFICAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def is_power_of_two(number: int) -> bool:
@@ -38,37 +38,41 @@ class Exactness:
         return self.applies
 
 
-def division_by(terms: int) -> Exactness:
+def division_exactness(terms: int) -> Exactness:
     """Exact where the mean of ``terms`` numbers divides by a power of two."""
     if is_power_of_two(terms):
         return Exactness(True)
     return Exactness(False, f"a mean of {terms} terms is not exact, for {terms} is no power of two")
 
 
-def mean_of_one(local: Local, terms: int, dtype: torch.dtype, loss_scale: float = 1.0) -> Exactness:
+def single_term_mean_exactness(
+    local: LocalResult, terms: int, dtype: torch.dtype, loss_scale: float = 1.0
+) -> Exactness:
     """Exact where the mean of these gradients and of ``terms`` - 1 zeros is, held in ``dtype`` times ``loss_scale``.
 
     A power of two changes no significand, but the last bit of a subnormal is lost when it is halved.
     """
     if not is_power_of_two(terms):
-        return division_by(terms)
+        return division_exactness(terms)
     factor = loss_scale / terms
-    if all(divides(grad.flatten(), factor, dtype) for grad in local.grads.values()):
+    if all(is_scaling_exact(grad.flatten(), factor, dtype) for grad in local.grads.values()):
         return Exactness(True)
     name = str(dtype).removeprefix("torch.")
     return Exactness(False, f"a mean of {terms} terms is not exact, for a gradient over {terms} is no number of {name}")
 
 
-def divides(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
+def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
     """Whether a flat ``grad`` times ``factor``, a power of two, is a number of ``dtype``, element by element."""
-    pieces = (grad[start : start + PIECE] for start in range(0, grad.numel(), PIECE))
+    pieces = (grad[start : start + CHUNK_ELEMENTS] for start in range(0, grad.numel(), CHUNK_ELEMENTS))
     if grad.dtype == dtype:
         return all(torch.equal(piece * factor / factor, piece) for piece in pieces)
     scaled = (piece.double() * factor for piece in pieces)
     return all(torch.equal(piece.to(dtype).double(), piece) for piece in scaled)
 
 
-def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None) -> Exactness:
+def certify_exactness(
+    baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
+) -> Exactness:
     """Whether every gradient of these micro-steps, and their mean over ranks and micro-steps, is exact in ``dtype``.
 
     ``objective`` (the workload's own where None) must be linear in the output with integer coefficients. A model of
@@ -77,38 +81,44 @@ def certified(baseline: Baseline, steps: range, dtype: torch.dtype, objective: O
     if not baseline.spec.exact:
         return Exactness(False)
     # A function that a check makes for one cell may hold on to all that its ranks saw, and is never met again.
-    return (once if objective is None else certificate)(baseline, steps, dtype, objective or baseline.objective)
+    return (certify_exact_model_cached if objective is None else certify_exact_model)(
+        baseline, steps, dtype, objective or baseline.objective
+    )
 
 
-def certificate(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
+def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
     """``certified`` for an exact model."""
     terms = baseline.world_size * len(steps)
     cells = ((rank, step) for rank in range(baseline.world_size) for step in steps)
-    if not is_power_of_two(terms) or all(exact_locally(baseline, *cell, terms, dtype, loss) for cell in cells):
-        return division_by(terms)
+    if not is_power_of_two(terms) or all(is_locally_exact(baseline, *cell, terms, dtype, loss) for cell in cells):
+        return division_exactness(terms)
     name = str(dtype).removeprefix("torch.")
-    return Exactness(False, f"the {SIGNIFICAND[dtype]} bits of {name} do not hold every partial sum of the exact model")
+    return Exactness(
+        False, f"the {SIGNIFICAND_BITS[dtype]} bits of {name} do not hold every partial sum of the exact model"
+    )
 
 
-once = lru_cache(maxsize=1024)(certificate)  # the same for every engine, stage and check
+certify_exact_model_cached = lru_cache(maxsize=1024)(certify_exact_model)  # the same for every engine, stage and check
 
 
-def exact_locally(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
+def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
     """Whether one rank's micro-batch stays exact, with room for a sum over ``terms`` such gradients."""
-    batch, model = baseline.batch(rank, step), baseline.module()
+    batch, model = baseline.batch(rank, step), baseline.build_module()
     samples = len(batch.inputs)
-    if not is_power_of_two(samples) or not all(integral(t) for t in [batch.inputs, batch.target, *model.parameters()]):
+    if not is_power_of_two(samples) or not all(
+        is_integral(t) for t in [batch.inputs, batch.target, *model.parameters()]
+    ):
         return False
-    narrow = run_local(baseline.module(), batch, loss)
-    wide = run_local(*in_float64(model, batch), loss)
+    narrow = run_local(baseline.build_module(), batch, loss)
+    wide = run_local(*convert_to_float64(model, batch), loss)
     same = torch.equal(narrow.loss.double(), wide.loss) and all(
         torch.equal(narrow.grads[name].double(), grad) for name, grad in wide.grads.items()
     )
-    magnitude = largest_partial_sum(*in_float64(model, batch, magnitudes=True), loss)
-    return same and magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND[dtype]
+    magnitude = largest_partial_sum(*convert_to_float64(model, batch, take_abs=True), loss)
+    return same and magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
 
 
-def integral(tensor: Tensor) -> bool:
+def is_integral(tensor: Tensor) -> bool:
     """Whether every element is an integer."""
     return torch.equal(tensor, tensor.round())
 

@@ -12,43 +12,47 @@ from typing import Any
 
 import torch
 
-from zharness.parity.bounds import Bounded
+from zharness.parity.bounds import BoundedTensor
 
-State = Mapping[str, Bounded]
-Update = tuple[Bounded, dict[str, Bounded]]
+State = Mapping[str, BoundedTensor]
+Update = tuple[BoundedTensor, dict[str, BoundedTensor]]
 Options = Mapping[str, Any]
 
 
-def decayed(w: Bounded, g: Bounded, options: Options) -> Bounded:
+def add_weight_decay(w: BoundedTensor, g: BoundedTensor, options: Options) -> BoundedTensor:
     """The gradient with L2 regularisation."""
     decay = options["weight_decay"]
     return g + w.scalar(decay) * w if decay else g
 
 
-def shrunk(w: Bounded, g: Bounded, options: Options, decoupled: bool) -> tuple[Bounded, Bounded]:
+def apply_weight_decay(
+    w: BoundedTensor, g: BoundedTensor, options: Options, decoupled: bool
+) -> tuple[BoundedTensor, BoundedTensor]:
     """Weight and gradient after weight decay: off the weight itself where it is ``decoupled``, else by the gradient."""
     if decoupled and options["weight_decay"]:
         return w * w.scalar(1 - options["lr"] * options["weight_decay"]), g
-    return w, decayed(w, g, options)
+    return w, add_weight_decay(w, g, options)
 
 
-def moments(w: Bounded, g: Bounded, state: State, options: Options) -> tuple[Bounded, Bounded]:
+def update_moments(
+    w: BoundedTensor, g: BoundedTensor, state: State, options: Options
+) -> tuple[BoundedTensor, BoundedTensor]:
     """exp_avg and exp_avg_sq."""
     (beta1, beta2), zero = options["betas"], w.zero()
     m, v = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
-    return m + w.scalar(1 - beta1) * (g - m), mean_square(w, g, v, beta2)
+    return m + w.scalar(1 - beta1) * (g - m), update_mean_square(w, g, v, beta2)
 
 
-def mean_square(w: Bounded, g: Bounded, v: Bounded, beta: float) -> Bounded:
+def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, beta: float) -> BoundedTensor:
     """A running average of squares."""
     return v * w.scalar(beta) + w.scalar(1 - beta) * g * g
 
 
-def adam(decoupled: bool, w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def adam(decoupled: bool, w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Adam (Kingma and Ba 2015), AMSGrad (Reddi et al. 2018) or AdamW (Loshchilov and Hutter 2019)."""
     (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
-    w, g = shrunk(w, g, options, decoupled)
-    m, v = moments(w, g, state, options)
+    w, g = apply_weight_decay(w, g, options, decoupled)
+    m, v = update_moments(w, g, state, options)
     after = {"exp_avg": m, "exp_avg_sq": v}
     if options["amsgrad"]:
         v = after["max_exp_avg_sq"] = v.maximum(state.get("max_exp_avg_sq", w.zero()))
@@ -56,25 +60,25 @@ def adam(decoupled: bool, w: Bounded, g: Bounded, state: State, steps: float, op
     return w - w.scalar(lr / (1 - beta1**step)) * m / spread, after
 
 
-def nadam(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def nadam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Adam with Nesterov's momentum and its own schedule of it (Dozat 2016)."""
     (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
-    w, g = shrunk(w, g, options, options["decoupled_weight_decay"])
+    w, g = apply_weight_decay(w, g, options, options["decoupled_weight_decay"])
     mu, coming = (beta1 * (1 - 0.5 * 0.96 ** (at * options["momentum_decay"])) for at in (step, step + 1))
-    one = w.one()
+    one = w.scalar_one()
     product = state.get("mu_product", one) * w.scalar(mu)
-    m, v = moments(w, g, state, options)
+    m, v = update_moments(w, g, state, options)
     spread = (v / w.scalar(1 - beta2**step)).sqrt() + w.scalar(options["eps"])
     now = w.scalar(lr * (1 - mu)) / (one - product)
     ahead = w.scalar(lr * coming) / (one - product * w.scalar(coming))
     return w - now * g / spread - ahead * m / spread, {"mu_product": product, "exp_avg": m, "exp_avg_sq": v}
 
 
-def radam(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def radam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Adam whose rate is rectified while few squares were seen (Liu et al. 2020)."""
     (beta1, beta2), step = options["betas"], steps + 1
-    w, g = shrunk(w, g, options, options["decoupled_weight_decay"])
-    m, v = moments(w, g, state, options)
+    w, g = apply_weight_decay(w, g, options, options["decoupled_weight_decay"])
+    m, v = update_moments(w, g, state, options)
     move = m / w.scalar(1 - beta1**step) * w.scalar(options["lr"])
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * beta2**step / (1 - beta2**step)
@@ -85,10 +89,10 @@ def radam(w: Bounded, g: Bounded, state: State, steps: float, options: Options) 
     return w - move, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def adamax(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def adamax(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Adam with the infinity norm (Kingma and Ba 2015, section 7)."""
     (beta1, beta2), zero = options["betas"], w.zero()
-    g = decayed(w, g, options)
+    g = add_weight_decay(w, g, options)
     m = state.get("exp_avg", zero)
     m = m + w.scalar(1 - beta1) * (g - m)
     norm = (state.get("exp_inf", zero) * w.scalar(beta2)).maximum(abs(g) + w.scalar(options["eps"]))
@@ -96,30 +100,30 @@ def adamax(w: Bounded, g: Bounded, state: State, steps: float, options: Options)
     return w - rate * m / norm, {"exp_avg": m, "exp_inf": norm}
 
 
-def adagrad(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def adagrad(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Adagrad (Duchi, Hazan and Singer 2011)."""
-    g = decayed(w, g, options)
+    g = add_weight_decay(w, g, options)
     total = state.get("sum", w.zero() + w.scalar(options["initial_accumulator_value"])) + g * g
     rate = w.scalar(options["lr"] / (1 + steps * options["lr_decay"]))
     return w - rate * g / (total.sqrt() + w.scalar(options["eps"])), {"sum": total}
 
 
-def adadelta(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+def adadelta(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
     """Adadelta (Zeiler 2012)."""
     rho, eps, zero = options["rho"], w.scalar(options["eps"]), w.zero()
-    g = decayed(w, g, options)
-    square = mean_square(w, g, state.get("square_avg", zero), rho)
+    g = add_weight_decay(w, g, options)
+    square = update_mean_square(w, g, state.get("square_avg", zero), rho)
     moved = state.get("acc_delta", zero)
     delta = (moved + eps).sqrt() / (square + eps).sqrt() * g
-    after = {"square_avg": square, "acc_delta": mean_square(w, delta, moved, rho)}
+    after = {"square_avg": square, "acc_delta": update_mean_square(w, delta, moved, rho)}
     return w - w.scalar(options["lr"]) * delta, after
 
 
-def rmsprop(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
     """RMSprop (Hinton 2012), centered (Graves 2013) and with momentum where it is asked for."""
     alpha, zero = options["alpha"], w.zero()
-    g = decayed(w, g, options)
-    square = mean_square(w, g, state.get("square_avg", zero), alpha)
+    g = add_weight_decay(w, g, options)
+    square = update_mean_square(w, g, state.get("square_avg", zero), alpha)
     after, spread = {"square_avg": square}, square
     if options["centered"]:
         mean = state.get("grad_avg", zero)
@@ -132,10 +136,10 @@ def rmsprop(w: Bounded, g: Bounded, state: State, _steps: float, options: Option
     return w - w.scalar(options["lr"]) * move, after
 
 
-def asgd(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -> Update:
+def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Averaged SGD (Polyak and Juditsky 1992); the rate of a step was settled by the step before it."""
-    lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.one()
-    g = decayed(w, g, options)
+    lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.scalar_one()
+    g = add_weight_decay(w, g, options)
     rate, mu = state.get("eta", w.scalar(lr)), state.get("mu", one)
     w = w * (one - w.scalar(lambd) * rate) - rate * g
     average = state.get("ax", w.zero())
@@ -144,22 +148,22 @@ def asgd(w: Bounded, g: Bounded, state: State, steps: float, options: Options) -
     return w, {"ax": average, "eta": following, "mu": w.scalar(1 / max(1, step - options["t0"]))}
 
 
-def rprop(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+def rprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
     """Resilient propagation (Riedmiller and Braun 1993), which looks at signs alone."""
     (less, more), (least, most) = options["etas"], options["step_sizes"]
     turn = g.sign().times_sign(state.get("prev", w.zero()).sign())
     value = torch.where(turn.value > 0, more, torch.where(turn.value < 0, less, 1.0))
-    factor = Bounded(value, torch.where(turn.error > 0, more - less, w.scalar(more).error), w.dtype)
+    factor = BoundedTensor(value, torch.where(turn.error > 0, more - less, w.scalar(more).error), w.dtype)
     size = (state.get("step_size", w.zero() + w.scalar(options["lr"])) * factor).clamp(least, most)
     # Where the sign turned, nothing moves and nothing is remembered.
-    kept = Bounded(g.value.where(turn.value >= 0, 0.0), g.error + g.value.abs() * turn.error, w.dtype)
+    kept = BoundedTensor(g.value.where(turn.value >= 0, 0.0), g.error + g.value.abs() * turn.error, w.dtype)
     return w - kept.sign() * size, {"prev": kept, "step_size": size}
 
 
-def sgd(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -> Update:
+def sgd(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
     """SGD with weight decay, momentum, dampening and Nesterov's look ahead (Sutskever et al. 2013)."""
-    g = decayed(w, g, options)
-    after: dict[str, Bounded] = {}
+    g = add_weight_decay(w, g, options)
+    after: dict[str, BoundedTensor] = {}
     if options["momentum"]:
         buffer = g
         if "momentum_buffer" in state:
@@ -170,7 +174,7 @@ def sgd(w: Bounded, g: Bounded, state: State, _steps: float, options: Options) -
     return w - w.scalar(options["lr"]) * g, after
 
 
-Formula = Callable[[Bounded, Bounded, State, float, Options], Update]
+Formula = Callable[[BoundedTensor, BoundedTensor, State, float, Options], Update]
 FORMULAS: dict[str, Formula] = {
     "adadelta": adadelta,
     "adagrad": adagrad,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # as FSDP2 walks o
 from zharness.errors import EngineContractError
 from zharness.workload import ModelSpec
 
-Choose = Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]]  # of a model and the engine's options
+JunctionSelector = Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]]  # of a model and the engine's options
 
 
 class Junction(torch.autograd.Function):
@@ -35,7 +35,7 @@ class Junction(torch.autograd.Function):
         return grads
 
 
-def joined(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A forward pre-hook: all inputs that require a gradient go through one node."""
     leaves, tree = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -47,22 +47,22 @@ def joined(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JunctionModelBuilder:
     """Builds a model with nodes in it. Two of the same are equal: what is kept for a spec is found again."""
 
     build: Callable[[], nn.Module]
-    choose: Choose
+    select_modules: JunctionSelector
     options: Mapping[str, Any] = field(hash=False)
 
     def __call__(self) -> nn.Module:
         model = self.build()
-        for name in names_of_chosen(self):
-            model.get_submodule(name).register_forward_pre_hook(joined, with_kwargs=True)
+        for name in junction_module_names(self):
+            model.get_submodule(name).register_forward_pre_hook(insert_junction, with_kwargs=True)
         return model
 
 
 @cache
-def names_of_chosen(of: Joined) -> tuple[str, ...]:
+def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
     """The names of the modules that ``of.choose`` picks.
 
     It is the engine's own function, run for what the engine is held against; so it is shown a model of its own, and
@@ -70,9 +70,9 @@ def names_of_chosen(of: Joined) -> tuple[str, ...]:
     than modules of the model that it was shown, or one of them twice.
     """
     with torch.random.fork_rng(devices=[]):  # the model that is hooked begins with the weights of the caller's seed
-        shown = of.build()
+        shown = builder.build()
     names = {id(module): name for name, module in shown.named_modules()}
-    modules = of.choose(shown, of.options)
+    modules = builder.select_modules(shown, builder.options)
     places = [id(module) for module in modules]
     if not names.keys() >= {*places} or len({*places}) < len(places):
         raise EngineContractError(
@@ -82,6 +82,6 @@ def names_of_chosen(of: Joined) -> tuple[str, ...]:
     return tuple(names[place] for place in places)
 
 
-def with_junctions(spec: ModelSpec, choose: Choose, options: Mapping[str, Any]) -> ModelSpec:
+def with_junctions(spec: ModelSpec, select_modules: JunctionSelector, options: Mapping[str, Any]) -> ModelSpec:
     """``spec`` with a node at the inputs of every module that ``choose`` names of its model under ``options``."""
-    return replace(spec, build=Joined(spec.build, choose, options))
+    return replace(spec, build=JunctionModelBuilder(spec.build, select_modules, options))

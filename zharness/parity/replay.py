@@ -15,24 +15,29 @@ import torch
 from torch import Tensor
 
 from zharness.errors import UsageError
-from zharness.parity.bounds import Bounded
+from zharness.parity.bounds import BoundedTensor
 from zharness.parity.formulas import FORMULAS, State, Update
 
-CLASSES = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind)}
+OPTIMIZER_CLASSES = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind)}
 # Arguments that choose between implementations of one formula.
-IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @cache
-def defaults_of(name: str) -> Mapping[str, Any]:
+def optimizer_defaults(name: str) -> Mapping[str, Any]:
     """What torch.optim's class of that name takes an argument for that is not given; what an old torch lacks is off."""
-    parameters = inspect.signature(CLASSES[name]).parameters.values()
-    given = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATIONS and p.name != "params"}
+    parameters = inspect.signature(OPTIMIZER_CLASSES[name]).parameters.values()
+    given = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
     return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **given}
 
 
-def propagate(
-    name: str, weight: Bounded, grad: Bounded, state: State, steps: float, hyper: Mapping[str, Any]
+def propagate_step(
+    name: str,
+    weight: BoundedTensor,
+    grad: BoundedTensor,
+    state: State,
+    steps: float,
+    hyperparameters: Mapping[str, Any],
 ) -> Update:
     """One step of optimizer ``name`` on one parameter after ``steps`` others, from numbers that carry errors.
 
@@ -40,20 +45,24 @@ def propagate(
     that has no replay.
     """
     if name not in FORMULAS:
-        raise UsageError.unknown("optimizer to replay", name, sorted(FORMULAS))
-    defaults = defaults_of(name)
-    for argument in hyper:
-        if argument not in defaults and argument not in IMPLEMENTATIONS:
-            raise UsageError.unknown(f"argument of {name} to replay", argument, sorted(defaults))
-    options = {**defaults, **hyper}
+        raise UsageError.unknown_name("optimizer to replay", name, sorted(FORMULAS))
+    defaults = optimizer_defaults(name)
+    for argument in hyperparameters:
+        if argument not in defaults and argument not in IMPLEMENTATION_OPTIONS:
+            raise UsageError.unknown_name(f"argument of {name} to replay", argument, sorted(defaults))
+    options = {**defaults, **hyperparameters}
     return FORMULAS[name](weight, -grad if options["maximize"] else grad, state, steps, options)
 
 
-def replay(
-    name: str, weight: Tensor, grad: Tensor | Bounded, state: Mapping[str, Tensor], hyper: Mapping[str, Any]
+def replay_step(
+    name: str,
+    weight: Tensor,
+    grad: Tensor | BoundedTensor,
+    state: Mapping[str, Tensor],
+    hyperparameters: Mapping[str, Any],
 ) -> Update:
     """``propagate`` from the numbers that an engine holds; ``state["step"]`` is how many steps were before this one."""
-    moments = {key: Bounded.exact(value) for key, value in state.items() if key != "step"}
-    bounded = grad if isinstance(grad, Bounded) else Bounded.exact(grad)
+    moments = {key: BoundedTensor.exact(value) for key, value in state.items() if key != "step"}
+    bounded = grad if isinstance(grad, BoundedTensor) else BoundedTensor.exact(grad)
     steps = float(state.get("step", torch.zeros(())))
-    return propagate(name, Bounded.exact(weight), bounded, moments, steps, hyper)
+    return propagate_step(name, BoundedTensor.exact(weight), bounded, moments, steps, hyperparameters)

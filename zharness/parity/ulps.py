@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-FARTHEST = 1 << 20  # what is further away has one class
-POWERS = [1 << power for power in range(FARTHEST.bit_length())]
+INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_DISTANCE = 1 << 20  # what is further away has one class
+POWERS = [1 << power for power in range(MAX_DISTANCE.bit_length())]
 # Classes of distances: 0, 1, 2, 3-4, 5-8 and so on, each twice as wide as the one before, and all beyond the last.
-EDGES = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:]), ">2^20"]
+CLASS_LABELS = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:]), ">2^20"]
 
 
-def apart(one: Tensor, other: Tensor) -> Tensor:
+def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
     """How many values of their dtype lie between two tensors of it, element by element, float64.
 
     Infinity is the neighbour of the largest number; two that are NaN are 0 apart, and from any number infinitely many.
     """
-    distance = (ordered(one) - ordered(other)).abs() if one.dtype != torch.float64 else of_float64(one, other)
-    numbers = one.isnan() == other.isnan()
-    return distance.double().where(numbers, torch.inf).where(~(one.isnan() & other.isnan()), 0.0)
+    distance = (
+        (to_ordered_integers(first_tensor) - to_ordered_integers(second_tensor)).abs()
+        if first_tensor.dtype != torch.float64
+        else ulp_distances_float64(first_tensor, second_tensor)
+    )
+    numbers = first_tensor.isnan() == second_tensor.isnan()
+    return distance.double().where(numbers, torch.inf).where(~(first_tensor.isnan() & second_tensor.isnan()), 0.0)
 
 
-def ordered(numbers: Tensor) -> Tensor:
+def to_ordered_integers(numbers: Tensor) -> Tensor:
     """int64 numbers in the order of ``numbers``, of which neighbours differ by one; integers are that already."""
-    width = WIDTHS.get(numbers.dtype.itemsize)
+    width = INTEGER_DTYPES.get(numbers.dtype.itemsize)
     if width is None or not numbers.is_floating_point():
         return numbers.to(torch.int64)
     bits = numbers.contiguous().view(width).to(torch.int64)
@@ -33,20 +37,20 @@ def ordered(numbers: Tensor) -> Tensor:
     return torch.where(bits >= 0, bits, lowest - bits)
 
 
-def of_float64(one: Tensor, other: Tensor) -> Tensor:
+def ulp_distances_float64(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
     """``apart`` where the distance of two numbers of unlike sign has no room in an int64."""
-    first, second = ordered(one), ordered(other)
+    first, second = to_ordered_integers(first_tensor), to_ordered_integers(second_tensor)
     across = (first < 0) != (second < 0)
     return torch.where(across, first.double().abs() + second.double().abs(), (first - second).abs().double())
 
 
-def counted(oracle: Tensor, held: Tensor) -> list[int]:
+def count_ulp_classes(oracle: Tensor, actual: Tensor) -> list[int]:
     """How many elements of ``held`` lie in each class of EDGES from the float64 ``oracle``, rounded to its dtype.
 
     One that is not finite where the oracle is lies in the last.
     """
-    distance = apart(oracle.to(held.dtype), held).flatten()
-    distance = distance.where(held.flatten().isfinite() | (distance == 0), torch.inf)
+    distance = ulp_distances(oracle.to(actual.dtype), actual).flatten()
+    distance = distance.where(actual.flatten().isfinite() | (distance == 0), torch.inf)
     limits = torch.tensor([0, *POWERS], dtype=torch.float64)
-    counts: list[int] = torch.bincount(torch.bucketize(distance, limits), minlength=len(EDGES)).tolist()
+    counts: list[int] = torch.bincount(torch.bucketize(distance, limits), minlength=len(CLASS_LABELS)).tolist()
     return counts

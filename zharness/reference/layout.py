@@ -15,34 +15,34 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 
 
-class Owner(Enum):
+class ShardPlacement(Enum):
     """Whether every rank holds all of something, or each rank its own shard of it."""
 
-    WHOLE = "whole"
+    REPLICATED = "whole"
     SHARDED = "sharded"
 
 
 @dataclass(frozen=True)
-class Owners:
+class StagePlacements:
     """One ZeRO stage. Bytes per rank in fp32 with Adam, psi parameters: 8, 4 and 4 psi, each over N where sharded."""
 
-    optimizer_state: Owner
-    gradients: Owner
-    parameters: Owner
+    optimizer_state: ShardPlacement
+    gradients: ShardPlacement
+    parameters: ShardPlacement
 
 
-STAGES: Mapping[int, Owners] = MappingProxyType(
+STAGES: Mapping[int, StagePlacements] = MappingProxyType(
     {
-        0: Owners(Owner.WHOLE, Owner.WHOLE, Owner.WHOLE),
-        1: Owners(Owner.SHARDED, Owner.WHOLE, Owner.WHOLE),
-        2: Owners(Owner.SHARDED, Owner.SHARDED, Owner.WHOLE),
-        3: Owners(Owner.SHARDED, Owner.SHARDED, Owner.SHARDED),
+        0: StagePlacements(ShardPlacement.REPLICATED, ShardPlacement.REPLICATED, ShardPlacement.REPLICATED),
+        1: StagePlacements(ShardPlacement.SHARDED, ShardPlacement.REPLICATED, ShardPlacement.REPLICATED),
+        2: StagePlacements(ShardPlacement.SHARDED, ShardPlacement.SHARDED, ShardPlacement.REPLICATED),
+        3: StagePlacements(ShardPlacement.SHARDED, ShardPlacement.SHARDED, ShardPlacement.SHARDED),
     }
 )
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How ``n`` elements lie over N ranks: rank r owns flat elements r*k to (r+1)*k, with k = ceil(n/N).
 
     The last shards are shorter, or empty, when N does not divide n. Collectives want equal lengths, so whatever crosses
@@ -52,29 +52,29 @@ class Layout:
 
     shape: torch.Size
     stride: tuple[int, ...]
-    ranks: int
+    world_size: int
 
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @cached_property
-    def length(self) -> int:
+    def shard_length(self) -> int:
         """Elements of one padded shard: k."""
-        return -(-self.numel // self.ranks)
+        return -(-self.numel // self.world_size)
 
-    def bounds(self, rank: int) -> tuple[int, int]:
+    def shard_bounds(self, rank: int) -> tuple[int, int]:
         """Start and stop of the elements that ``rank`` owns."""
-        return min(rank * self.length, self.numel), min((rank + 1) * self.length, self.numel)
+        return min(rank * self.shard_length, self.numel), min((rank + 1) * self.shard_length, self.numel)
 
-    def owned(self, rank: int) -> int:
+    def owned_numel(self, rank: int) -> int:
         """How many elements ``rank`` owns."""
-        start, stop = self.bounds(rank)
+        start, stop = self.shard_bounds(rank)
         return stop - start
 
 
 @dataclass(frozen=True)
-class Formats:
+class ParamDtypes:
     """The dtypes of one parameter.
 
     As the model holds it and its gradient is made (``held``), as that gradient crosses the wire (``wire``), and as the
@@ -82,56 +82,58 @@ class Formats:
     a torch.autocast of that dtype, and None where that is as it is held.
     """
 
-    held: torch.dtype
-    wire: torch.dtype
-    master: torch.dtype
-    gathered: torch.dtype | None = None
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    master_dtype: torch.dtype
+    unshard_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
-class Original:
+class ModelParam:
     """One parameter of the user's model: its first name, the Parameter itself, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter
-    layout: Layout
-    formats: Formats
+    layout: ShardLayout
+    dtypes: ParamDtypes
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer works on a copy of the parameter, in a dtype of its own."""
-        return self.formats.master != self.formats.held
+        return self.dtypes.master_dtype != self.dtypes.param_dtype
 
     @property
-    def headroom(self) -> int:
+    def predivide_factor(self) -> int:
         """A power of two, at least the number of ranks where the wire is fp16: divided by it, finite gradients add up.
 
         So a step overflows where a rank's own gradient does, as in plain PyTorch, and not in the sum alone.
         """
-        return 2 ** (self.layout.ranks - 1).bit_length() if self.formats.wire == torch.float16 else 1
+        return 2 ** (self.layout.world_size - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
 
-    def outgoing(self, grad: Tensor) -> Tensor:
+    def cast_for_reduce(self, grad: Tensor) -> Tensor:
         """A gradient as it crosses the wire."""
-        return (grad / self.headroom if self.headroom > 1 else grad).to(self.formats.wire)
+        return (grad / self.predivide_factor if self.predivide_factor > 1 else grad).to(self.dtypes.reduce_dtype)
 
 
-def originals(module: nn.Module, ranks: int, formats: Mapping[nn.Parameter, Formats]) -> dict[str, Original]:
+def collect_model_params(
+    module: nn.Module, world_size: int, dtypes: Mapping[nn.Parameter, ParamDtypes]
+) -> dict[str, ModelParam]:
     """Every parameter once, by the name that ``named_parameters()`` gives it first."""
-    return {name: Original(name, p, _layout(p, ranks), formats[p]) for name, p in module.named_parameters()}
+    return {name: ModelParam(name, p, _make_layout(p, world_size), dtypes[p]) for name, p in module.named_parameters()}
 
 
-def _layout(parameter: nn.Parameter, ranks: int) -> Layout:
+def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
     dense = torch.empty_like(parameter, device="meta")  # keeps a permuted stride, not one with gaps or overlaps
-    return Layout(parameter.shape, dense.stride(), ranks)
+    return ShardLayout(parameter.shape, dense.stride(), world_size)
 
 
-def padded(values: Tensor, length: int) -> Tensor:
+def pad_flat(values: Tensor, length: int) -> Tensor:
     """``values`` flat, with zeros behind up to ``length`` elements; a copy only where one is needed."""
     flat = values.reshape(-1)
     return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
 
 
-def gather_rows(row: Tensor, comm: Comm) -> Tensor:
+def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
     """Every rank's ``row`` (1-D, as long on all of them): shape (N, length of a row). Collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
@@ -139,9 +141,9 @@ def gather_rows(row: Tensor, comm: Comm) -> Tensor:
     return rows
 
 
-def gather(shard: Tensor, layout: Layout, comm: Comm) -> Tensor:
+def all_gather_full_tensor(shard: Tensor, layout: ShardLayout, comm: Comm) -> Tensor:
     """The full tensor, from every rank's shard (padded or not). Collective."""
-    full = shard.new_empty(layout.length * layout.ranks)
+    full = shard.new_empty(layout.shard_length * layout.world_size)
     if layout.numel:
-        comm.all_gather(full, padded(shard, layout.length).contiguous())
+        comm.all_gather(full, pad_flat(shard, layout.shard_length).contiguous())
     return full[: layout.numel].view(layout.shape)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.reference import fallback
+from zharness.reference import torch_fallback
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -28,7 +28,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     input (*, in), weight (out, in), bias (out) or None; returns (*, out), with any number of leading dimensions.
     """
-    result: Tensor = fallback.apply(Zero3Linear, *((input, weight) if bias is None else (input, weight, bias)))
+    result: Tensor = torch_fallback.apply_function(
+        Zero3Linear, *((input, weight) if bias is None else (input, weight, bias))
+    )
     return result
 
 

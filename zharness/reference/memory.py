@@ -14,7 +14,7 @@ def storage_bytes(values: Iterable[Any]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def by_dtype(values: Iterable[Any]) -> dict[str, int]:
+def storage_bytes_by_dtype(values: Iterable[Any]) -> dict[str, int]:
     """``storage_bytes`` of the tensors of each dtype, by its name."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     names = sorted({str(tensor.dtype) for tensor in tensors})

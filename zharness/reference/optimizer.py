@@ -10,29 +10,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zharness.errors import ConfigError, UsageError
-from zharness.reference.config import Choice, Settings, refuse_unelementwise
-from zharness.reference.layout import Original
+from zharness.reference.deepspeed_json.settings import ClassChoice, Settings, refuse_non_elementwise
+from zharness.reference.layout import ModelParam
 
 Leaves = Mapping[str, Tensor]
-Builder = Callable[[Leaves], torch.optim.Optimizer]
+OptimizerBuilder = Callable[[Leaves], torch.optim.Optimizer]
 ParameterGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
-class Substitution:
+class LeafSubstitution:
     """From a Parameter of the model to the leaf that takes its place."""
 
-    def __init__(self, originals: Mapping[str, Original], leaves: Leaves) -> None:
-        self._leaf_of = {original.parameter: leaves[name] for name, original in originals.items()}
+    def __init__(self, model_params: Mapping[str, ModelParam], leaves: Leaves) -> None:
+        self._leaf_of = {original.parameter: leaves[name] for name, original in model_params.items()}
 
-    def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
+    def replace_groups(self, param_groups: ParameterGroups) -> list[dict[str, Any]]:
         """Parameters, or torch.optim's groups of them, as groups of leaves."""
-        entries = list(given)
+        entries = list(param_groups)
         groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
         for group in groups:
-            group["params"] = [self._leaf(p) for p in _as_list(group["params"])]
+            group["params"] = [self._find_leaf(p) for p in _as_list(group["params"])]
         return groups
 
-    def _leaf(self, parameter: Any) -> Tensor:
+    def _find_leaf(self, parameter: Any) -> Tensor:
         if not isinstance(parameter, nn.Parameter) or parameter not in self._leaf_of:
             kind = type(parameter).__name__
             shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
@@ -47,11 +47,11 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def build(
-    given: torch.optim.Optimizer | Builder | None,
+def build_optimizer(
+    optimizer: torch.optim.Optimizer | OptimizerBuilder | None,
     settings: Settings,
     parameters: ParameterGroups | None,
-    originals: Mapping[str, Original],
+    model_params: Mapping[str, ModelParam],
     leaves: Leaves,
 ) -> torch.optim.Optimizer:
     """The optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
@@ -59,57 +59,67 @@ def build(
     A client's optimizer passes into the engine's hands: its groups are pointed at the leaves, so that a schedule built
     over it goes on working. It must not have stepped, since its state would belong to other tensors.
     """
-    substitution = Substitution(originals, leaves)
-    if isinstance(given, torch.optim.Optimizer):
-        _refuse_untested(type(given), settings)
-        if any(not _fresh(state) for state in given.state.values()):
+    substitution = LeafSubstitution(model_params, leaves)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _refuse_untested(type(optimizer), settings)
+        if any(not _is_fresh(state) for state in optimizer.state.values()):
             raise ConfigError("the optimizer has stepped already; pass it before its first step")
-        groups = substitution.groups(given.param_groups)
-        for group, replaced in zip(given.param_groups, groups, strict=True):
+        groups = substitution.replace_groups(optimizer.param_groups)
+        for group, replaced in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = replaced["params"]
-        if isinstance(given, torch.optim.Adagrad):  # alone in making its state before the first step
-            given.state.clear()
-            given.state.update(torch.optim.Adagrad([dict(g) for g in given.param_groups], **given.defaults).state)
-        return given
-    if given is not None:
-        built = given(leaves)
+        if isinstance(optimizer, torch.optim.Adagrad):  # alone in making its state before the first step
+            optimizer.state.clear()
+            optimizer.state.update(
+                torch.optim.Adagrad([dict(g) for g in optimizer.param_groups], **optimizer.defaults).state
+            )
+        return optimizer
+    if optimizer is not None:
+        built = optimizer(leaves)
         _refuse_untested(type(built), settings)
-        only_leaves(built, leaves)
+        check_only_leaves(built, leaves)
         return built
     choice = settings.optimizer
     if choice is None:
         raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
-    groups = substitution.groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
+    groups = substitution.replace_groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
     try:
-        built = choice.kind(groups, **choice.args)
+        built = choice.target_class(groups, **choice.kwargs)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params {dict(choice.args)} do not suit {choice.kind.__name__}: {error}") from None
+        raise ConfigError(
+            f"optimizer.params {dict(choice.kwargs)} do not suit {choice.target_class.__name__}: {error}"
+        ) from None
     return built  # type: ignore[no-any-return]
 
 
-def _fresh(state: Mapping[str, Any]) -> bool:
+def _is_fresh(state: Mapping[str, Any]) -> bool:
     return "step" in state and not state["step"]
 
 
-def _refuse_untested(kind: type, settings: Settings) -> None:
+def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
     """Raises ConfigError for an optimizer that cannot work on shards, or of which nobody has said that it can."""
-    for each in kind.__mro__:
-        refuse_unelementwise(each.__name__)
-    if settings.stage and not settings.untested_optimizer and not kind.__module__.startswith("torch.optim."):
+    for each in optimizer_class.__mro__:
+        refuse_non_elementwise(each.__name__)
+    if (
+        settings.stage
+        and not settings.allow_untested_optimizer
+        and not optimizer_class.__module__.startswith("torch.optim.")
+    ):
         raise ConfigError(
-            f"optimizer {kind.__module__}.{kind.__name__} is none of torch.optim's; if it works on every element "
+            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is none of torch.optim's; if it works on every element "
             "by itself, without norms of whole parameters, set zero_allow_untested_optimizer: true; else stage 0"
         )
 
 
-def build_schedule(given: Any, choice: Choice | None, optimizer: torch.optim.Optimizer) -> Any:
+def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.optim.Optimizer) -> Any:
     """The client's learning-rate schedule, one from its builder, the configured one, or None."""
-    made = given(optimizer) if callable(given) else given
+    made = schedule(optimizer) if callable(schedule) else schedule
     if made is None and choice is not None:
         try:
-            made = choice.kind(optimizer, **choice.args)
+            made = choice.target_class(optimizer, **choice.kwargs)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"scheduler.params {dict(choice.args)}: {choice.kind.__name__}: {error}") from None
+            raise ConfigError(
+                f"scheduler.params {dict(choice.kwargs)}: {choice.target_class.__name__}: {error}"
+            ) from None
     if made is None:
         return None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -123,7 +133,7 @@ def build_schedule(given: Any, choice: Choice | None, optimizer: torch.optim.Opt
     return made
 
 
-def group_facts(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
+def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
     """The optimizer in words, so that ranks can be compared: its class, and of each group the members and settings.
 
     Leaves without elements on a rank are told too: a checkpoint is of the same groups on every rank.
@@ -137,20 +147,20 @@ def group_facts(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, s
     return told
 
 
-def refuse_own_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
+def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
     """From now on ``optimizer.step()`` raises UsageError unless the engine asks, which gives the leaves gradients."""
 
-    def look(*_: Any) -> None:
+    def check_has_grads(*_: Any) -> None:
         if all(leaf.grad is None for leaf in leaves.values()):
             raise UsageError(
                 "optimizer.step() was called, but the engine keeps the gradients and the optimizer has none: call "
                 "engine.step(), and engine.zero_grad() in place of optimizer.zero_grad()"
             )
 
-    return optimizer.register_step_pre_hook(look)
+    return optimizer.register_step_pre_hook(check_has_grads)
 
 
-def only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
+def check_only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
     """Raises ConfigError for a tensor in the optimizer that the engine would never give a gradient."""
     known = {id(leaf) for leaf in leaves.values()}
     for group in optimizer.param_groups:

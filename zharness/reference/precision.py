@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.reference.layout import Formats
-from zharness.reference.loss_scale import Scaling
+from zharness.reference.layout import ParamDtypes
+from zharness.reference.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
@@ -23,11 +23,11 @@ class OnOverflow(Enum):
 
 
 @dataclass(frozen=True)
-class Autocast:
+class AutocastConfig:
     """``torch.autocast`` around the model's forward; parameters of ``safe`` modules travel in ``dtype`` too."""
 
     dtype: torch.dtype
-    safe: tuple[type[nn.Module], ...]
+    safe_modules: tuple[type[nn.Module], ...]
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,29 @@ class Precision:
     section is on, whose settings then hold inside the forward; inside the forward, the innermost block always holds.
     """
 
-    held: torch.dtype | None = None
-    master: torch.dtype | None = None
-    wire: torch.dtype | None = None
-    inputs: torch.dtype | None = None
-    autocast: Autocast | None = None
-    scaling: Scaling | None = None
+    param_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
+    autocast: AutocastConfig | None = None
+    loss_scaling: LossScaleConfig | None = None
     on_overflow: OnOverflow = OnOverflow.RAISE
 
-    def formats(self, module: nn.Module) -> dict[nn.Parameter, Formats]:
+    def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
         """The dtypes of every parameter. Its own wire under autocast goes before the engine's."""
-        low = self._low(module)
-        return {p: self._formats(p, p in low) for p in module.parameters()}
+        low = self._low_precision_params(module)
+        return {p: self._assign_param_dtypes(p, p in low) for p in module.parameters()}
 
-    def _formats(self, parameter: nn.Parameter, low: bool) -> Formats:
+    def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
         own = parameter.dtype
         convert = parameter.requires_grad and own.is_floating_point
-        held = self.held if convert and self.held is not None else own
-        master = self.master if convert and self.master is not None else held
-        gathered = self.autocast.dtype if self.autocast is not None and low else None
-        wire = gathered or self.wire
-        return Formats(held, wire if wire is not None and own.is_floating_point else held, master, gathered)
+        held = self.param_dtype if convert and self.param_dtype is not None else own
+        master = self.master_dtype if convert and self.master_dtype is not None else held
+        gathered = self.autocast.dtype if self.autocast is not None and is_low_precision else None
+        wire = gathered or self.reduce_dtype
+        return ParamDtypes(held, wire if wire is not None and own.is_floating_point else held, master, gathered)
 
-    def _low(self, module: nn.Module) -> set[nn.Parameter]:
+    def _low_precision_params(self, module: nn.Module) -> set[nn.Parameter]:
         """The float32 parameters that safe modules alone hold: a tied one that another module reads is not among them.
 
         By the very class, as torch_autocast's other implementations do: a subclass may compute something else.
@@ -73,23 +73,23 @@ class Precision:
             return set()
         owned: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
         for each in module.modules():
-            owned[type(each) in self.autocast.safe].update(each.parameters(recurse=False))
+            owned[type(each) in self.autocast.safe_modules].update(each.parameters(recurse=False))
         return {p for p in owned[True] - owned[False] if p.dtype == torch.float32}
 
-    def forward(self, device: str) -> AbstractContextManager[Any]:
+    def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
         """The context of the model's forward."""
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(device, dtype=self.autocast.dtype)
+        return torch.autocast(device_type, dtype=self.autocast.dtype)
 
-    def arguments(self, value: Any) -> Any:
+    def cast_inputs(self, value: Any) -> Any:
         """The forward's arguments, floating-point tensors in tuples, lists and dicts cast where fp16.auto_cast asks."""
-        if self.inputs is None:
+        if self.input_dtype is None:
             return value
         if isinstance(value, Tensor):
-            return value.to(self.inputs) if value.is_floating_point() else value
+            return value.to(self.input_dtype) if value.is_floating_point() else value
         if isinstance(value, Mapping):
-            return {key: self.arguments(each) for key, each in value.items()}
+            return {key: self.cast_inputs(each) for key, each in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.arguments(each) for each in value)
+            return type(value)(self.cast_inputs(each) for each in value)
         return value

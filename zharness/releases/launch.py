@@ -17,27 +17,27 @@ from uuid import uuid4
 from zharness.errors import HarnessFault
 
 GRACE_SECONDS = 10.0
-_MARK = "ZHARNESS_LAUNCH"  # in the environment of a command and of all that it starts, with a word of its own
+_MARK_VARIABLE = "ZHARNESS_LAUNCH"  # in the environment of a command and of all that it starts, with a word of its own
 
 
-class Running:
+class CommandGroup:
     """The commands that several threads wait for; any thread can end them all, for only one of them hears a Ctrl-C."""
 
     def __init__(self) -> None:
         self._children: dict[subprocess.Popen[bytes], str] = {}
-        self._gate = Lock()
-        self._over = Event()
+        self._lock = Lock()
+        self._stopped_event = Event()
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """End every command, and let none begin."""
-        with self._gate:
-            self._over.set()
+        with self._lock:
+            self._stopped_event.set()
             children = dict(self._children)
         for child, mark in children.items():
-            end(child, mark)
+            terminate_tree(child, mark)
 
     @contextmanager
-    def started(
+    def start(
         self, command: list[str], env: Mapping[str, str], output: IO[bytes], folder: Path | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
         """A child, in ``folder`` where one is given, that is gone with all it started when the block ends.
@@ -46,24 +46,26 @@ class Running:
         """
         child, mark = None, uuid4().hex
         try:
-            with self._gate:
-                if self._over.is_set():
+            with self._lock:
+                if self._stopped_event.is_set():
                     raise KeyboardInterrupt
                 # A session of its own: Ctrl-C reaches this process alone, which then ends the tree in order.
                 child = subprocess.Popen(
-                    command, env={**env, _MARK: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
+                    command, env={**env, _MARK_VARIABLE: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
                 self._children[child] = mark
             yield child
         finally:
             if child is not None:
-                end(child, mark)
-                with self._gate:
+                terminate_tree(child, mark)
+                with self._lock:
                     self._children.pop(child, None)
 
 
-def torchrun(arguments: list[str], env: Mapping[str, str], seconds: float, running: Running) -> tuple[int | None, str]:
+def run_torchrun(
+    arguments: list[str], env: Mapping[str, str], seconds: float, command_group: CommandGroup
+) -> tuple[int | None, str]:
     """Exit code (None: ended at the deadline) and output of ``python -m torch.distributed.run`` with ``arguments``.
 
     ``arguments`` begin with the interpreter.
@@ -73,7 +75,9 @@ def torchrun(arguments: list[str], env: Mapping[str, str], seconds: float, runni
         # A log for each rank: what they write into one file at the same time is not lines any more.
         own = ["-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=3"]
         # torchrun's own default number of threads, set here so that it does not warn.
-        with running.started([arguments[0], *own, *arguments[1:]], {"OMP_NUM_THREADS": "1", **env}, output) as child:
+        with command_group.start(
+            [arguments[0], *own, *arguments[1:]], {"OMP_NUM_THREADS": "1", **env}, output
+        ) as child:
             try:
                 code: int | None = child.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -82,7 +86,7 @@ def torchrun(arguments: list[str], env: Mapping[str, str], seconds: float, runni
         return code, "\n".join(file.read_text(errors="replace") for file in written)
 
 
-def end(child: subprocess.Popen[bytes], mark: str) -> None:
+def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
     """End ``child`` and what it started, also where it has ended and its ranks have not.
 
     Ranks have sessions of their own, so one killpg does not reach them, and no parent any more when the launcher is
@@ -97,30 +101,30 @@ def end(child: subprocess.Popen[bytes], mark: str) -> None:
         child.kill()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError):  # it ended while we were looking
-                _kill(int(process.name), mark)
+                _kill_marked(int(process.name), mark)
     try:
         child.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired as alive:
         raise HarnessFault(f"process {child.pid} cannot be ended: {child.args!r}") from alive
 
 
-def _kill(pid: int, mark: str) -> None:
+def _kill_marked(pid: int, mark: str) -> None:
     """Kill a process that has ``mark``, and wait for its end, which on a busy machine comes a while later."""
-    if not _has(pid, mark):
+    if not _has_mark(pid, mark):
         return
     process = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
     try:
         # Only who is still the same process: the number may have been given to another one meanwhile.
-        if _has(pid, mark):
+        if _has_mark(pid, mark):
             signal.pidfd_send_signal(process, signal.SIGKILL)
             wait([process], timeout=GRACE_SECONDS)
     finally:
         os.close(process)
 
 
-def _has(pid: int, mark: str) -> bool:
+def _has_mark(pid: int, mark: str) -> bool:
     """Whether a process began with ``mark`` in its environment; those that have ended, and of others, have none."""
     try:
-        return f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"{_MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False

@@ -24,18 +24,22 @@ import filelock
 from tqdm import tqdm
 
 from zharness.errors import UsageError
-from zharness.releases import in_use, launch
+from zharness.releases import launch, usage_locks
 
 TORCH = "torch"
-STAMP = ".zharness-overlay.json"
-BUILDING = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
+STAMP_FILE = ".zharness-overlay.json"
+BUILDING_INFIX = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _NEEDS_PYTHON = r"[:;] {} Requires-Python ([^;\n]+)"
-_KNOWN = re.compile(r"\(from versions: ([^)]*)\)")
-_RAISED = re.compile(r"^\s*([\w.]*(?:Error|Exception): \S.*)$", re.MULTILINE)  # the last line of a traceback
-_OFFLINE = ("Failed to establish a new connection", "Temporary failure in name resolution", "Connection refused")
-_SPACE = "free some space, or set ZHARNESS_CACHE (for temporary files TMPDIR) to another folder"
+_KNOWN_RELEASES = re.compile(r"\(from versions: ([^)]*)\)")
+_RAISED_ERROR = re.compile(r"^\s*([\w.]*(?:Error|Exception): \S.*)$", re.MULTILINE)  # the last line of a traceback
+_OFFLINE_MESSAGES = (
+    "Failed to establish a new connection",
+    "Temporary failure in name resolution",
+    "Connection refused",
+)
+_SPACE_HINT = "free some space, or set ZHARNESS_CACHE (for temporary files TMPDIR) to another folder"
 _INSTALL_SECONDS = 1800.0  # torch with CUDA's libraries is several GB
 _IMPORT_SECONDS = 300.0
 
@@ -53,7 +57,7 @@ class Stamp:
         return f"{self.distribution} {self.release}"
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """The folder of everything that can be made again: ``$ZHARNESS_CACHE``, else ``zharness`` in the user's cache."""
     chosen = os.environ.get("ZHARNESS_CACHE")
     if chosen:
@@ -62,43 +66,43 @@ def cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "zharness"
 
 
-def ensure(distribution: str, release: str) -> Path:
+def ensure_overlay(distribution: str, release: str) -> Path:
     """The overlay that holds ``release`` of ``distribution``; installed now unless a whole one is there.
 
     Raises UsageError when the release does not exist, cannot be fetched, does not install or does not import.
     """
-    wanted = _stamp(distribution, release)
-    place = _place(wanted)
-    with writable(str(wanted)):
-        in_use.hold(place)
+    wanted = _make_stamp(distribution, release)
+    place = _overlay_path(wanted)
+    with cache_write_guard(str(wanted)):
+        usage_locks.mark_in_use(place)
     if _is_whole(place, wanted):
         return place
-    with writable(str(wanted)), alone(place):
+    with cache_write_guard(str(wanted)), build_lock(place):
         # Whoever held the lock may have built it meanwhile.
         if not _is_whole(place, wanted):
             _build(place, wanted)
     return place
 
 
-def holds(distribution: str, release: str) -> bool:
+def is_cached(distribution: str, release: str) -> bool:
     """Whether the cache has this release whole, so that it costs nothing to run on it."""
-    wanted = _stamp(distribution, release)
-    return _is_whole(_place(wanted), wanted)
+    wanted = _make_stamp(distribution, release)
+    return _is_whole(_overlay_path(wanted), wanted)
 
 
 @contextmanager
-def writable(subject: str) -> Iterator[None]:
+def cache_write_guard(subject: str) -> Iterator[None]:
     """A block that writes into the cache. Raises UsageError where that is full or not this user's to write."""
     try:
         yield
     except OSError as error:
         found = error.filename or ""
         raise UsageError(
-            f"{subject} cannot be put into {cache()}: {error.strerror or error}{found and f': {found}'}; {_SPACE}"
+            f"{subject} cannot be put into {cache_folder()}: {error.strerror or error}{found and f': {found}'}; {_SPACE_HINT}"
         ) from error
 
 
-def environment(path: Path, room: Path | None = None) -> dict[str, str]:
+def overlay_environment(path: Path, extensions_folder: Path | None = None) -> dict[str, str]:
     """This process's environment for a child in which the release in ``path`` hides the installed one.
 
     Compiled extensions go to ``room``, the overlay itself where none is given.
@@ -107,7 +111,7 @@ def environment(path: Path, room: Path | None = None) -> dict[str, str]:
     chosen = {
         "PYTHONPATH": os.pathsep.join([str(path), behind] if behind else [str(path)]),
         # Releases that share one extension cache load each other's compiled operations.
-        "TORCH_EXTENSIONS_DIR": str((room or path) / ".torch_extensions"),
+        "TORCH_EXTENSIONS_DIR": str((extensions_folder or path) / ".torch_extensions"),
         # No operation is compiled ahead of time: minutes of compiler for what a test never calls.
         "DS_BUILD_OPS": "0",
     }
@@ -155,7 +159,7 @@ def check_name(distribution: str) -> None:
         raise UsageError(f"got distribution {distribution!r}; expected a package name such as deepspeed")
 
 
-def _stamp(distribution: str, release: str) -> Stamp:
+def _make_stamp(distribution: str, release: str) -> Stamp:
     check_name(distribution)
     if not _RELEASE.fullmatch(release):
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
@@ -165,35 +169,35 @@ def _stamp(distribution: str, release: str) -> Stamp:
     return Stamp(distribution, release, python, beneath)
 
 
-def _place(wanted: Stamp) -> Path:
-    return cache() / "releases" / f"{wanted.distribution}-{wanted.release}-py{wanted.python}-torch{wanted.torch}"
+def _overlay_path(wanted: Stamp) -> Path:
+    return cache_folder() / "releases" / f"{wanted.distribution}-{wanted.release}-py{wanted.python}-torch{wanted.torch}"
 
 
-def _is_whole(place: Path, wanted: Stamp) -> bool:
+def _is_whole(folder: Path, wanted: Stamp) -> bool:
     try:
-        found = json.loads((place / STAMP).read_text())
+        found = json.loads((folder / STAMP_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
     return bool(found == asdict(wanted))
 
 
 @contextmanager
-def alone(place: Path) -> Iterator[None]:
+def build_lock(folder: Path) -> Iterator[None]:
     """Only one process builds ``place``; the lock is the operating system's, so a killed holder lets go of it.
 
     Who has to wait is told so on standard error.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(str(place.parent / f".{place.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(str(folder.parent / f".{folder.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
     try:
         with suppress(filelock.Timeout):
             lock.acquire(timeout=0)
         if not lock.is_locked:
-            tqdm.write(f"waiting for another process, which builds {place.name}", file=sys.stderr)
+            tqdm.write(f"waiting for another process, which builds {folder.name}", file=sys.stderr)
             lock.acquire()
     except filelock.Timeout as late:
         raise UsageError(
-            f"another process has been building {place.name} for too long; end it, or set ZHARNESS_CACHE elsewhere"
+            f"another process has been building {folder.name} for too long; end it, or set ZHARNESS_CACHE elsewhere"
         ) from late
     try:
         yield
@@ -201,19 +205,19 @@ def alone(place: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(place: Path, wanted: Stamp) -> None:
-    prefix = f".{place.name}{BUILDING}"
-    for left in place.parent.glob(f"{prefix}*"):
+def _build(folder: Path, wanted: Stamp) -> None:
+    prefix = f".{folder.name}{BUILDING_INFIX}"
+    for left in folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(left)  # of a process that was killed: we hold the lock, so nobody is in there
-    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
+    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         with tqdm(desc=f"installing {wanted}", bar_format="{desc}", leave=False, disable=not sys.stderr.isatty()):
             _install(beside, wanted)
             _check_import(beside, wanted)
-        (beside / STAMP).write_text(json.dumps(asdict(wanted)))
-        if place.exists():
-            shutil.rmtree(place)  # without a valid stamp it is nobody's
-        os.replace(beside, place)
+        (beside / STAMP_FILE).write_text(json.dumps(asdict(wanted)))
+        if folder.exists():
+            shutil.rmtree(folder)  # without a valid stamp it is nobody's
+        os.replace(beside, folder)
     finally:
         # A KeyboardInterrupt comes through here too.
         shutil.rmtree(beside, ignore_errors=True)
@@ -228,28 +232,34 @@ def _install(folder: Path, wanted: Stamp) -> None:
     command += [] if wanted.distribution == TORCH else ["--no-deps"]
     command += [f"{wanted.distribution}=={wanted.release}"]
     # Constraints are of the environment, which has another release on purpose.
-    env = {**environment(folder), "PIP_CONSTRAINT": ""}
-    done = run_apart(command, env, _INSTALL_SECONDS, str(wanted), f"; try: {_retry(wanted)}")
+    env = {**overlay_environment(folder), "PIP_CONSTRAINT": ""}
+    done = run_isolated(command, env, _INSTALL_SECONDS, str(wanted), f"; try: {_retry_command(wanted)}")
     if done.returncode != 0:
-        raise UsageError(_why(done.stdout, wanted))
+        raise UsageError(_explain_pip_failure(done.stdout, wanted))
 
 
 def _check_import(folder: Path, wanted: Stamp) -> None:
     """Import it in a child and compare the version: a release that is not the one asked for must not be tested."""
     module = wanted.distribution.replace("-", "_")
-    found = imported(folder, module, environment(folder), str(wanted), f"{_others(wanted)}; or take another torch")
+    found = import_and_get_version(
+        folder,
+        module,
+        overlay_environment(folder),
+        str(wanted),
+        f"{_other_releases_hint(wanted)}; or take another torch",
+    )
     if found.split("+")[0] != wanted.release.split("+")[0]:
         raise UsageError(f"got version {found} where {wanted} was installed into {folder}; try another release")
 
 
-def imported(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
+def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
     """The version that ``module`` tells when a child with ``env`` imports it from ``folder``, which may be none.
 
     Raises UsageError, which calls the release ``subject``, when it does not import, with ``remedy``, or comes from
     elsewhere.
     """
     code = f"import {module} as m; print('version:', getattr(m, '__version__', ''), 'file:', m.__file__)"
-    done = run_apart([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
+    done = run_isolated([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -263,7 +273,7 @@ def imported(folder: Path, module: str, env: Mapping[str, str], subject: str, re
     return told[1]
 
 
-def run_apart(
+def run_isolated(
     command: list[str], env: Mapping[str, str] | None, seconds: float, subject: str, remedy: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` away from the current folder, with both its streams in one; nothing that it started outlives it.
@@ -274,7 +284,7 @@ def run_apart(
     with tempfile.TemporaryDirectory() as elsewhere, tempfile.TemporaryFile() as output:
         # What it leaves half made when it is ended goes with the folder.
         chosen = {**(os.environ if env is None else env), "TMPDIR": elsewhere}
-        with launch.Running().started(command, chosen, output, Path(elsewhere)) as child:
+        with launch.CommandGroup().start(command, chosen, output, Path(elsewhere)) as child:
             try:
                 code = child.wait(seconds)
             except subprocess.TimeoutExpired as late:
@@ -283,13 +293,15 @@ def run_apart(
         return subprocess.CompletedProcess(command, code, output.read().decode(errors="replace"))
 
 
-def _why(output: str, wanted: Stamp) -> str:
+def _explain_pip_failure(output: str, wanted: Stamp) -> str:
     """One sentence for a pip that failed."""
-    subject, retry = f"{wanted.distribution}=={wanted.release}", _retry(wanted)
+    subject, retry = f"{wanted.distribution}=={wanted.release}", _retry_command(wanted)
     needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
     if needed is not None:
-        return f"{subject} needs Python {needed[1].strip()}, and this is {wanted.python}; {_others(wanted)}"
-    known = _KNOWN.search(output)
+        return (
+            f"{subject} needs Python {needed[1].strip()}, and this is {wanted.python}; {_other_releases_hint(wanted)}"
+        )
+    known = _KNOWN_RELEASES.search(output)
     releases = [] if known is None or known[1] == "none" else known[1].split(", ")
     if releases:
         newest = ", ".join(releases[-8:])
@@ -297,20 +309,20 @@ def _why(output: str, wanted: Stamp) -> str:
             f"{subject} does not exist; the newest of {len(releases)} releases are: {newest}; "
             f"try: {wanted.distribution}=={releases[-1]}"
         )
-    if known is not None or any(text in output for text in _OFFLINE):
+    if known is not None or any(text in output for text in _OFFLINE_MESSAGES):
         return f"{subject} cannot be fetched: no such package, or no network; once it is there, try: {retry}"
     if "No space left on device" in output:
-        return f"{subject} does not fit on the disk of {cache()}, or of {tempfile.gettempdir()}; {_SPACE}"
-    errors = _RAISED.findall(output) or [
+        return f"{subject} does not fit on the disk of {cache_folder()}, or of {tempfile.gettempdir()}; {_SPACE_HINT}"
+    errors = _RAISED_ERROR.findall(output) or [
         line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line
     ]
     last = errors[-1] if errors else (output.strip().splitlines() or ["pip gave no reason"])[-1]
     return f"{subject} does not install: {last}; see the whole output with: {retry}"
 
 
-def _others(wanted: Stamp) -> str:
+def _other_releases_hint(wanted: Stamp) -> str:
     return f"for other releases try: python -m pip index versions {wanted.distribution}"
 
 
-def _retry(wanted: Stamp) -> str:
+def _retry_command(wanted: Stamp) -> str:
     return f"python -m pip download --no-deps --no-build-isolation {wanted.distribution}=={wanted.release}"

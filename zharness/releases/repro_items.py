@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from zharness.engines.registry import split
+from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.releases import repro_runs
-from zharness.releases.place import place
-from zharness.releases.repro_table import expectation, paragraph
-from zharness.releases.repros import Repro, Verdict, distribution, parse, run
+from zharness.releases.release_environment import prepare_release
+from zharness.releases.repro_table import describe_expected, describe_run
+from zharness.releases.repros import Repro, ReproVerdict, get_distribution, parse_repro, run_repro
 
 
 class ReproFile(pytest.File):
@@ -24,33 +24,37 @@ class ReproFile(pytest.File):
 
     def collect(self) -> Iterator[ReproItem]:
         try:
-            repro = parse(self.path)
-            for text in repro_runs.sides(repro, self.config.getoption("--engine")):
-                yield ReproItem.from_parent(self, name=title(text), repro=repro, text=text)
+            repro = parse_repro(self.path)
+            for text in repro_runs.select_releases(repro, self.config.getoption("--engine")):
+                yield ReproItem.from_parent(self, name=render_title(text), repro=repro, text=text)
         except UsageError as error:
             raise self.CollectError(str(error)) from None
 
 
-def title(text: str) -> str:
+def render_title(engine: str) -> str:
     """The side in an item's id: its release, ``@`` and its path, or that it is the installed one."""
-    _, at, path = text.partition("@")
-    return split(text)[1] or f"{at}{path}" or "installed"
+    _, at, path = engine.partition("@")
+    return split_release(engine)[1] or f"{at}{path}" or "installed"
 
 
 class ReproItem(pytest.Item):
     """One script on one release; it passes when the release shows what the header says."""
 
-    def __init__(self, repro: Repro, text: str, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self, repro: Repro, engine: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._repro = repro
-        self._text = text
+        self._engine = engine
 
     def runtest(self) -> None:
-        found = run(self._repro, self._text, place(self._text, distribution(self._repro.engine)))
-        if found.verdict is Verdict.UNSUPPORTED:
+        found = run_repro(
+            self._repro, self._engine, prepare_release(self._engine, get_distribution(self._repro.engine))
+        )
+        if found.verdict is ReproVerdict.UNSUPPORTED:
             pytest.skip(found.evidence)
-        if not found.as_expected:
-            pytest.fail(f"{found.verdict.value}, expected {expectation(found)}\n{paragraph(found)}", pytrace=False)
+        if not found.is_expected:
+            pytest.fail(
+                f"{found.verdict.value}, expected {describe_expected(found)}\n{describe_run(found)}", pytrace=False
+            )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """A release that cannot be had is one sentence, not a traceback."""
@@ -59,4 +63,4 @@ class ReproItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, f"{self._repro.id} on {self._text}"
+        return self.path, None, f"{self._repro.id} on {self._engine}"

@@ -24,13 +24,13 @@ from packaging.version import InvalidVersion, Version
 from zharness.engines import registry
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay
-from zharness.releases.place import Place, installed, means
+from zharness.releases.release_environment import ReleaseEnvironment, get_installed_version, is_same_release
 
-FOLDER = Path(__file__).resolve().parents[2] / "repro"
+REPRO_FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 CUDA = "cuda"
-SCHEMA = 1
+SCHEMA_VERSION = 1
 _ID = re.compile(r"#?\d[\w-]*|\w+(-\w+)+")
 _LINE = re.compile(r"^([a-z]+): +(\S.*)$", re.MULTILINE)
 _BOUND = re.compile(r"(<=|>=|==|<|>)([0-9][\w.+!]*)")
@@ -41,11 +41,11 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED = {"fsdp1": overlay.TORCH}  # engines that no check runs on
-SECONDS = 300.0  # only a hang should meet it, also on a busy machine
+_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no check runs on
+TIMEOUT_SECONDS = 300.0  # only a hang should meet it, also on a busy machine
 
 
-class Verdict(Enum):
+class ReproVerdict(Enum):
     """How one run of a reproduction ended."""
 
     REPRODUCED = "reproduced"
@@ -78,32 +78,36 @@ class Repro:
     ok: str
     needs: str = ""
 
-    def sides(self) -> tuple[str, ...]:
+    def default_releases(self) -> tuple[str, ...]:
         """What a run without a chosen release shows, as ``--on`` spells it: the installed release where it has the fix,
         else the first that has it, and a release that has the bug.
 
         Another torch than the installed one, which is several GB, is among them only where the cache has it.
         """
-        package = distribution(self.engine)
-        here = installed(package)
+        package = get_distribution(self.engine)
+        here = get_installed_version(package)
         shows = self.engine if self.broken is None else f"{self.engine}=={self.broken}"
         sides: tuple[str, ...] = (shows,)
         if self.fixed is not None:
-            has_fix = here is not None and self.expected(here) is Verdict.NOT_REPRODUCED
+            has_fix = here is not None and self.expected_verdict(here) is ReproVerdict.NOT_REPRODUCED
             sides = (self.engine if has_fix else f"{self.engine}=={self.fixed}", shows)
-        cheap = [side for side in dict.fromkeys(sides) if package != overlay.TORCH or _is_here(side, here)]
+        cheap = [side for side in dict.fromkeys(sides) if package != overlay.TORCH or _is_available(side, here)]
         return tuple(cheap) or (self.engine,)
 
-    def expected(self, release: str) -> Verdict | None:
+    def expected_verdict(self, release: str) -> ReproVerdict | None:
         """What ``release`` should show according to the header; None where the header does not say."""
         try:
-            at = _version(release)
+            at = _parse_version(release)
         except InvalidVersion:  # of a release that cannot be had
             return None
-        if self.fixed is not None and at >= _version(self.fixed):
-            return Verdict.NOT_REPRODUCED
+        if self.fixed is not None and at >= _parse_version(self.fixed):
+            return ReproVerdict.NOT_REPRODUCED
         bounds = _BOUND.findall(self.affects)
-        return Verdict.REPRODUCED if all(_COMPARE[sign](at, _version(bound)) for sign, bound in bounds) else None
+        return (
+            ReproVerdict.REPRODUCED
+            if all(_COMPARE[sign](at, _parse_version(bound)) for sign, bound in bounds)
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -112,31 +116,34 @@ class ReproResult:
 
     repro: Repro
     release: str
-    verdict: Verdict
+    verdict: ReproVerdict
     evidence: str
-    expected: Verdict | None
+    expected_verdict: ReproVerdict | None
     command: str
     seconds: float = 0.0
     output: str = ""
 
     @property
-    def as_expected(self) -> bool:
+    def is_expected(self) -> bool:
         """Whether the release showed what it should; a run that failed otherwise or was not made never did."""
-        if self.verdict is Verdict.UNSUPPORTED:
+        if self.verdict is ReproVerdict.UNSUPPORTED:
             return True
-        return self.verdict in (Verdict.REPRODUCED, Verdict.NOT_REPRODUCED) and self.expected in (None, self.verdict)
+        return self.verdict in (ReproVerdict.REPRODUCED, ReproVerdict.NOT_REPRODUCED) and self.expected_verdict in (
+            None,
+            self.verdict,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for a JSON line."""
         return {
-            "schema": SCHEMA,
+            "schema": SCHEMA_VERSION,
             "repro": self.repro.id,
             "engine": self.repro.engine,
             "release": self.release,
             "torch_version": overlay.torch_version(),
             "verdict": self.verdict.value,
-            "expected": self.expected.value if self.expected is not None else None,
-            "as_expected": self.as_expected,
+            "expected": self.expected_verdict.value if self.expected_verdict is not None else None,
+            "as_expected": self.is_expected,
             "evidence": self.evidence,
             "law": self.repro.law,
             "reported": self.repro.reported,
@@ -145,7 +152,7 @@ class ReproResult:
         }
 
 
-def catalogue(folder: Path = FOLDER) -> tuple[Repro, ...]:
+def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
     """Every reproduction, by engine and id. Raises UsageError where there are none or a header is wrong."""
     scripts = sorted(folder.glob("*.py"))
     if not scripts:
@@ -153,7 +160,7 @@ def catalogue(folder: Path = FOLDER) -> tuple[Repro, ...]:
             f"no reproductions in {folder}: they are part of a checkout, not of an installed package; "
             "clone the repository and install it with: pip install -e ."
         )
-    found = sorted((parse(script) for script in scripts), key=lambda repro: (repro.engine, repro.id))
+    found = sorted((parse_repro(script) for script in scripts), key=lambda repro: (repro.engine, repro.id))
     by_id: dict[str, Repro] = {}
     for repro in found:
         other = by_id.setdefault(repro.id, repro)
@@ -162,36 +169,38 @@ def catalogue(folder: Path = FOLDER) -> tuple[Repro, ...]:
     return tuple(found)
 
 
-def find(identifier: str, folder: Path = FOLDER) -> tuple[Repro, ...]:
+def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
     """The reproduction with this id (a leading ``#`` is allowed), or all those of the issue with this number.
 
     Raises UsageError for an unknown one.
     """
-    known = {repro.id: repro for repro in catalogue(folder)}
+    known = {repro.id: repro for repro in load_catalogue(folder)}
     wanted = identifier.lstrip("#")
     found = [repro for id_, repro in known.items() if id_ == wanted]
     # Several that belong to one issue are called 8026-func, 8026-autograd.
     found = found or [repro for id_, repro in known.items() if wanted.isdecimal() and id_.startswith(f"{wanted}-")]
     if not found:
-        raise UsageError.unknown("reproduction", identifier, known, "`zharness list repros` says what each one shows")
+        raise UsageError.unknown_name(
+            "reproduction", identifier, known, "`zharness list repros` says what each one shows"
+        )
     return tuple(found)
 
 
-def find_one(engine: str, identifier: str, folder: Path = FOLDER) -> Repro:
+def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
     """The one reproduction of ``engine`` that ``identifier`` names. Raises UsageError for none, and for several."""
-    found = [repro for repro in find(identifier, folder) if repro.engine == engine]
+    found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
         several = ", ".join(repro.id for repro in found) or f"none of {engine}"
         raise UsageError(f"reproduction {identifier} is {several}; name one of this engine")
     return found[0]
 
 
-def looks_like_id(text: str) -> bool:
+def is_repro_id(text: str) -> bool:
     """Whether ``text`` has the form of a reproduction's id, which no check's name and no group's has."""
     return _ID.fullmatch(text) is not None
 
 
-def parse(script: Path) -> Repro:
+def parse_repro(script: Path) -> Repro:
     """The facts in the docstring of ``script``. Raises UsageError when one is missing or unreadable."""
     paragraphs = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
     said = dict(_LINE.findall(paragraphs[1])) if len(paragraphs) > 1 else {}
@@ -219,64 +228,74 @@ def parse(script: Path) -> Repro:
     )
 
 
-def run(
-    repro: Repro, text: str, place: Place, seconds: float = SECONDS, running: launch.Running | None = None
+def run_repro(
+    repro: Repro,
+    engine: str,
+    environment: ReleaseEnvironment,
+    seconds: float = TIMEOUT_SECONDS,
+    command_group: launch.CommandGroup | None = None,
 ) -> ReproResult:
     """Run ``repro`` on the release that stands in ``place`` and is spelled ``text``, and judge it.
 
     What it needs and does not find makes it ``unsupported``, and nothing is run. Nothing that it started outlives it.
     """
     if repro.needs == CUDA and not overlay.has_cuda():
-        return blank(repro, text, place.release, Verdict.UNSUPPORTED, "needs CUDA, and there is none here")
+        return build_result(
+            repro, engine, environment.release, ReproVerdict.UNSUPPORTED, "needs CUDA, and there is none here"
+        )
     arguments = [sys.executable, "--standalone", "--local-addr=127.0.0.1"]
     arguments += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
     begun = time.monotonic()
-    env = {**(place.environment or os.environ), **_loopback()}
-    code, output = launch.torchrun(arguments, env, seconds, running or launch.Running())
-    verdict, evidence = judge(repro, code, output, seconds)
+    env = {**(environment.environment or os.environ), **_loopback_environment()}
+    code, output = launch.run_torchrun(arguments, env, seconds, command_group or launch.CommandGroup())
+    verdict, evidence = judge_output(repro, code, output, seconds)
     return replace(
-        blank(repro, text, place.release, verdict, evidence), seconds=time.monotonic() - begun, output=output
+        build_result(repro, engine, environment.release, verdict, evidence),
+        seconds=time.monotonic() - begun,
+        output=output,
     )
 
 
-def blank(repro: Repro, text: str, release: str, verdict: Verdict, evidence: str) -> ReproResult:
+def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict, evidence: str) -> ReproResult:
     """The result of a run that took no time; ``text`` is the release as it was asked for, ``release`` empty where that
     cannot be told.
     """
-    is_checkout = registry.is_checkout(text)
-    again = text if is_checkout or not release else f"{repro.engine}=={release}"
+    is_checkout = registry.is_checkout(engine)
+    again = engine if is_checkout or not release else f"{repro.engine}=={release}"
     return ReproResult(
         repro=repro,
         release=f"@ {release}".rstrip() if is_checkout else release,
         verdict=verdict,
         evidence=evidence,
         # A checkout may hold a fix, or a bug, that its version does not tell.
-        expected=None if is_checkout else repro.expected(release),
+        expected_verdict=None if is_checkout else repro.expected_verdict(release),
         command=f"zharness repro {repro.id} --on {again}",
     )
 
 
-def distribution(engine: str) -> str:
+def get_distribution(engine: str) -> str:
     """The package whose release says which bugs ``engine`` has. Raises UsageError for an unknown engine."""
-    return _UNREGISTERED.get(engine) or registry.info(engine).distribution
+    return _UNREGISTERED_ENGINES.get(engine) or registry.info(engine).distribution
 
 
-def judge(repro: Repro, code: int | None, output: str, seconds: float = SECONDS) -> tuple[Verdict, str]:
+def judge_output(
+    repro: Repro, code: int | None, output: str, seconds: float = TIMEOUT_SECONDS
+) -> tuple[ReproVerdict, str]:
     """The verdict on a launch that ended with ``code`` (None: at the deadline), and the line that decided it.
 
     The marker and the signature decide, not the code alone: a script that does not import ends with 1 as well.
     """
     shown = re.search(f"{re.escape(MARKER)}(?P<error>[^\n]*{re.escape(repro.signature)}[^\n]*)", output)
     if code is None:
-        return Verdict.FAILED_OTHERWISE, f"did not end within {seconds:.0f} s"
+        return ReproVerdict.FAILED_OTHERWISE, f"did not end within {seconds:.0f} s"
     if shown is not None and code == 1:
-        return Verdict.REPRODUCED, shown["error"]
+        return ReproVerdict.REPRODUCED, shown["error"]
     if repro.ok in output.splitlines() and code == 0:
-        return Verdict.NOT_REPRODUCED, repro.ok
-    return Verdict.FAILED_OTHERWISE, f"{_cause(output)} (the launcher ended with {code})"
+        return ReproVerdict.NOT_REPRODUCED, repro.ok
+    return ReproVerdict.FAILED_OTHERWISE, f"{_failure_cause(output)} (the launcher ended with {code})"
 
 
-def _cause(output: str) -> str:
+def _failure_cause(output: str) -> str:
     """The line that best says why a launch failed: a rank's signal, else the last exception that is not torchrun's."""
     # Not SIGTERM: with that the launcher ends the ranks that are left when one has failed.
     died = re.search(r"Signal (?!15 )\d+ \(\w+\)", output)
@@ -288,27 +307,27 @@ def _cause(output: str) -> str:
     return lines[-1].strip() if lines else "nothing was printed"
 
 
-def _is_here(side: str, here: str | None) -> bool:
+def _is_available(engine: str, installed_version: str | None) -> bool:
     """Whether the release of torch that ``side`` names is the installed one, ``here``, or in the cache."""
-    release = registry.split(side)[1]
-    if release is None or (here is not None and means(release, here)):
+    release = registry.split_release(engine)[1]
+    if release is None or (installed_version is not None and is_same_release(release, installed_version)):
         return True
-    return overlay.holds(overlay.TORCH, release)
+    return overlay.is_cached(overlay.TORCH, release)
 
 
-def _version(text: str) -> Version:
+def _parse_version(text: str) -> Version:
     """``text`` as it sorts among releases; what follows ``+`` names a build. Raises InvalidVersion."""
     return Version(text.partition("+")[0])
 
 
 def _is_version(text: str) -> bool:
     try:
-        return bool(_version(text))
+        return bool(_parse_version(text))
     except InvalidVersion:
         return False
 
 
-def _loopback() -> dict[str, str]:
+def _loopback_environment() -> dict[str, str]:
     """Ranks of one machine need no other interface, and a host name that does not resolve must not stop them."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from zharness.report.matrix import outcome
-from zharness.run.files import write_whole
+from zharness.report.matrix import outcome_name
+from zharness.run.files import write_atomically
 from zharness.run.record import Record
 
 # What becomes of an outcome; pytest spells an expected failure the same way. What is not here passes.
-KINDS = {
+JUNIT_TAGS = {
     "fail": ("failure", ""),
     "crash": ("failure", ""),
     "hang": ("failure", ""),
@@ -28,14 +28,14 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 def write_junit(records: Sequence[Record], seconds: float, path: Path) -> None:
     """Write the file under a temporary name and rename it. Raises UsageError when it cannot be written."""
-    root = testsuites(records, seconds)
+    root = build_testsuites(records, seconds)
     indent(root)
-    write_whole(f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(root, encoding="unicode")}\n', path)
+    write_atomically(f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(root, encoding="unicode")}\n', path)
 
 
-def testsuites(records: Sequence[Record], seconds: float) -> Element:
+def build_testsuites(records: Sequence[Record], seconds: float) -> Element:
     """One suite, a test case for each cell: its id, the law as its class, seconds, and what went wrong."""
-    told = [KINDS[outcome(record)][0] for record in records if outcome(record) in KINDS]
+    told = [JUNIT_TAGS[outcome_name(record)][0] for record in records if outcome_name(record) in JUNIT_TAGS]
     root = Element("testsuites", name="zharness")
     suite = SubElement(
         root,
@@ -48,30 +48,39 @@ def testsuites(records: Sequence[Record], seconds: float) -> Element:
         time=f"{seconds:.3f}",
     )
     for record in records:
-        add(suite, record)
+        add_testcase(suite, record)
     return root
 
 
-def add(suite: Element, record: Record) -> None:
+def add_testcase(suite: Element, record: Record) -> None:
     """One cell."""
     case = SubElement(
         suite,
         "testcase",
-        classname=legal(f"{record.case.subject}.{record.case.check}"),
-        name=legal(record.case.id),
+        classname=strip_illegal_characters(f"{record.cell.engine_label}.{record.cell.law}"),
+        name=strip_illegal_characters(record.cell.id),
         time=f"{record.seconds:.3f}",
     )
-    word = outcome(record)
-    if word not in KINDS:
+    word = outcome_name(record)
+    if word not in JUNIT_TAGS:
         return
-    tag, kind = KINDS[word]
-    why = record.stale or record.cause
-    said = [why, record.documented or record.excuse, record.modules, record.details, f"again: {record.command}"]
-    attributes = {"message": legal(f"{word}: {' '.join(why.split())}"), **({"type": kind} if kind else {})}
+    tag, kind = JUNIT_TAGS[word]
+    why = record.stale_reason or record.cause
+    said = [
+        why,
+        record.documentation_url or record.expected_failure,
+        record.module_departures,
+        record.details,
+        f"again: {record.command}",
+    ]
+    attributes = {
+        "message": strip_illegal_characters(f"{word}: {' '.join(why.split())}"),
+        **({"type": kind} if kind else {}),
+    }
     found = SubElement(case, tag, attributes)
-    found.text = legal("\n\n".join(part for part in said if part))
+    found.text = strip_illegal_characters("\n\n".join(part for part in said if part))
 
 
-def legal(text: str) -> str:
+def strip_illegal_characters(text: str) -> str:
     """``text`` without the characters that XML has no form for."""
     return _ILLEGAL.sub("�", text)

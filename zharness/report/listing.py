@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from zharness.checks import CHECKS
-from zharness.checks.registry import matches
-from zharness.engines import registered
+from zharness.engines import registered_engines
 from zharness.errors import UsageError
+from zharness.laws import LAWS
+from zharness.laws.registry import matches_pattern
 from zharness.mutants import MUTANTS
 from zharness.workload import MODELS
 
 Rows = list[dict[str, str]]
-WIDEST = 60  # characters of a column, so that a law does not push the rest out of sight
+MAX_COLUMN_WIDTH = 60  # characters of a column, so that a law does not push the rest out of sight
 
 
-def engines() -> Rows:
+def engine_rows() -> Rows:
     """Every registered engine, its version, and the command that installs a missing one."""
     return [
         {
@@ -27,25 +27,25 @@ def engines() -> Rows:
             "what": info.summary,
             "to install": "" if info.version() else info.install,
         }
-        for info in registered().values()
+        for info in registered_engines().values()
     ]
 
 
-def checks() -> Rows:
+def law_rows() -> Rows:
     """Every law, its group, and the tier by which it is judged on random weights."""
     return [
         {
             "check": check.name,
             "group": check.name.partition(".")[0],
-            "law": check.law,
+            "law": check.statement,
             "tier": check.tier.value,
             "variants": ", ".join(name for name, _ in check.variants if name),
         }
-        for check in CHECKS.values()
+        for check in LAWS.values()
     ]
 
 
-def killers(rows: Rows) -> Rows:
+def add_killed_mutants(rows: Rows) -> Rows:
     """Laws, each with the mutants that name it as one that has to kill them."""
     return [
         {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
@@ -53,23 +53,25 @@ def killers(rows: Rows) -> Rows:
     ]
 
 
-def matching(rows: Rows, what: str, patterns: tuple[str, ...]) -> Rows:
+def filter_rows(rows: Rows, kind: str, patterns: tuple[str, ...]) -> Rows:
     """The rows whose first entry matches any pattern; all without one. Raises UsageError for an idle pattern."""
     names = [next(iter(row.values())) for row in rows]
     for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            raise UsageError.unknown(what.removesuffix("s"), pattern, names)
+        if not any(matches_pattern(name, pattern) for name in names):
+            raise UsageError.unknown_name(kind.removesuffix("s"), pattern, names)
     return [
-        row for row, name in zip(rows, names, strict=True) if not patterns or any(matches(name, p) for p in patterns)
+        row
+        for row, name in zip(rows, names, strict=True)
+        if not patterns or any(matches_pattern(name, p) for p in patterns)
     ]
 
 
-def models() -> Rows:
+def model_rows() -> Rows:
     """Every model of the workload."""
     return [{"model": spec.name, "what": spec.summary} for spec in MODELS.values()]
 
 
-def mutants() -> Rows:
+def mutant_rows() -> Rows:
     """Every engine broken on purpose."""
     return [
         {
@@ -83,11 +85,16 @@ def mutants() -> Rows:
     ]
 
 
-LISTS: dict[str, Callable[[], Rows]] = {"engines": engines, "checks": checks, "models": models, "mutants": mutants}
+ROW_BUILDERS: dict[str, Callable[[], Rows]] = {
+    "engines": engine_rows,
+    "checks": law_rows,
+    "models": model_rows,
+    "mutants": mutant_rows,
+}
 
 
-def as_text(rows: Rows, as_json: bool) -> str:
+def render_rows(rows: Rows, as_json: bool) -> str:
     """Rows as a table or as JSON."""
     if as_json:
         return json.dumps(rows, indent=2)
-    return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=WIDEST, disable_numparse=True)
+    return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=MAX_COLUMN_WIDTH, disable_numparse=True)

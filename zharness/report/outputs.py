@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zharness import step_summary
-from zharness.report.comparison import Comparison
-from zharness.report.comparison import text as differences
+from zharness.report.comparison import RunComparison
+from zharness.report.comparison import render_comparison as differences
+from zharness.report.failures import render_failures, render_summary
 from zharness.report.junit import write_junit
-from zharness.report.matrix import matrix
-from zharness.report.page import check_page, write_page
-from zharness.report.words import failures, summary
+from zharness.report.matrix import render_matrix
+from zharness.report.page import require_page_writable, write_page
 from zharness.run import Record
-from zharness.run.files import check_writable
+from zharness.run.files import require_writable
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class Outputs:
     html: Path | None = None
     junitxml: Path | None = None
 
-    def check_writable(self) -> None:
+    def require_writable(self) -> None:
         """Raises UsageError where the page or the XML cannot be written: before a long run, not after it."""
         if self.html is not None:
-            check_page(self.html)
+            require_page_writable(self.html)
         if self.junitxml is not None:
-            check_writable(self.junitxml)
+            require_writable(self.junitxml)
 
-    def write(
+    def write_reports(
         self,
         records: Sequence[Record],
         seconds: float,
         skipped: Sequence[str] = (),
-        comparison: Comparison | None = None,
+        comparison: RunComparison | None = None,
     ) -> None:
         """Write what was asked for, and the summary of a GitHub workflow's step where there is one.
 
@@ -45,13 +45,13 @@ class Outputs:
         """
         if self.junitxml is not None:
             write_junit(records, seconds, self.junitxml)
-        step_summary.append(
+        step_summary.append_section(
             "zharness",
-            summary(records, seconds),
+            render_summary(records, seconds),
             f"{len(skipped)} lines skipped, which are no records" if skipped else "",
-            "" if comparison is None else step_summary.block(differences(comparison)),
-            matrix(records, "github"),
-            step_summary.folded("What did not pass", failures(records)),
+            "" if comparison is None else step_summary.render_code_block(differences(comparison)),
+            render_matrix(records, "github"),
+            step_summary.render_details("What did not pass", render_failures(records)),
         )
         if self.html is not None:
             write_page(records, seconds, self.html, skipped, comparison)

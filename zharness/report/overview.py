@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-from zharness.report.matrix import ORDER, outcome
+from zharness.report.matrix import OUTCOME_ORDER, outcome_name
 from zharness.run.record import Record
 
 # A letter stands for all cells of one law on one engine and stage: the gravest of those that were run, "-" where none
 # was, and PARTLY where those that were run pass.
-PARTLY = ":"
-LETTERS = {
+PARTIAL_PASS = ":"
+OUTCOME_LETTERS = {
     "stale": "S",
     "error": "E",
     "fail": "F",
@@ -33,48 +33,54 @@ x  it does not, and an excuse says so                     U  undetermined: nothi
 Column = tuple[str, str, str]
 
 
-def overview(records: Sequence[Record]) -> str:
+def render_overview(records: Sequence[Record]) -> str:
     """Laws x engines; several dtypes are several columns."""
-    columns = {column: stages_of(records, column) for column in dict.fromkeys(map(column_of, records))}
+    columns = {column: column_stages(records, column) for column in dict.fromkeys(map(engine_column, records))}
     squares: dict[tuple[str, Column, int], list[str]] = {}
     for record in records:
-        squares.setdefault((record.case.check, column_of(record), record.case.stage), []).append(outcome(record))
+        squares.setdefault((record.cell.law, engine_column(record), record.cell.stage), []).append(outcome_name(record))
     rows = [
-        [check, *("".join(letter(squares.get((check, col, s), [])) for s in stages) for col, stages in columns.items())]
-        for check in dict.fromkeys(record.case.check for record in records)
+        [
+            check,
+            *(
+                "".join(outcome_letter(squares.get((check, col, s), [])) for s in stages)
+                for col, stages in columns.items()
+            ),
+        ]
+        for check in dict.fromkeys(record.cell.law for record in records)
     ]
     head = ["\n".join((*column, "".join(map(str, stages)))) for column, stages in columns.items()]
     table = tabulate(rows, ["engine\nrelease\ndtype\nstage", *head], disable_numparse=True)
     return f"{table}\n\n{LEGEND}"
 
 
-def column_of(record: Record) -> Column:
+def engine_column(record: Record) -> Column:
     """Engine, release and dtype."""
-    return record.case.subject, record.engine_version, record.case.dtype
+    return record.cell.engine_label, record.engine_version, record.cell.dtype
 
 
-def stages_of(records: Sequence[Record], column: Column) -> list[int]:
+def column_stages(records: Sequence[Record], column: Column) -> list[int]:
     """The stages that one column has."""
-    return sorted({record.case.stage for record in records if column_of(record) == column})
+    return sorted({record.cell.stage for record in records if engine_column(record) == column})
 
 
-def letter(outcomes: Sequence[str]) -> str:
+def outcome_letter(outcomes: Sequence[str]) -> str:
     """The letter of several cells; a blank where there is none."""
     if set(outcomes) == {"pass", "unsupported"}:
-        return PARTLY
-    ranked = [*(word for word in ORDER if word != "unsupported"), "unsupported"]
-    return next((LETTERS[word] for word in ranked if word in outcomes), " ")
+        return PARTIAL_PASS
+    ranked = [*(word for word in OUTCOME_ORDER if word != "unsupported"), "unsupported"]
+    return next((OUTCOME_LETTERS[word] for word in ranked if word in outcomes), " ")
 
 
-def contracts(records: Sequence[Record]) -> str:
+def render_contracts(records: Sequence[Record]) -> str:
     """Where engines document that they differ: how many laws of each group, stages, reason and address."""
     found: dict[tuple[str, str, str], dict[str, set[int]]] = {}
     for record in records:
-        if outcome(record) == "contract":
-            laws = found.setdefault((record.case.subject, record.cause, record.documented), {})
-            laws.setdefault(record.case.check, set()).add(record.case.stage)
+        if outcome_name(record) == "contract":
+            laws = found.setdefault((record.cell.engine_label, record.cause, record.documentation_url), {})
+            laws.setdefault(record.cell.law, set()).add(record.cell.stage)
     rows = [
-        [engine, by_group(laws), "".join(map(str, sorted(set().union(*laws.values())))), cause, documented]
+        [engine, count_by_group(laws), "".join(map(str, sorted(set().union(*laws.values())))), cause, documented]
         for (engine, cause, documented), laws in found.items()
     ]
     return tabulate(
@@ -82,7 +88,7 @@ def contracts(records: Sequence[Record]) -> str:
     )
 
 
-def by_group(laws: Iterable[str]) -> str:
+def count_by_group(laws: Iterable[str]) -> str:
     """``backward 7, checkpointing 8``; a law that is its group's only one by its name."""
     groups: dict[str, list[str]] = {}
     for law in laws:

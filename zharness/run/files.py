@@ -8,24 +8,24 @@ from pathlib import Path
 from zharness.errors import UsageError
 
 
-def check_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Raises UsageError when no file can be written at ``path``: before a long run, not after it."""
     try:
-        partial_of(path).touch()
-        partial_of(path).unlink()
+        partial_path(path).touch()
+        partial_path(path).unlink()
     except OSError as error:
         raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
 
 
-def partial_of(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """The temporary name beside ``path``, links followed."""
     return path.resolve().with_name(path.name + ".partial")
 
 
-def write_whole(text: str, path: Path) -> None:
+def write_atomically(text: str, path: Path) -> None:
     """Write ``text`` to a temporary name and rename it. Raises UsageError when it cannot be written."""
-    check_writable(path)
-    partial = partial_of(path)
+    require_writable(path)
+    partial = partial_path(path)
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path.resolve())

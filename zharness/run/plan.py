@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zharness import engines
-from zharness.case import Case, looks_like_id
-from zharness.checks import DTYPES, LOSS_SCALES, Check, check_named, find_checks
+from zharness.cell import Cell, is_cell_id
 from zharness.engines import Capabilities, Feature
 from zharness.errors import UsageError
+from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
-from zharness.run.configuration import configuration, is_file
+from zharness.run.configuration import is_config_file, load_configuration
 from zharness.workload import MODELS, model_spec
-from zharness.workload.foreign import is_foreign
+from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
 STAGES = (0, 1, 2, 3)
 
-Claims = Callable[[str, int], Capabilities]
+ClaimsLookup = Callable[[str, int], Capabilities]
 
 
 @dataclass(frozen=True)
@@ -37,110 +37,112 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCell:
     """A cell, and why it is not run: the empty string where it is.
 
     ``refused`` is the feature that the engine does not claim, where that is the reason.
     """
 
-    case: Case
-    unsupported: str = ""
-    refused: Feature | None = None
+    cell: Cell
+    unsupported_reason: str = ""
+    refused_feature: Feature | None = None
 
 
-def plan(request: Request, claims: Claims) -> list[Planned]:
+def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """The cells of ``request`` in the order of the matrix, each once.
 
     ``claims(engine, stage)`` are an engine's capabilities. Raises UsageError for anything that does not exist.
     """
-    validate(request)
-    ids = [pattern for pattern in request.patterns if looks_like_id(pattern)]
-    globs = tuple(pattern for pattern in request.patterns if not looks_like_id(pattern))
-    cells = [named(Case.parse(text), claims) for text in ids]
+    validate_request(request)
+    ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
+    globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
+    cells = [plan_named_cell(Cell.parse(text), claims) for text in ids]
     if globs or not ids:
         for engine in request.engines:
-            cells.extend(cells_of(engine, request, find_checks(globs), claims))
+            cells.extend(plan_engine_cells(engine, request, find_laws(globs), claims))
     if not cells:
         raise UsageError(
             f"nothing to run: no check among {', '.join(request.patterns) or 'all'} uses "
             f"{'the models ' + ', '.join(request.models) if request.models else 'what was asked for'}; "
             "`zharness list checks` and `zharness list models` say what there is"
         )
-    return list({cell.case: cell for cell in cells}.values())
+    return list({cell.cell: cell for cell in cells}.values())
 
 
-def shuffled(cells: Sequence[Planned], seed: int) -> list[Planned]:
+def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
     """``cells`` in an order that follows from ``seed``: ranks that live on then meet them in another one."""
     return random.Random(seed).sample(cells, len(cells))  # noqa: S311 - an order, no secret
 
 
-def validate(request: Request) -> None:
+def validate_request(request: Request) -> None:
     """Raises UsageError for an engine, stage, dtype, model, world size or check that does not exist."""
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:
         if stage not in STAGES:
-            raise UsageError.unknown("stage", stage, STAGES)
+            raise UsageError.unknown_name("stage", stage, STAGES)
     for dtype in request.dtypes:
         if dtype not in DTYPES:
-            raise UsageError.unknown("dtype", dtype, DTYPES)
+            raise UsageError.unknown_name("dtype", dtype, DTYPES)
     for model in request.models:
         model_spec(model)
     for world_size in request.world_sizes:
         check_world_size(world_size)
-    find_checks(tuple(pattern for pattern in request.patterns if not looks_like_id(pattern)))
-    for pattern in filter(looks_like_id, request.patterns):
-        check_named(Case.parse(pattern).check)
+    find_laws(tuple(pattern for pattern in request.patterns if not is_cell_id(pattern)))
+    for pattern in filter(is_cell_id, request.patterns):
+        get_law(Cell.parse(pattern).law)
 
 
-def named(case: Case, claims: Claims) -> Planned:
+def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     """The one cell of a case id, held to the same rules as any other."""
-    check = check_named(case.check)
-    check.features(case.variant)
-    validate(Request((), (case.engine,), (case.stage,), (case.world_size,), (case.dtype,), (case.model,)))
-    if is_foreign(case.model):
-        require_any_model(check, case)
-    elif case.model not in check.models:
-        raise UsageError.unknown(f"model for {check.name}", case.model, check.models)
-    offered = stages_of(case.engine, (case.stage,), claims)
-    require_variant(case.engine, case.engine_variant, offered, claims)
-    return planned(check, case, claims(case.engine, offered[0]))
+    check = get_law(cell.law)
+    check.required_features(cell.variant)
+    validate_request(Request((), (cell.engine,), (cell.stage,), (cell.world_size,), (cell.dtype,), (cell.model,)))
+    if is_user_model(cell.model):
+        require_any_model_law(check, cell)
+    elif cell.model not in check.models:
+        raise UsageError.unknown_name(f"model for {check.name}", cell.model, check.models)
+    offered = select_stages(cell.engine, (cell.stage,), claims)
+    require_variant(cell.engine, cell.engine_variant, offered, claims)
+    return plan_cell(check, cell, claims(cell.engine, offered[0]))
 
 
-def cells_of(engine: str, request: Request, checks: list[Check], claims: Claims) -> Iterator[Planned]:
+def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: ClaimsLookup) -> Iterator[PlannedCell]:
     """Every cell of one engine."""
-    offered = stages_of(engine, request.stages, claims)
+    offered = select_stages(engine, request.stages, claims)
     require_variant(engine, request.engine_variant, offered, claims)
     for stage in request.stages or offered:
         capabilities = claims(engine, stage) if stage in offered else None
-        for check in checks:
-            for case in cases_of(check, engine, stage, request):
+        for check in laws:
+            for case in expand_law_cells(check, engine, stage, request):
                 if capabilities is None:
-                    yield Planned(case, f"{engine} has no stage {stage}")
+                    yield PlannedCell(case, f"{engine} has no stage {stage}")
                 else:
-                    yield planned(check, case, capabilities)
+                    yield plan_cell(check, case, capabilities)
 
 
-def stages_of(engine: str, asked: tuple[int, ...], claims: Claims) -> tuple[int, ...]:
+def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
     """The stages to run: the engine's among those asked for. Raises UsageError when it has none of them."""
-    offered = any_claims(engine, asked or STAGES, claims).stages
-    found = tuple(stage for stage in (asked or STAGES) if stage in offered)
+    offered = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
+    found = tuple(stage for stage in (requested_stages or STAGES) if stage in offered)
     if not found:
-        raise UsageError.unknown(f"stage of engine {engine!r}", ", ".join(map(str, asked)), sorted(offered))
+        raise UsageError.unknown_name(
+            f"stage of engine {engine!r}", ", ".join(map(str, requested_stages)), sorted(offered)
+        )
     return found
 
 
-def require_variant(engine: str, name: str, stages: tuple[int, ...], claims: Claims) -> None:
+def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: ClaimsLookup) -> None:
     """Raises UsageError for a variant that ``engine`` has at none of ``stages``, or a file that cannot be read."""
-    if is_file(name):
-        configuration(name)
+    if is_config_file(variant):
+        load_configuration(variant)
         return
     known = list(dict.fromkeys(each for stage in stages for each in claims(engine, stage).variants))
-    if name and name not in known:
-        raise UsageError.unknown(f"variant of engine {engine!r}", name, known or ("(it names none)",))
+    if variant and variant not in known:
+        raise UsageError.unknown_name(f"variant of engine {engine!r}", variant, known or ("(it names none)",))
 
 
-def any_claims(engine: str, stages: tuple[int, ...], claims: Claims) -> Capabilities:
+def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """The claims at the first of ``stages`` at which the engine can be built at all. Raises UsageError at none."""
     for stage in stages[:-1]:
         try:
@@ -150,71 +152,75 @@ def any_claims(engine: str, stages: tuple[int, ...], claims: Claims) -> Capabili
     return claims(engine, stages[-1])
 
 
-def cases_of(check: Check, engine: str, stage: int, request: Request) -> Iterator[Case]:
+def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:
     """One check's cases at one stage."""
     for world_size in request.world_sizes:
         for dtype in request.dtypes:
-            for model, variant in models_of(check, request.models):
-                yield Case(check.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
+            for model, variant in select_models(law, request.models):
+                yield Cell(law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
 
 
-def models_of(check: Check, asked: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """The models among ``asked`` that a check is stated for, all of the workload's where none is; with its variants."""
-    for name in asked or MODELS:
-        if is_foreign(name):
-            yield from ((name, variant) for variant in check.any_model)
-        elif name in check.models:
-            yield from ((name, variant) for variant, _ in check.variants)
+    for name in requested_models or MODELS:
+        if is_user_model(name):
+            yield from ((name, variant) for variant in law.user_model_variants)
+        elif name in law.models:
+            yield from ((name, variant) for variant, _ in law.variants)
 
 
-def require_any_model(check: Check, case: Case) -> None:
+def require_any_model_law(law: Law, cell: Cell) -> None:
     """Raises UsageError for a check, or a variant of it, that is not stated for anyone's model."""
-    if not check.states(case.variant):
-        stated = [f"{each.name}{variant and f' ({variant})'}" for each in find_checks(()) for variant in each.any_model]
-        raise UsageError.unknown("check of a model of your own", f"{check.name} {case.variant}".strip(), stated)
+    if not law.applies_to_user_models(cell.variant):
+        stated = [
+            f"{each.name}{variant and f' ({variant})'}"
+            for each in find_laws(())
+            for variant in each.user_model_variants
+        ]
+        raise UsageError.unknown_name("check of a model of your own", f"{law.name} {cell.variant}".strip(), stated)
 
 
-def planned(check: Check, case: Case, capabilities: Capabilities) -> Planned:
+def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
     """The cell, and why it is not run, decided from claims alone."""
-    excluded, kernels = not_stated(check, case, capabilities), not_comparable(check, case, capabilities)
+    excluded, kernels = reason_not_stated(law, cell, capabilities), reason_not_comparable(law, cell, capabilities)
     if excluded:
-        return Planned(case, excluded)
-    for feature in check.features(case.variant):
+        return PlannedCell(cell, excluded)
+    for feature in law.required_features(cell.variant):
         refusal = capabilities.refusal(feature)
         if refusal is not None:
-            reason = f"{case.engine} does not claim {feature.value}: {refusal}"
-            return Planned(case, reason, None if kernels else feature)
-    return Planned(case, kernels)
+            reason = f"{cell.engine} does not claim {feature.value}: {refusal}"
+            return PlannedCell(cell, reason, None if kernels else feature)
+    return PlannedCell(cell, kernels)
 
 
-def unsupported(check: Check, case: Case, capabilities: Capabilities) -> str:
+def unsupported_reason(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Why this cell is not run; the empty string when it is."""
-    return planned(check, case, capabilities).unsupported
+    return plan_cell(law, cell, capabilities).unsupported_reason
 
 
-def not_stated(check: Check, case: Case, capabilities: Capabilities) -> str:
+def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Why there is no such cell, whatever features are claimed; the empty string where there is."""
     if capabilities.absent:
-        return f"{case.engine} cannot be built: {capabilities.absent}"
-    if case.engine_variant not in ("", *capabilities.variants) and not is_file(case.engine_variant):
-        return f"{case.engine} has no variant {case.engine_variant} at stage {case.stage}"
-    if case.dtype not in capabilities.dtypes:
-        return f"{case.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
-    if case.dtype not in check.dtypes:
-        return f"{check.name} is stated for {', '.join(check.dtypes)} only"
-    if Feature.TENSOR_BACKWARD in check.features(case.variant) and LOSS_SCALES[case.dtype] != 1:
-        return f"{case.dtype} needs a loss scale, which a plain loss.backward() does not apply"
+        return f"{cell.engine} cannot be built: {capabilities.absent}"
+    if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
+        return f"{cell.engine} has no variant {cell.engine_variant} at stage {cell.stage}"
+    if cell.dtype not in capabilities.dtypes:
+        return f"{cell.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+    if cell.dtype not in law.dtypes:
+        return f"{law.name} is stated for {', '.join(law.dtypes)} only"
+    if Feature.TENSOR_BACKWARD in law.required_features(cell.variant) and LOSS_SCALES[cell.dtype] != 1:
+        return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"
     return ""
 
 
-def not_comparable(check: Check, case: Case, capabilities: Capabilities) -> str:
+def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Why no honest tolerance exists for this cell; the empty string where one does."""
-    kernels = capabilities.own_kernels.get(case.stage)
-    exact = check.integral and not is_foreign(case.model) and model_spec(case.model).exact
-    own = check.tier is Tier.CALIBRATED or check.own(case.variant)
+    kernels = capabilities.own_kernels.get(cell.stage)
+    exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
+    own = law.tier is Tier.CALIBRATED or law.compares_engine_with_itself(cell.variant)
     if kernels is not None and not exact and not own:
         return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
-    if refusal and case.variant in check.summed and not is_power_of_two(case.world_size):
-        return f"the mean over {case.world_size} ranks is not exact, and {case.engine} has no exact sum: {refusal}"
+    if refusal and cell.variant in law.exact_by_sum_variants and not is_power_of_two(cell.world_size):
+        return f"the mean over {cell.world_size} ranks is not exact, and {cell.engine} has no exact sum: {refusal}"
     return ""

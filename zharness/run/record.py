@@ -13,12 +13,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
-from zharness.case import Case
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
-from zharness.parity.exhibit import Exhibit
-from zharness.run.forms import require, require_drawable, require_fields
-from zharness.workload.foreign import GIVEN
+from zharness.parity.mismatch_report import MismatchReport
+from zharness.run.validation import require_field_types, require_type, require_valid_exhibit
+from zharness.workload.user_model import IN_PROCESS_PACKAGE
 
 SCHEMA = 2
 
@@ -36,7 +36,7 @@ class Verdict(Enum):
     UNSUPPORTED = "unsupported"
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether the law does not hold."""
         return self in (Verdict.FAIL, Verdict.CRASH, Verdict.HANG)
 
@@ -55,7 +55,7 @@ class Record:
     is a feature that the engine does not claim although the law holds, where that was tried.
     """
 
-    case: Case
+    cell: Cell
     seed: int
     verdict: Verdict
     engine_version: str
@@ -63,45 +63,45 @@ class Record:
     seconds: float = 0.0
     tier: str | None = None
     ratio: float | None = None
-    smallest: float | None = None
+    smallest_scale_error: float | None = None
     wrong_elements: int | None = None
     elements: int | None = None
     undetermined: int | None = None
     notes: tuple[str, ...] = ()
     divergence: Mismatch | None = None
-    evidence: Exhibit | None = field(default=None, hash=False)
-    modules: str = ""
+    evidence: MismatchReport | None = field(default=None, hash=False)
+    module_departures: str = ""
     cause: str = ""
     details: str = ""
-    excuse: str = ""
-    stale: str = ""
-    documented: str = ""
-    withheld: str = ""
+    expected_failure: str = ""
+    stale_reason: str = ""
+    documentation_url: str = ""
+    withheld_feature: str = ""
 
     @property
-    def expected(self) -> bool:
+    def is_expected(self) -> bool:
         """Whether this outcome is no reason to fail a run."""
-        if self.stale:
+        if self.stale_reason:
             return False
         if self.verdict is Verdict.UNDETERMINED:
             return False
-        return not self.verdict.broken or bool(self.excuse)
+        return not self.verdict.is_broken or bool(self.expected_failure)
 
     @property
     def command(self) -> str:
         """The one command that shows this cell again; in words where what was handed to a library call is needed."""
-        if any(part.startswith(f"{GIVEN}:") for part in (self.case.model, self.case.engine_variant)):
+        if any(part.startswith(f"{IN_PROCESS_PACKAGE}:") for part in (self.cell.model, self.cell.engine_variant)):
             return "call zharness.verify again, as this process did"
         salt = f" --seed {self.seed}" if self.seed else ""
-        return f"zharness check {shlex.quote(self.case.id)}{salt}"
+        return f"zharness check {shlex.quote(self.cell.id)}{salt}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for a JSON line; infinities become strings, for JSON has none."""
-        case = self.case
+        case = self.cell
         plain = {
             "schema": SCHEMA,
             "case": case.id,
-            "check": case.check,
+            "check": case.law,
             "model": case.model,
             "variant": case.variant,
             "engine": case.engine,
@@ -113,87 +113,87 @@ class Record:
             "dtype": case.dtype,
             "seed": self.seed,
             "verdict": self.verdict.value,
-            "excuse": self.excuse,
-            "stale": self.stale,
-            "documented": self.documented,
-            "withheld": self.withheld,
+            "excuse": self.expected_failure,
+            "stale": self.stale_reason,
+            "documented": self.documentation_url,
+            "withheld": self.withheld_feature,
             "tier": self.tier,
             "ratio": self.ratio,
-            "smallest": self.smallest,
+            "smallest": self.smallest_scale_error,
             "wrong_elements": self.wrong_elements,
             "elements": self.elements,
             "undetermined": self.undetermined,
             "notes": list(self.notes),
             "divergence": divergence_as_json(self.divergence),
             "evidence": self.evidence,
-            "modules": self.modules,
+            "modules": self.module_departures,
             "cause": self.cause,
             "seconds": round(self.seconds, 4),
             "command": self.command,
         }
-        return {key: finite(value) for key, value in plain.items()}
+        return {key: as_json_number(value) for key, value in plain.items()}
 
 
 def divergence_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
     """A mismatch as plain data, with its sentence."""
     if mismatch is None:
         return None
-    fields = {**asdict(mismatch), "part": mismatch.part.value, "words": mismatch.words()}
-    return {key: finite(value) for key, value in fields.items()}
+    fields = {**asdict(mismatch), "part": mismatch.part.value, "words": mismatch.describe()}
+    return {key: as_json_number(value) for key, value in fields.items()}
 
 
-def finite(value: Any) -> Any:
+def as_json_number(value: Any) -> Any:
     """``value``, with a float that JSON cannot hold as a string."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def from_json(line: str) -> Record:
+def parse_record(line: str) -> Record:
     """The record of one JSON line. Raises UsageError for a line of another schema, another kind, or other types."""
     try:
         plain = json.loads(line)
         if plain["schema"] != SCHEMA:
             raise UsageError(f"record schema {plain['schema']!r} is not known; this release reads schema {SCHEMA}")
         record = Record(
-            case=Case.parse(plain["case"]),
+            cell=Cell.parse(plain["case"]),
             seed=plain["seed"],
             verdict=Verdict(plain["verdict"]),
             engine_version=plain["engine_version"],
             torch_version=plain["torch_version"],
             seconds=plain["seconds"],
             tier=plain["tier"],
-            ratio=number(plain["ratio"]),
-            smallest=number(plain["smallest"]),
+            ratio=parse_json_number(plain["ratio"]),
+            smallest_scale_error=parse_json_number(plain["smallest"]),
             wrong_elements=plain["wrong_elements"],
             elements=plain["elements"],
             undetermined=plain["undetermined"],
-            notes=tuple(listed(plain["notes"])),
-            divergence=mismatch_from(plain["divergence"]),
-            evidence=exhibit_from(plain.get("evidence")),  # so have they none of this
-            modules=plain["modules"],
+            notes=tuple(require_string_list(plain["notes"])),
+            divergence=parse_mismatch(plain["divergence"]),
+            evidence=parse_exhibit(plain.get("evidence")),  # so have they none of this
+            module_departures=plain["modules"],
             cause=plain["cause"],
-            excuse=plain["excuse"],
-            stale=plain["stale"],
-            documented=plain["documented"],
-            withheld=plain.get("withheld", ""),  # lines of before it was there have none
+            expected_failure=plain["excuse"],
+            stale_reason=plain["stale"],
+            documentation_url=plain["documented"],
+            withheld_feature=plain.get("withheld", ""),  # lines of before it was there have none
         )
-        require_fields(record)
+        require_field_types(record)
         return record
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not a zharness record ({type(error).__name__}: {error}): {line[:80]!r}") from error
 
 
-def number(value: float | str | None) -> float | None:
+def parse_json_number(value: float | str | None) -> float | None:
     """A float that may have been written as a string."""
     return None if value is None else float(value)
 
 
-def listed(value: Any) -> list[str]:
+def require_string_list(value: Any) -> list[str]:
     """A list of texts; one text alone would be taken for a list of its letters."""
-    require(value, list[str], "notes")
+    require_type(value, list[str], "notes")
     return cast("list[str]", value)
 
 
-def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
+def parse_mismatch(plain: dict[str, Any] | None) -> Mismatch | None:
     """The inverse of ``divergence_as_json``."""
     if plain is None:
         return None
@@ -202,19 +202,19 @@ def mismatch_from(plain: dict[str, Any] | None) -> Mismatch | None:
     for key in ("expected", "actual", "bound"):
         fields[key] = float(fields[key])
     mismatch = Mismatch(**fields)
-    require_fields(mismatch)
+    require_field_types(mismatch)
     return mismatch
 
 
-def exhibit_from(plain: Any) -> Exhibit | None:
+def parse_exhibit(plain: Any) -> MismatchReport | None:
     """``plain`` itself, which is what it was written from. Raises TypeError or ValueError for another form."""
     if plain is None:
         return None
-    require_drawable(plain)
-    return cast("Exhibit", plain)
+    require_valid_exhibit(plain)
+    return cast("MismatchReport", plain)
 
 
-class Line(Protocol):
+class JsonLine(Protocol):
     """What can become one JSON line."""
 
     def as_json(self) -> dict[str, Any]:
@@ -228,14 +228,14 @@ class RecordFile:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def add(self, record: Line) -> None:
+    def add(self, record: JsonLine) -> None:
         """Append one line and hand it to the operating system."""
         self._stream.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
         self._stream.flush()
 
 
 @contextmanager
-def record_file(path: Path) -> Iterator[RecordFile]:
+def open_record_file(path: Path) -> Iterator[RecordFile]:
     """A RecordFile that appears under ``path`` when the block ends, also by an interrupt.
 
     A name that stands for a terminal, a pipe or a device is written to as it is: such a thing must not be replaced.

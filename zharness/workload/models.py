@@ -11,33 +11,36 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.workload import blocks, exact, mixed, nets
+from zharness.workload import exact_blocks, exact_mlp, mixed_precision, nets
 
-LOW_MSE = (2, 13)  # before it, 2.8 at least, mse_loss on CPU cannot differentiate bf16 or fp16 beside an fp32 target
+LOW_PRECISION_MSE_SINCE = (
+    2,
+    13,
+)  # before it, 2.8 at least, mse_loss on CPU cannot differentiate bf16 or fp16 beside an fp32 target
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
 
 
-def mapped(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """``nested`` (mappings, tuples and lists of tensors and other values) with ``function`` of every tensor in it."""
     if isinstance(nested, Tensor):
         return function(nested)
     if isinstance(nested, Mapping):
-        return {key: mapped(value, function) for key, value in nested.items()}
+        return {key: map_tensors(value, function) for key, value in nested.items()}
     if isinstance(nested, (tuple, list)):
-        parts = [mapped(value, function) for value in nested]
+        parts = [map_tensors(value, function) for value in nested]
         return type(nested)(*parts) if hasattr(nested, "_fields") else type(nested)(parts)
     return nested
 
 
-def tensors_in(nested: Any) -> list[Tensor]:
+def collect_tensors(nested: Any) -> list[Tensor]:
     """Every tensor in ``nested``, in order."""
     found: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    mapped(nested, keep)
+    map_tensors(nested, collect)
     return found
 
 
@@ -55,33 +58,33 @@ class Batch:
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
         """The same on ``device``, what is floating point in ``dtype``."""
-        return self.mapped(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
+        return self.map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The same with ``function`` of every tensor, of inputs and target alike."""
-        return replace(self, inputs=mapped(self.inputs, function), target=mapped(self.target, function))
+        return replace(self, inputs=map_tensors(self.inputs, function), target=map_tensors(self.target, function))
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """How many rows its tensors have."""
-        return len(tensors_in(self.inputs)[0])
+        return len(collect_tensors(self.inputs)[0])
 
-    def through(self, call: Callable[..., Any]) -> Any:
+    def feed(self, call: Callable[..., Any]) -> Any:
         """What ``call``, a model or an engine, makes of the inputs; torch's generator is left as it was."""
         if self.seed is None:
-            return self._through(call)
+            return self._call_with_inputs(call)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
-            return self._through(call)
+            return self._call_with_inputs(call)
 
-    def generator_behind(self, call: Callable[..., Any]) -> Tensor:
+    def generator_state_after(self, call: Callable[..., Any]) -> Tensor:
         """The state in which ``call`` leaves torch's generator, after the same seed; that is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed or 0)
-            self._through(call)
+            self._call_with_inputs(call)
             return torch.get_rng_state()
 
-    def _through(self, call: Callable[..., Any]) -> Any:
+    def _call_with_inputs(self, call: Callable[..., Any]) -> Any:
         if isinstance(self.inputs, Mapping):
             return call(**self.inputs)
         return call(*self.inputs) if isinstance(self.inputs, tuple) else call(self.inputs)
@@ -118,22 +121,22 @@ class ModelSpec:
 
 
 def _mse(output: Tensor, target: Tensor) -> Tensor:
-    if output.dtype in (torch.bfloat16, torch.float16) and Version(torch.__version__).release < LOW_MSE:
+    if output.dtype in (torch.bfloat16, torch.float16) and Version(torch.__version__).release < LOW_PRECISION_MSE_SINCE:
         return (output - target).square().mean()
     return nn.functional.mse_loss(output, target)
 
 
-def _tokens(generator: torch.Generator) -> Batch:
+def _draw_token_batch(generator: torch.Generator) -> Batch:
     shape = (SAMPLES, nets.SEQUENCE + 1)
     drawn = torch.randint(nets.VOCABULARY, shape, generator=generator)
     return Batch(drawn[:, :-1], drawn[:, 1:])
 
 
-def _next_token(output: Tensor, target: Tensor) -> Tensor:
+def _next_token_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def _floats(*shape: int) -> Callable[[torch.Generator], Batch]:
+def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
     def draw(generator: torch.Generator) -> Batch:
         inputs = torch.randn(SAMPLES, *shape, generator=generator)
         return Batch(inputs, torch.randn(SAMPLES, nets.OUTPUTS, generator=generator))
@@ -141,18 +144,18 @@ def _floats(*shape: int) -> Callable[[torch.Generator], Batch]:
     return draw
 
 
-def _seeded(generator: torch.Generator) -> Batch:
+def _draw_seeded_batch(generator: torch.Generator) -> Batch:
     """As ``mlp``'s, with a seed of its own for what the forward draws."""
-    drawn = _floats(nets.FEATURES)(generator)
+    drawn = _draw_float_batch(nets.FEATURES)(generator)
     return replace(drawn, seed=int(torch.randint(1 << 30, (), generator=generator)))
 
 
-def _ternary(generator: torch.Generator) -> Batch:
-    inputs = exact.ternary((SAMPLES, exact.WIDTH), generator)
-    return Batch(inputs, exact.ternary((SAMPLES, exact.WIDTH), generator))
+def _draw_ternary_batch(generator: torch.Generator) -> Batch:
+    inputs = exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator)
+    return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
 
 
-def _fused(output: Tensor, target: Tensor) -> Tensor:
+def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
     """The model's output is a loss per sample already; the target only shifts it."""
     return (output + 0 * target[:, :1]).mean()
 
@@ -164,83 +167,83 @@ MODELS: dict[str, ModelSpec] = {
             name="mlp",
             summary="linear, layer norm and GELU; widths that no world size above 1 divides",
             build=nets.MLP,
-            batch=_floats(nets.FEATURES),
+            batch=_draw_float_batch(nets.FEATURES),
             loss=_mse,
         ),
         ModelSpec(
             name="transformer",
             summary="two pre-norm attention blocks between a tied embedding and head",
             build=nets.Transformer,
-            batch=_tokens,
-            loss=_next_token,
+            batch=_draw_token_batch,
+            loss=_next_token_loss,
         ),
         ModelSpec(
             name="conv",
             summary="two convolutions, group norm, pooling, linear head",
             build=nets.ConvNet,
-            batch=_floats(nets.CHANNELS, nets.PIXELS, nets.PIXELS),
+            batch=_draw_float_batch(nets.CHANNELS, nets.PIXELS, nets.PIXELS),
             loss=_mse,
         ),
         ModelSpec(
             name="exact",
             summary="residual ReLU layers with weights in {-1, 0, 1}: every sum is exact in any order",
-            build=exact.ExactMLP,
-            batch=_ternary,
-            loss=exact.linear_loss,
+            build=exact_mlp.ExactMLP,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(
             name="blocks",
             summary="an exact model for every spelling of backward: a layer used twice, a frozen one, a second head",
-            build=blocks.Blocks,
-            batch=_ternary,
-            loss=exact.linear_loss,
+            build=exact_blocks.BlocksModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(
             name="changing",
             summary="tied, frozen, unused and branched layers, and a weight read by attribute; exact",
-            build=blocks.Changing,
-            batch=_ternary,
-            loss=exact.linear_loss,
+            build=exact_blocks.BranchingModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(
             name="odd",
             summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
-            build=blocks.Odd,
-            batch=_ternary,
-            loss=exact.linear_loss,
+            build=exact_blocks.OddParametersModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(
             name="lookup",
             summary="an exact model of a table with a sparse gradient, rows of which are looked up several times",
-            build=blocks.Lookup,
-            batch=_ternary,
-            loss=exact.linear_loss,
+            build=exact_blocks.LookupModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(
             name="mixed",
             summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
-            build=mixed.Mixed,
-            batch=_floats(nets.FEATURES),
+            build=mixed_precision.MixedPrecisionModel,
+            batch=_draw_float_batch(nets.FEATURES),
             loss=_mse,
         ),
         ModelSpec(
             name="stateful",
             summary="a batch norm with running statistics, and dropout: what differs in training and in evaluation",
-            build=nets.Stateful,
-            batch=_seeded,
+            build=nets.StatefulModel,
+            batch=_draw_seeded_batch,
             loss=_mse,
         ),
         ModelSpec(
             name="fused",
             summary="a fused linear loss: torch.func inside the forward, on a weight read by attribute",
             build=nets.FusedLossNet,
-            batch=_floats(nets.FEATURES),
-            loss=_fused,
+            batch=_draw_float_batch(nets.FEATURES),
+            loss=_fused_loss,
         ),
     )
 }

@@ -30,7 +30,7 @@ class MLP(nn.Module):
         return self.last(nn.functional.gelu(self.second(hidden)))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each behind a layer norm and beside a residual path."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(SEQUENCE, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -88,7 +88,7 @@ class ConvNet(nn.Module):
         return self.head(self.second(hidden).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
-class Stateful(nn.Module):
+class StatefulModel(nn.Module):
     """A batch norm, which keeps running statistics, and dropout between linear layers: (batch, 12) to (batch, 5)."""
 
     def __init__(self) -> None:

@@ -7,27 +7,27 @@ from dataclasses import replace
 
 from zharness.errors import UsageError
 from zharness.workload.programs import (
-    BLOCKS,
+    BLOCK_KINDS,
     Act,
-    Kind,
     Layer,
+    LayerKind,
     Mark,
+    ModelShape,
     Program,
     Verb,
-    Widths,
-    behind,
-    played,
-    refusal,
-    words,
+    explain_illegal_verb,
+    iter_verbs,
+    join_words,
+    shape_after_layer,
 )
 
-_TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")
+_LAYER_TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")
 
 
-PLAIN = Program((), ())
+DEFAULT_SETTINGS = Program((), ())
 
 
-def parse(text: str, settings: Program = PLAIN) -> Program:
+def parse_program(text: str, settings: Program = DEFAULT_SETTINGS) -> Program:
     """The program that ``text`` writes, in all else as ``settings``.
 
     Raises UsageError for one that cannot be read, or that is not legal.
@@ -43,24 +43,24 @@ def parse(text: str, settings: Program = PLAIN) -> Program:
 
 def require_legal(program: Program) -> None:
     """Raises UsageError unless plain PyTorch could run ``program``."""
-    widths = Widths()
+    widths = ModelShape()
     for layer in program.layers:
-        widths = behind(widths, layer)
-    if not widths.trained:
+        widths = shape_after_layer(widths, layer)
+    if not widths.trained_count:
         raise UsageError(f"{program.model or 'an empty model'}: nothing in it is trained in every micro-batch")
-    for place, verb, book in played(program):
-        reason = refusal(program.layers, book, verb)
+    for place, verb, book in iter_verbs(program):
+        reason = explain_illegal_verb(program.layers, book, verb)
         if reason:
-            raise UsageError(f"verb {place} of {words(program.verbs)!r}, {verb}: {reason}")
+            raise UsageError(f"verb {place} of {join_words(program.verbs)!r}, {verb}: {reason}")
 
 
 def parse_layers(text: str) -> list[Layer]:
     """The layers that ``text`` writes, whether or not they fit."""
     stack: list[list[Layer]] = [[]]
-    opened: list[Kind] = []
+    opened: list[LayerKind] = []
     rest = text.strip()
     while rest:
-        found = _TOKEN.match(rest)
+        found = _LAYER_TOKEN.match(rest)
         if found is None or (found["close"] and not opened):
             raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
         rest = rest[found.end() :].lstrip()
@@ -68,9 +68,11 @@ def parse_layers(text: str) -> list[Layer]:
             inner = tuple(stack.pop())
             stack[-1].append(Layer(opened.pop(), (), inner))
             continue
-        kind = kind_named(found["name"])
-        if bool(found["open"]) != (kind in BLOCKS):
-            raise UsageError(f"not a model: {text!r}; expected [ behind {words(k.value for k in BLOCKS)} alone")
+        kind = parse_layer_kind(found["name"])
+        if bool(found["open"]) != (kind in BLOCK_KINDS):
+            raise UsageError(
+                f"not a model: {text!r}; expected [ behind {join_words(k.value for k in BLOCK_KINDS)} alone"
+            )
         if found["open"]:
             opened.append(kind)
             stack.append([])
@@ -82,12 +84,12 @@ def parse_layers(text: str) -> list[Layer]:
     return stack[0]
 
 
-def kind_named(name: str) -> Kind:
+def parse_layer_kind(name: str) -> LayerKind:
     """The kind of layer of that name. Raises UsageError when there is none."""
     try:
-        return Kind(name)
+        return LayerKind(name)
     except ValueError:
-        raise UsageError.unknown("layer", name, [kind.value for kind in Kind]) from None
+        raise UsageError.unknown_name("layer", name, [kind.value for kind in LayerKind]) from None
 
 
 def parse_verb(word: str) -> Verb:
@@ -96,9 +98,9 @@ def parse_verb(word: str) -> Verb:
     try:
         act = Act(name)
     except ValueError:
-        raise UsageError.unknown("verb", name, [act.value for act in Act]) from None
+        raise UsageError.unknown_name("verb", name, [act.value for act in Act]) from None
     given = [mark for mark in marks.split(",") if mark]
     for mark in given:
         if mark not in {known.value for known in Mark}:
-            raise UsageError.unknown(f"mark of {name}", mark, [known.value for known in Mark])
+            raise UsageError.unknown_name(f"mark of {name}", mark, [known.value for known in Mark])
     return Verb(act, tuple(mark for mark in Mark if mark.value in given))

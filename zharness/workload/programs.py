@@ -12,10 +12,10 @@ from enum import Enum
 
 from zharness.errors import UsageError
 
-Shape = tuple[int, int]  # outputs and inputs of a weight
+WeightShape = tuple[int, int]  # outputs and inputs of a weight
 
 
-class Kind(Enum):
+class LayerKind(Enum):
     """The kinds of layers, each from (samples, width) to (samples, width); the first two begin a model."""
 
     INPUTS = "x"  # x(width): floats
@@ -37,12 +37,28 @@ class Kind(Enum):
     SOMETIMES = "sometimes"  # sometimes[...]: in every second micro-batch alone
 
 
-SOURCES = (Kind.INPUTS, Kind.TOKENS)
-SIZED = (Kind.LINEAR, Kind.MATRIX, Kind.FROZEN, Kind.READ, Kind.CONV, Kind.UNUSED)
-BLOCKS = (Kind.RESIDUAL, Kind.TWICE, Kind.CHECKPOINT, Kind.REENTRANT, Kind.SOMETIMES)
-KEEPS_WIDTH = (Kind.RESIDUAL, Kind.TWICE, Kind.SOMETIMES)  # of the blocks, those that need what they end with
-TRAINED = (Kind.TOKENS, Kind.LINEAR, Kind.MATRIX, Kind.READ, Kind.TIED, Kind.CONV, Kind.NORM)
-ARITY = {Kind.TOKENS: 2, Kind.INPUTS: 1, **dict.fromkeys(SIZED, 1)}  # sizes that a layer is written with
+SOURCE_KINDS = (LayerKind.INPUTS, LayerKind.TOKENS)
+SIZED_KINDS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.FROZEN, LayerKind.READ, LayerKind.CONV, LayerKind.UNUSED)
+BLOCK_KINDS = (LayerKind.RESIDUAL, LayerKind.TWICE, LayerKind.CHECKPOINT, LayerKind.REENTRANT, LayerKind.SOMETIMES)
+WIDTH_PRESERVING_KINDS = (
+    LayerKind.RESIDUAL,
+    LayerKind.TWICE,
+    LayerKind.SOMETIMES,
+)  # of the blocks, those that need what they end with
+TRAINED_KINDS = (
+    LayerKind.TOKENS,
+    LayerKind.LINEAR,
+    LayerKind.MATRIX,
+    LayerKind.READ,
+    LayerKind.TIED,
+    LayerKind.CONV,
+    LayerKind.NORM,
+)
+SIZE_COUNTS = {
+    LayerKind.TOKENS: 2,
+    LayerKind.INPUTS: 1,
+    **dict.fromkeys(SIZED_KINDS, 1),
+}  # sizes that a layer is written with
 
 
 class Act(Enum):
@@ -68,13 +84,13 @@ class Act(Enum):
     LOAD = "load"  # what was saved last
 
 
-NEW_GRAPH = (Act.FORWARD, Act.NO_SYNC)  # those of the outputs in hand are there as well
-DRAWS = (  # those that take a micro-batch
+GRAPH_ACTS = (Act.FORWARD, Act.NO_SYNC)  # those of the outputs in hand are there as well
+MICRO_BATCH_ACTS = (  # those that take a micro-batch
     *(Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD),
     *(Act.INPUT_GRAD, Act.TRANSFORM, Act.FAILED_FORWARD, Act.FAILED_BACKWARD),
 )
-BACKWARDS = (Act.BACKWARD, Act.NO_SYNC, Act.FAILED_BACKWARD)
-BETWEEN_STEPS = (Act.SAVE, Act.LOAD, Act.EDIT, Act.IDLE)  # no output is kept, and nothing waits for a step
+BACKWARD_ACTS = (Act.BACKWARD, Act.NO_SYNC, Act.FAILED_BACKWARD)
+BETWEEN_STEPS_ACTS = (Act.SAVE, Act.LOAD, Act.EDIT, Act.IDLE)  # no output is kept, and nothing waits for a step
 
 
 class Mark(Enum):
@@ -93,12 +109,12 @@ class Mark(Enum):
     KEYWORD = "kw"  # inputs by keyword
 
 
-LOSS = (Mark.TENSOR, Mark.SCALE, Mark.OTHER)
-INPUTS = (Mark.FEW, Mark.KEYWORD)
-MARKED: dict[Act, tuple[Mark, ...]] = {
-    Act.FORWARD: INPUTS,
-    Act.BACKWARD: (Mark.OLD, *LOSS, Mark.RETAIN, Mark.UNSEEN),
-    Act.NO_SYNC: (*LOSS, *INPUTS),  # its backward has an output of its own
+LOSS_MARKS = (Mark.TENSOR, Mark.SCALE, Mark.OTHER)
+INPUT_MARKS = (Mark.FEW, Mark.KEYWORD)
+ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
+    Act.FORWARD: INPUT_MARKS,
+    Act.BACKWARD: (Mark.OLD, *LOSS_MARKS, Mark.RETAIN, Mark.UNSEEN),
+    Act.NO_SYNC: (*LOSS_MARKS, *INPUT_MARKS),  # its backward has an output of its own
     Act.SAVE: (Mark.OLD,),
     Act.LOAD: (Mark.OLD,),
 }
@@ -108,13 +124,13 @@ MARKED: dict[Act, tuple[Mark, ...]] = {
 class Layer:
     """One layer; ``sizes`` as its kind says, ``inner`` for blocks alone."""
 
-    kind: Kind
+    kind: LayerKind
     sizes: tuple[int, ...] = ()
     inner: tuple[Layer, ...] = ()
 
     def __str__(self) -> str:
         sizes = f"({','.join(map(str, self.sizes))})" if self.sizes else ""
-        inner = f"[{words(self.inner)}]" if self.kind in BLOCKS else ""
+        inner = f"[{join_words(self.inner)}]" if self.kind in BLOCK_KINDS else ""
         return f"{self.kind.value}{sizes}{inner}"
 
     def walk(self) -> Iterator[Layer]:
@@ -140,7 +156,7 @@ class Program:
     """A model, what a caller does with it, and where: one example of all that training may be.
 
     ``layers`` begin with a source; where there are none, the model is that of the law that plays the program.
-    ``optimizer`` is a name of ``zharness.checks.program.OPTIMIZERS``, ``clip`` the norm to which gradients are clipped,
+    ``optimizer`` is a name of ``zharness.law_kit.program_executor.OPTIMIZERS``, ``clip`` the norm to which gradients are clipped,
     ``window`` how many micro-batches the engine takes together and divides by, ``reduction`` mean or sum.
     """
 
@@ -155,17 +171,17 @@ class Program:
     reduction: str = "mean"
 
     @property
-    def plainly(self) -> Program:
+    def with_default_settings(self) -> Program:
         """The same on an engine that is told of nothing but an optimizer."""
         return replace(self, clip=None, window=1, reduction="mean")
 
     @property
     def model(self) -> str:
         """The model as text; it names the model's batches too."""
-        return words(self.layers)
+        return join_words(self.layers)
 
     def __str__(self) -> str:
-        return f"{self.model} | {words(self.verbs)}".rstrip()
+        return f"{self.model} | {join_words(self.verbs)}".rstrip()
 
     def walk(self) -> Iterator[Layer]:
         """Every layer, those within blocks too."""
@@ -173,66 +189,68 @@ class Program:
             yield from layer.walk()
 
 
-def words(things: Iterable[object]) -> str:
+def join_words(items: Iterable[object]) -> str:
     """Their texts, with spaces between."""
-    return " ".join(map(str, things))
+    return " ".join(map(str, items))
 
 
 @dataclass(frozen=True)
-class Widths:
+class ModelShape:
     """What is known behind some layers: the width, the weights that may be tied, whether a gradient flows back."""
 
     width: int = 0
-    weights: tuple[Shape, ...] = ()
-    trained: int = 0
+    weights: tuple[WeightShape, ...] = ()
+    trained_count: int = 0
 
-    def fitting(self) -> Shape | None:
+    def find_tieable_weight(self) -> WeightShape | None:
         """The nearest weight that a tied layer could use."""
         return next((shape for shape in reversed(self.weights) if shape[1] == self.width), None)
 
 
-def behind(widths: Widths, layer: Layer) -> Widths:
+def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
     """What is known behind ``layer``. Raises UsageError where the layer cannot stand there."""
-    kind, sizes, width = layer.kind, layer.sizes, widths.width
-    if len(sizes) != ARITY.get(kind, 0) or not all(size > 0 for size in sizes):
-        raise UsageError(f"{layer}: expected {ARITY.get(kind, 0)} sizes above 0 for {kind.value}")
-    if (kind in SOURCES) != (width == 0):
-        raise UsageError(f"{layer}: a model begins with {' or '.join(k.value for k in SOURCES)}, and only there")
-    after = replace(widths, trained=widths.trained + (kind in TRAINED))
-    if kind in BLOCKS:
-        return behind_block(widths, layer)
-    if kind is Kind.INPUTS:
+    kind, sizes, width = layer.kind, layer.sizes, model_shape.width
+    if len(sizes) != SIZE_COUNTS.get(kind, 0) or not all(size > 0 for size in sizes):
+        raise UsageError(f"{layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
+    if (kind in SOURCE_KINDS) != (width == 0):
+        raise UsageError(f"{layer}: a model begins with {' or '.join(k.value for k in SOURCE_KINDS)}, and only there")
+    after = replace(model_shape, trained_count=model_shape.trained_count + (kind in TRAINED_KINDS))
+    if kind in BLOCK_KINDS:
+        return shape_after_block(model_shape, layer)
+    if kind is LayerKind.INPUTS:
         return replace(after, width=sizes[0])
-    if kind is Kind.TOKENS:
+    if kind is LayerKind.TOKENS:
         return replace(after, width=sizes[1], weights=((sizes[0], sizes[1]),))
-    if kind in (Kind.LINEAR, Kind.MATRIX):
-        return replace(after, width=sizes[0], weights=(*widths.weights, (sizes[0], width)))
-    if kind in (Kind.FROZEN, Kind.READ):
+    if kind in (LayerKind.LINEAR, LayerKind.MATRIX):
+        return replace(after, width=sizes[0], weights=(*model_shape.weights, (sizes[0], width)))
+    if kind in (LayerKind.FROZEN, LayerKind.READ):
         return replace(after, width=sizes[0])
-    if kind is Kind.CONV:
+    if kind is LayerKind.CONV:
         return replace(after, width=sizes[0] * width)
-    if kind is Kind.TIED:
-        shape = widths.fitting()
+    if kind is LayerKind.TIED:
+        shape = model_shape.find_tieable_weight()
         if shape is None:
             raise UsageError(f"tied: no linear, matrix or tokens before has a weight for {width} inputs")
         return replace(after, width=shape[0])
     return after
 
 
-def behind_block(widths: Widths, block: Layer) -> Widths:
+def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
     """``behind`` for a layer with layers inside."""
-    after = widths
+    after = model_shape
     for layer in block.inner:
-        after = behind(after, layer)
-    if block.kind in KEEPS_WIDTH and after.width != widths.width:
-        raise UsageError(f"{block}: it ends with width {after.width}, and has to end with {widths.width} as it begins")
-    if block.kind is Kind.REENTRANT and not widths.trained:
+        after = shape_after_layer(after, layer)
+    if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
+        raise UsageError(
+            f"{block}: it ends with width {after.width}, and has to end with {model_shape.width} as it begins"
+        )
+    if block.kind is LayerKind.REENTRANT and not model_shape.trained_count:
         raise UsageError(f"{block}: nothing before it is trained, so torch would give it no gradients")
     # What is left out in every second micro-batch alone gives no gradient to rely on.
-    return replace(after, trained=widths.trained) if block.kind is Kind.SOMETIMES else after
+    return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after
 
 
-class Pending(Enum):
+class PendingGradients(Enum):
     """What has become of the gradients since the last step or zero_grad."""
 
     NOTHING = "no gradient"
@@ -242,96 +260,109 @@ class Pending(Enum):
 
 
 @dataclass(frozen=True)
-class Book:
+class CallerState:
     """What a caller has in hand: ``kept`` outputs by their micro-batch, ``drawn`` micro-batches, ``saved`` times.
 
     ``window`` micro-batches make a step, of which the engine has been told of ``counted``.
     """
 
-    kept: tuple[int, ...] = ()
-    drawn: int = 0
-    pending: Pending = Pending.NOTHING
-    saved: int = 0
+    outputs: tuple[int, ...] = ()
+    micro_batches_drawn: int = 0
+    pending: PendingGradients = PendingGradients.NOTHING
+    save_count: int = 0
     window: int = 1
-    counted: int = 0
+    micro_batches_counted: int = 0
 
     @property
-    def boundary(self) -> bool:
+    def is_boundary(self) -> bool:
         """Whether the next step is one, and the gradients before it are whole."""
-        return self.counted + 1 == self.window
+        return self.micro_batches_counted + 1 == self.window
 
     @property
-    def ready(self) -> bool:
+    def has_reduced_gradients(self) -> bool:
         """Whether there are reduced gradients, for which an engine may be asked."""
-        return self.boundary and self.pending in (Pending.REDUCED, Pending.UNSEEN)
+        return self.is_boundary and self.pending in (PendingGradients.REDUCED, PendingGradients.UNSEEN)
 
-    def chosen(self, verb: Verb) -> int:
+    def select_output(self, verb: Verb) -> int:
         """The micro-batch of the output that a backward takes."""
-        return self.kept[0 if Mark.OLD in verb.marks else -1]
+        return self.outputs[0 if Mark.OLD in verb.marks else -1]
 
 
-def refusal(layers: Sequence[Layer], book: Book, verb: Verb) -> str:
+def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Verb) -> str:
     """Why a caller with ``book`` in hand cannot do ``verb``; nothing where plain PyTorch allows it."""
     act = verb.act
-    unfit = [mark.value for mark in verb.marks if mark not in MARKED.get(act, ())]
+    unfit = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
     if unfit:
         return f"it has no mark {', '.join(unfit)}"
     if {Mark.TENSOR, Mark.SCALE} <= {*verb.marks}:
         return "tensor and scale exclude each other"
-    if Mark.TENSOR in verb.marks and book.window > 1:
+    if Mark.TENSOR in verb.marks and caller.window > 1:
         return "an engine that divides by its micro-batches is told of a backward"
-    if act is Act.BACKWARD and not book.kept:
+    if act is Act.BACKWARD and not caller.outputs:
         return "there is no output to go back from"
-    if act is Act.STEP and not (book.ready if book.boundary else book.pending is not Pending.NOTHING):
-        return f"there is {book.pending.value}"
-    if act in BETWEEN_STEPS and (book.kept or book.pending is not Pending.NOTHING or book.counted):
+    if act is Act.STEP and not (
+        caller.has_reduced_gradients if caller.is_boundary else caller.pending is not PendingGradients.NOTHING
+    ):
+        return f"there is {caller.pending.value}"
+    if act in BETWEEN_STEPS_ACTS and (
+        caller.outputs or caller.pending is not PendingGradients.NOTHING or caller.micro_batches_counted
+    ):
         return "it is done between steps, with no output kept"
-    if act is Act.IDLE and book.window > 1:
+    if act is Act.IDLE and caller.window > 1:
         return "an engine that counts micro-batches would count one"
-    if not book.saved and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
+    if not caller.save_count and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
         return "nothing was saved"
     if act in (Act.INPUT_GRAD, Act.TRANSFORM):
-        return without_input_gradient(layers)
+        return explain_missing_input_gradient(layers)
     return ""
 
 
-def without_input_gradient(layers: Sequence[Layer]) -> str:
+def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
     """Why there is no gradient with respect to the inputs of a model; those of one without layers are floats."""
-    if layers and layers[0].kind is Kind.TOKENS:
+    if layers and layers[0].kind is LayerKind.TOKENS:
         return "token ids have no gradient"
-    reentrant = any(layer.kind is Kind.REENTRANT for outer in layers for layer in outer.walk())
+    reentrant = any(layer.kind is LayerKind.REENTRANT for outer in layers for layer in outer.walk())
     return "torch's reentrant checkpoint takes no autograd.grad" if reentrant else ""
 
 
-def accumulates(book: Book, verb: Verb) -> bool:
+def is_accumulating(caller: CallerState, verb: Verb) -> bool:
     """Whether ``verb`` runs a backward on top of gradients that wait for a step, of which no engine was told."""
-    return verb.act in BACKWARDS and book.pending is not Pending.NOTHING and book.window == 1
+    return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 
-def done(book: Book, verb: Verb) -> Book:
+def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
     """What a caller has in hand after ``verb``."""
     act = verb.act
-    book = replace(book, drawn=book.drawn + (act in DRAWS), saved=book.saved + (verb == Verb(Act.SAVE)))
+    caller = replace(
+        caller,
+        micro_batches_drawn=caller.micro_batches_drawn + (act in MICRO_BATCH_ACTS),
+        save_count=caller.save_count + (verb == Verb(Act.SAVE)),
+    )
     if act is Act.FORWARD:
-        return replace(book, kept=(*book.kept, book.drawn - 1))
+        return replace(caller, outputs=(*caller.outputs, caller.micro_batches_drawn - 1))
     if act is Act.BACKWARD:
-        gone = () if Mark.RETAIN in verb.marks else (book.chosen(verb),)
-        pending = Pending.UNSEEN if Mark.UNSEEN in verb.marks else Pending.REDUCED
-        return replace(book, kept=tuple(m for m in book.kept if m not in gone), pending=pending)
+        gone = () if Mark.RETAIN in verb.marks else (caller.select_output(verb),)
+        pending = PendingGradients.UNSEEN if Mark.UNSEEN in verb.marks else PendingGradients.REDUCED
+        return replace(caller, outputs=tuple(m for m in caller.outputs if m not in gone), pending=pending)
     if act is Act.NO_SYNC:
-        return replace(book, pending=Pending.UNREDUCED)
-    if act is Act.LOOK and book.ready:
-        return replace(book, pending=Pending.REDUCED)
+        return replace(caller, pending=PendingGradients.UNREDUCED)
+    if act is Act.LOOK and caller.has_reduced_gradients:
+        return replace(caller, pending=PendingGradients.REDUCED)
     if act is Act.STEP:
-        return replace(book, kept=(), pending=Pending.NOTHING, counted=(book.counted + 1) % book.window)
+        return replace(
+            caller,
+            outputs=(),
+            pending=PendingGradients.NOTHING,
+            micro_batches_counted=(caller.micro_batches_counted + 1) % caller.window,
+        )
     if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
-        return replace(book, pending=Pending.NOTHING, counted=0)
-    return book
+        return replace(caller, pending=PendingGradients.NOTHING, micro_batches_counted=0)
+    return caller
 
 
-def played(program: Program) -> Iterator[tuple[int, Verb, Book]]:
+def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
     """Every verb with its place, counted from 1, and what the caller has in hand before it."""
-    book = Book(window=program.window)
+    book = CallerState(window=program.window)
     for place, verb in enumerate(program.verbs, start=1):
         yield place, verb, book
-        book = done(book, verb)
+        book = apply_verb(book, verb)

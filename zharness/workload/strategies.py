@@ -10,30 +10,42 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from zharness.workload.legal import NO_LIMITS, Limits, legal_layers, legal_verbs
-from zharness.workload.programs import ARITY, BLOCKS, MARKED, SIZED, SOURCES, Act, Kind, Layer, Mark, Program, Verb
+from zharness.workload.legal_programs import NO_LIMITS, CallerLimits, legal_layers, legal_verbs
+from zharness.workload.programs import (
+    ALLOWED_MARKS,
+    BLOCK_KINDS,
+    SIZE_COUNTS,
+    SIZED_KINDS,
+    SOURCE_KINDS,
+    Act,
+    Layer,
+    LayerKind,
+    Mark,
+    Program,
+    Verb,
+)
 
-WIDEST = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
-CHANNELS = 2
-MOST_LAYERS = 5  # in a row
-MOST_PHRASES = 10
-DEEPEST = 2  # blocks in each other
+MAX_WIDTH = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
+MAX_CHANNELS = 2
+MAX_LAYERS = 5  # in a row
+MAX_PHRASES = 10
+MAX_DEPTH = 2  # blocks in each other
 
 
 @dataclass(frozen=True)
 class Repertoire:
     """What programs for an engine may use at one stage; the first of each is what Hypothesis shrinks to."""
 
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    kinds: tuple[LayerKind, ...] = tuple(LayerKind)
     acts: tuple[Act, ...] = tuple(Act)
     marks: tuple[Mark, ...] = tuple(Mark)
     dtypes: tuple[str, ...] = ("fp32",)
     optimizers: tuple[str, ...] = ("sgd", "adamw")
-    limits: Limits = NO_LIMITS
+    limits: CallerLimits = NO_LIMITS
 
 
 @st.composite
-def batches(
+def program_batches(
     draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], programs: int
 ) -> tuple[Program, ...]:
     """So many programs for the same ranks: one stage of ``repertoires``, one world size, one setting."""
@@ -41,42 +53,46 @@ def batches(
     world_size = draw(st.sampled_from(list(world_sizes)))
     can = repertoires[stage]
     setting = draw(st.tuples(st.sampled_from(can.dtypes), st.sampled_from(can.optimizers)))
-    texts = st.tuples(models(can), st.lists(phrases(can), min_size=2, max_size=MOST_PHRASES).map(joined))
+    texts = st.tuples(
+        legal_models(can), st.lists(verb_phrases(can), min_size=2, max_size=MAX_PHRASES).map(flatten_phrases)
+    )
     return tuple(
         Program(tuple(layers), legal_verbs(layers, wishes, can.limits), stage, world_size, *setting)
         for layers, wishes in draw(st.lists(texts, min_size=programs, max_size=programs))
     )
 
 
-def models(can: Repertoire) -> st.SearchStrategy[list[Layer]]:
+def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
     """A source and the layers behind it, something in them trained."""
-    sources = [leaf(kind) for kind in SOURCES if kind in can.kinds]
-    inner = st.lists(layer(can, DEEPEST), min_size=1, max_size=MOST_LAYERS)
+    sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
+    inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
 
 
-def layer(can: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
+def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
     """Any layer but a source, with blocks at most ``depth`` deep."""
-    leaves = [leaf(kind) for kind in Kind if kind in can.kinds and kind not in (*SOURCES, *BLOCKS)]
-    kinds = [kind for kind in BLOCKS if kind in can.kinds]
+    leaves = [
+        leaf_layer(kind) for kind in LayerKind if kind in repertoire.kinds and kind not in (*SOURCE_KINDS, *BLOCK_KINDS)
+    ]
+    kinds = [kind for kind in BLOCK_KINDS if kind in repertoire.kinds]
     if depth == 0 or not kinds:
         return st.one_of(leaves)
-    inner = st.lists(layer(can, depth - 1), min_size=1, max_size=MOST_LAYERS - 2)
+    inner = st.lists(any_layer(repertoire, depth - 1), min_size=1, max_size=MAX_LAYERS - 2)
     block = st.builds(lambda kind, layers: Layer(kind, (), tuple(layers)), st.sampled_from(kinds), inner)
     return st.one_of(*leaves, block)
 
 
-def leaf(kind: Kind) -> st.SearchStrategy[Layer]:
+def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
     """A layer of ``kind``, which is no block, with sizes."""
-    if kind is Kind.TIED or kind not in (*SIZED, *SOURCES):
+    if kind is LayerKind.TIED or kind not in (*SIZED_KINDS, *SOURCE_KINDS):
         return st.just(Layer(kind))
-    size = st.integers(1, CHANNELS if kind is Kind.CONV else WIDEST)
-    return st.tuples(*[size] * ARITY[kind]).map(lambda sizes: Layer(kind, sizes))
+    size = st.integers(1, MAX_CHANNELS if kind is LayerKind.CONV else MAX_WIDTH)
+    return st.tuples(*[size] * SIZE_COUNTS[kind]).map(lambda sizes: Layer(kind, sizes))
 
 
 FORWARD_TO_STEP = (Act.FORWARD, Act.BACKWARD, Act.STEP)
 # What callers do in one go. Drawn verb by verb, few programs would get as far as a second step.
-PHRASES = (
+VERB_PHRASES = (
     (Act.FORWARD,),
     (Act.BACKWARD,),
     (Act.FORWARD, Act.BACKWARD),
@@ -85,22 +101,22 @@ PHRASES = (
 )
 
 
-def phrases(can: Repertoire) -> st.SearchStrategy[list[Verb]]:
+def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
     """A verb with any marks, or several verbs in one go, of a repertoire."""
-    spoken = [list(map(Verb, acts)) for acts in PHRASES if set(acts) <= set(can.acts)]
-    marked = [act for act in MARKED if act in can.acts]
-    rest = [[Verb(act)] for act in can.acts if act not in (*FORWARD_TO_STEP, *marked)]
-    marks = st.sets(st.sampled_from(can.marks), max_size=3) if can.marks else st.just(set())
-    options = [st.sampled_from(spoken), st.builds(with_marks, st.sampled_from(marked), marks).map(lambda one: [one])]
+    spoken = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
+    marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
+    rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]
+    marks = st.sets(st.sampled_from(repertoire.marks), max_size=3) if repertoire.marks else st.just(set())
+    options = [st.sampled_from(spoken), st.builds(make_verb, st.sampled_from(marked), marks).map(lambda one: [one])]
     return st.one_of(*options, st.sampled_from(rest)) if rest else st.one_of(options)
 
 
-def joined(parts: Sequence[list[Verb]]) -> list[Verb]:
+def flatten_phrases(parts: Sequence[list[Verb]]) -> list[Verb]:
     """The verbs of several phrases."""
     return [verb for part in parts for verb in part]
 
 
-def with_marks(act: Act, marks: set[Mark]) -> Verb:
+def make_verb(act: Act, marks: set[Mark]) -> Verb:
     """A verb with its marks in order, less those that it cannot have."""
     unfit = {Mark.SCALE} if Mark.TENSOR in marks else set()
-    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark in MARKED[act] and mark not in unfit))
+    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in unfit))

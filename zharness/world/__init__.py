@@ -1,23 +1,23 @@
 """N ranks on this machine: forked, watched, judged one by one, and gone when their work is done."""
 
-from zharness.world.here import assert_together, exchange, here, is_rank
-from zharness.world.outcome import End, GroupOutcome, RankOutcome, RanksFailed
+from zharness.world.current_rank import assert_together, current_rank, exchange, is_rank
+from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome, RanksFailed
 from zharness.world.server import RankServer, run
-from zharness.world.work import Collectives, Group, Isolation, Work
+from zharness.world.task import CollectiveMode, Group, Isolation, RankTask
 
 __all__ = [
-    "Collectives",
-    "End",
+    "CollectiveMode",
     "Group",
     "GroupOutcome",
     "Isolation",
+    "RankEnd",
     "RankOutcome",
     "RankServer",
+    "RankTask",
     "RanksFailed",
-    "Work",
     "assert_together",
+    "current_rank",
     "exchange",
-    "here",
     "is_rank",
     "run",
 ]

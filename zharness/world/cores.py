@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 
-def share(lane: int, lanes: int) -> frozenset[int]:
+def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
     """The one core of a lane, where there are lanes for every core that this process may use; else none, for any.
 
     Ranks of small models do little but wake each other up. On another core that is an interrupt, and where the core
@@ -17,10 +17,10 @@ def share(lane: int, lanes: int) -> frozenset[int]:
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     usable = sorted(os.sched_getaffinity(0))
-    return frozenset({usable[lane % len(usable)]}) if lanes >= len(usable) else frozenset()
+    return frozenset({usable[lane % len(usable)]}) if lane_count >= len(usable) else frozenset()
 
 
-def keep_to(cores: Collection[int], pid: int = 0) -> None:
+def pin_to_cores(cores: Collection[int], pid: int = 0) -> None:
     """Have a process, this one where none is named, and what it forks from now on run on these cores alone.
 
     As it does, where there are none; and where a container forbids it, or has taken a core away meanwhile.
@@ -30,7 +30,7 @@ def keep_to(cores: Collection[int], pid: int = 0) -> None:
             os.sched_setaffinity(pid, cores)
 
 
-def finish_turns() -> None:
+def use_batch_scheduling() -> None:
     """Have this process, and what it starts from now on, preempt nobody when it wakes up.
 
     Linux calls that a batch of work (sched(7), SCHED_BATCH). A thread of gloo that is woken by what another one sends

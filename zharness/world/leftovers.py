@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Helpers of the standard library that it starts on its own and ends with the process.
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def left_behind() -> dict[str, str]:
+def find_leftovers() -> dict[str, str]:
     """The threads that would keep this process alive and the processes that would outlive it, each in words.
 
     The keys stay the same from one call to the next, so that two calls can be compared.
     """
-    return {**dict(threads()), **dict(children())}
+    return {**dict(iter_leftover_threads()), **dict(iter_leftover_processes())}
 
 
-def threads() -> Iterator[tuple[str, str]]:
+def iter_leftover_threads() -> Iterator[tuple[str, str]]:
     """Non-daemon threads other than the main one, with the place where each stands."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
@@ -40,19 +40,21 @@ def threads() -> Iterator[tuple[str, str]]:
         yield f"thread {thread.ident}", words
 
 
-def children() -> Iterator[tuple[str, str]]:
+def iter_leftover_processes() -> Iterator[tuple[str, str]]:
     """Living child processes, with their command lines. Linux only; none where there is no memory left to look."""
-    for pid, words in living_children().items():
+    for pid, words in find_living_children().items():
         yield f"process {pid}", f"process {pid}, {words[:100]}"
 
 
-def living_children() -> dict[int, str]:
+def find_living_children() -> dict[int, str]:
     """Child processes that live, and what they run; without the helpers of the standard library."""
-    found = {int(pid): command_line(pid) for pid in child_pids()}
-    return {pid: words for pid, words in found.items() if words and not any(helper in words for helper in _HELPERS)}
+    found = {int(pid): read_command_line(pid) for pid in list_child_pids()}
+    return {
+        pid: words for pid, words in found.items() if words and not any(helper in words for helper in _STDLIB_HELPERS)
+    }
 
 
-def child_pids() -> list[str]:
+def list_child_pids() -> list[str]:
     """The children of every thread of this process."""
     pids: list[str] = []
     with suppress(OSError):
@@ -62,7 +64,7 @@ def child_pids() -> list[str]:
     return pids
 
 
-def command_line(pid: str) -> str:
+def read_command_line(pid: str) -> str:
     """What a process runs; the empty string for one that has ended, or that only waits to be waited for."""
     process = Path("/proc") / pid
     try:
@@ -75,7 +77,7 @@ def command_line(pid: str) -> str:
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class ProcessFingerprint:
     """The state of a process that its next piece of work would see."""
 
     environment: dict[str, str]
@@ -90,18 +92,18 @@ class Fingerprint:
     signal_handlers: tuple[object, ...]
     daemon_threads: tuple[str, ...]
 
-    def changes(self, after: Fingerprint) -> list[str]:
+    def list_changes(self, other: ProcessFingerprint) -> list[str]:
         """The names of what differs."""
-        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(after, field.name)]
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         return [name.replace("_", " ") for name in names]
 
 
-def fingerprint() -> Fingerprint:
+def take_fingerprint() -> ProcessFingerprint:
     """This process's state now."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return Fingerprint(
+    return ProcessFingerprint(
         environment=environment,
-        directory=directory(),
+        directory=working_directory(),
         search_path=tuple(sys.path),
         default_dtype=torch.get_default_dtype(),
         torch_threads=torch.get_num_threads(),
@@ -114,7 +116,7 @@ def fingerprint() -> Fingerprint:
     )
 
 
-def directory() -> str:
+def working_directory() -> str:
     """The working directory, which a test may have removed."""
     try:
         return os.getcwd()

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Standing(Enum):
+class RankStatus(Enum):
     """What a note says of its rank: it goes on, it has failed, or it takes no further part (a skip)."""
 
-    FINE = "fine"
+    OK = "fine"
     FAILED = "failed"
-    LEFT = "left"
+    SKIPPED = "left"
 
 
 @dataclass(frozen=True)
-class Note:
+class RankNote:
     """Something a rank tells before its end: the report of one phase of a test, say.
 
     ``at_ns`` is CLOCK_MONOTONIC at the moment of what is told, not at that of the telling. ``payload`` is pickled.
@@ -23,12 +23,12 @@ class Note:
 
     rank: int
     at_ns: int
-    standing: Standing
+    status: RankStatus
     payload: bytes
 
 
 @dataclass(frozen=True)
-class Vote:
+class ExchangeRequest:
     """A rank's contribution to an exchange; it waits until every rank's is in.
 
     ``ordinal`` counts this rank's exchanges, ``what`` is the function that it called, ``site`` where.
@@ -36,24 +36,24 @@ class Vote:
 
     rank: int
     ordinal: int
-    what: str
-    site: str
+    operation: str
+    call_site: str
     value: bytes
 
 
 @dataclass(frozen=True)
-class Announced:
+class CollectiveAnnouncement:
     """A collective that a rank is about to enter: its number on this rank, when, what it is, and where it is called."""
 
     rank: int
     ordinal: int
     at_ns: int
-    what: str
-    site: str
+    operation: str
+    call_site: str
 
 
 @dataclass(frozen=True)
-class Hold:
+class DeadlineHold:
     """The deadline is off while a person looks at the rank (``reason``); the empty reason switches it on again."""
 
     rank: int
@@ -61,7 +61,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Votes:
+class ExchangeResult:
     """The server's answer to a complete exchange: every rank's value, in rank order.
 
     ``ordinal`` is the asking rank's own: a rank that left an exchange by an exception finds its answer still there.
@@ -72,7 +72,7 @@ class Votes:
 
 
 @dataclass(frozen=True)
-class NoVotes:
+class ExchangeFailure:
     """The server's answer to an exchange that cannot be completed, with the reason."""
 
     ordinal: int
@@ -80,16 +80,16 @@ class NoVotes:
 
 
 @dataclass(frozen=True)
-class Apart:
+class ExchangeMismatch:
     """The server's answer to ranks that meet in different functions."""
 
     ordinal: int
     reason: str
 
 
-Answer = Votes | NoVotes | Apart
+ExchangeAnswer = ExchangeResult | ExchangeFailure | ExchangeMismatch
 
 
 @dataclass(frozen=True)
-class Leave:
+class ShutdownMessage:
     """The server's last word to a rank: all work is done, end."""

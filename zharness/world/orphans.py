@@ -9,21 +9,21 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 
-from zharness.world.leftovers import living_children
+from zharness.world.leftovers import find_living_children
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process ``by`` when ``parent`` ends, however that ends.
 
     Linux only; elsewhere the rank server's own watch has to do. The parent may be gone already: then end at once.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -33,23 +33,23 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_strays(keep: Collection[int | None]) -> None:
+def kill_orphans(spared_pids: Collection[int | None]) -> None:
     """Kill and reap what this process has adopted, whatever session it made itself, but for ``keep``.
 
     The children of each fall to this process in turn, so it looks until there are none.
     """
-    while strays := [pid for pid in living_children() if pid not in keep]:
+    while strays := [pid for pid in find_living_children() if pid not in spared_pids]:
         for pid in strays:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
-def end_process_group(leader: int) -> None:
+def kill_process_group(leader_pid: int) -> None:
     """Kill what is left of a rank's process group, and reap what this process has adopted of it."""
     try:
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader_pid, signal.SIGKILL)
         while True:
-            os.waitpid(-leader, 0)
+            os.waitpid(-leader_pid, 0)
     except (ProcessLookupError, PermissionError, ChildProcessError):
         return  # nothing is left, or nothing that is this process's to reap

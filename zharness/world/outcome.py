@@ -9,10 +9,10 @@ from enum import Enum
 from typing import Any
 
 from zharness.errors import ZHarnessError
-from zharness.world.messages import Note, Standing
+from zharness.world.messages import RankNote, RankStatus
 
 
-class End(Enum):
+class RankEnd(Enum):
     """The ways in which a rank ends; the value reads on after "rank 1 "."""
 
     RETURNED = "returned"
@@ -25,18 +25,18 @@ class End(Enum):
 
 # A death nobody reported comes before the errors that it causes in the peers' collectives: a peer notices the closed
 # connection within a millisecond, often before the server wakes up, so clocks alone would blame the peer.
-_PRECEDENCE = {End.SIGNALLED: 0, End.EXITED: 0, End.RAISED: 1, End.HUNG: 2, End.STOPPED: 3}
+_CAUSE_PRECEDENCE = {RankEnd.SIGNALLED: 0, RankEnd.EXITED: 0, RankEnd.RAISED: 1, RankEnd.HUNG: 2, RankEnd.STOPPED: 3}
 
 
-MISMATCH = "zharness.world.CollectiveMismatch"  # the ``exception`` of ranks that the server found to disagree
-TAIL = 4000  # characters of a rank's output in a description
+MISMATCH_EXCEPTION = "zharness.world.CollectiveMismatch"  # the ``exception`` of ranks that the server found to disagree
+OUTPUT_TAIL_CHARS = 4000  # characters of a rank's output in a description
 
 
 @dataclass(frozen=True)
-class Printed:
+class CapturedOutput:
     """What a rank wrote to ``stream`` ("stdout" or "stderr") while it was in the phase ``label``; cut in the middle."""
 
-    label: str
+    phase: str
     stream: str
     text: str
 
@@ -53,30 +53,30 @@ class RankOutcome:
     """
 
     rank: int
-    end: End
+    end: RankEnd
     at_ns: int
     cause: str = ""
     exception: str = ""
-    innermost: str = ""
+    innermost_file: str = ""
     traceback: str = ""
     stack: str = ""
     site: str = ""
     phase: str = ""
     payload: bytes = b""
-    notes: tuple[Note, ...] = ()
-    printed: tuple[Printed, ...] = ()
-    left_behind: tuple[str, ...] = ()
-    imported: tuple[str, ...] = ()
+    notes: tuple[RankNote, ...] = ()
+    captured_output: tuple[CapturedOutput, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    imported_modules: tuple[str, ...] = ()
 
     @property
     def output(self) -> str:
         """The end of what the rank printed, stream by stream."""
-        return "".join(part.text for part in self.printed)[-TAIL:].strip()
+        return "".join(part.text for part in self.captured_output)[-OUTPUT_TAIL_CHARS:].strip()
 
     @property
-    def sound(self) -> bool:
+    def is_successful(self) -> bool:
         """Whether the rank returned, and told of no failure before."""
-        return self.end is End.RETURNED and all(note.standing is not Standing.FAILED for note in self.notes)
+        return self.end is RankEnd.RETURNED and all(note.status is not RankStatus.FAILED for note in self.notes)
 
     @property
     def value(self) -> Any:
@@ -86,9 +86,9 @@ class RankOutcome:
     @property
     def precedence(self) -> int:
         """Which ends are causes of which, whatever the clocks say; a mismatch may make a peer abort."""
-        return 0 if self.exception == MISMATCH else _PRECEDENCE[self.end]
+        return 0 if self.exception == MISMATCH_EXCEPTION else _CAUSE_PRECEDENCE[self.end]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """One sentence: which rank, how it ended, why."""
         return f"rank {self.rank} {self.end.value}" + (f": {self.cause}" if self.cause else "")
 
@@ -99,12 +99,14 @@ class GroupOutcome:
 
     ranks: tuple[RankOutcome, ...]
     seconds: float
-    before: GroupOutcome | None = None  # of ranks that lived on, and of which one ended before this work began
+    previous_outcome: GroupOutcome | None = (
+        None  # of ranks that lived on, and of which one ended before this work began
+    )
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
         """The ranks that did not return, the cause first; of hung ranks, those for which the others wait."""
-        failed = [outcome for outcome in self.ranks if outcome.end is not End.RETURNED]
+        failed = [outcome for outcome in self.ranks if outcome.end is not RankEnd.RETURNED]
         return tuple(sorted(failed, key=lambda one: (one.precedence, bool(one.site), one.at_ns)))
 
     @property
@@ -124,7 +126,7 @@ class GroupOutcome:
         for outcome in self.failures:
             details = [outcome.traceback, outcome.stack, outcome.output and f"output:\n{outcome.output}"]
             blocks.setdefault("\n".join(text.rstrip() for text in details if text), []).append(outcome)
-        return "\n\n".join("\n".join([*(one.words() for one in alike), text]) for text, alike in blocks.items())
+        return "\n\n".join("\n".join([*(one.describe() for one in alike), text]) for text, alike in blocks.items())
 
 
 class RanksFailed(ZHarnessError):
@@ -135,9 +137,9 @@ class RanksFailed(ZHarnessError):
         self.outcome = outcome
 
 
-def signal_name(number: int) -> str:
+def signal_name(signal_number: int) -> str:
     """``SIGSEGV`` for 11; the bare number for a signal without a name."""
     try:
-        return signal.Signals(number).name
+        return signal.Signals(signal_number).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {signal_number}"

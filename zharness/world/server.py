@@ -24,19 +24,19 @@ from typing import Any, NoReturn
 import torch
 
 from zharness.errors import UsageError, WorldError
-from zharness.world.cores import keep_to
+from zharness.world.cores import pin_to_cores
 from zharness.world.limits import check_world_size, raise_file_limit
-from zharness.world.orphans import adopt_orphans, die_with_parent, end_process_group, end_strays
+from zharness.world.orphans import adopt_orphans, die_with_parent, kill_orphans, kill_process_group
 from zharness.world.outcome import GroupOutcome
-from zharness.world.pools import Pools, freeze
-from zharness.world.rank import by_inheritance
+from zharness.world.pools import RankPools, freeze_garbage_collector
+from zharness.world.rank import inherited_function_placeholder
+from zharness.world.task import CancelRequest, ClosePoolRequest, Group, RankTask
+from zharness.world.task_watcher import ClientGone, TaskCancelled
 from zharness.world.team import CannotStart, wait_for_end
-from zharness.world.watch import Abandoned, Recalled
-from zharness.world.work import Dismissal, Group, Recall, Work
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RankEnvironment:
     """What a server has that its parent has not.
 
     ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
@@ -53,13 +53,15 @@ class Surroundings:
     echo: bool = False
 
 
-PATIENCE = 5.0  # seconds that a server gets to end its ranks before it is killed
+SHUTDOWN_TIMEOUT = 5.0  # seconds that a server gets to end its ranks before it is killed
 
 
 class RankServer:
     """A handle on a rank server process. Use it as a context manager, or call ``close``."""
 
-    def __init__(self, surroundings: Surroundings | None = None, inherited: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, rank_environment: RankEnvironment | None = None, inherited_function: Callable[..., Any] | None = None
+    ) -> None:
         """Fork the server. ``inherited`` reaches its ranks by the fork, so that nothing in it is pickled.
 
         Raises UsageError when this process has initialised CUDA, which no fork of it could use.
@@ -68,9 +70,16 @@ class RankServer:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         # A private directory that the server removes when it ends, also when that is because this process was killed.
-        self.room = Path(tempfile.mkdtemp(prefix="zharness-"))
-        arguments = (theirs, self._pipe, surroundings or Surroundings(), inherited, self.room, os.getpid())
-        self._process: ForkProcess = context.Process(target=serve, args=arguments, name="zharness rank server")
+        self.scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
+        arguments = (
+            theirs,
+            self._pipe,
+            rank_environment or RankEnvironment(),
+            inherited_function,
+            self.scratch_dir,
+            os.getpid(),
+        )
+        self._process: ForkProcess = context.Process(target=run_server, args=arguments, name="zharness rank server")
         try:
             with warnings.catch_warnings():
                 # From 3.12 on Python warns where there are other threads, and a worker of xdist has one. It waits for
@@ -79,11 +88,11 @@ class RankServer:
                 self._process.start()
         except OSError:
             self._pipe.close()
-            shutil.rmtree(self.room, ignore_errors=True)
+            shutil.rmtree(self.scratch_dir, ignore_errors=True)
             raise
         finally:
             theirs.close()
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         atexit.register(self.close)
 
     def run(
@@ -99,25 +108,25 @@ class RankServer:
         Raises UsageError for a world size that cannot be had, WorldError when the server is gone.
         """
         check_world_size(world_size)
-        return self.submit(Work(function, args, world_size, timeout, group))
+        return self.submit(RankTask(function, args, world_size, timeout, group))
 
-    def call(self, *args: Any, **how: Any) -> GroupOutcome:
+    def call(self, *args: Any, **task_fields: Any) -> GroupOutcome:
         """``run`` for the function that the server inherited; ``how`` are fields of Work."""
-        return self.submit(Work(by_inheritance, args, **how))
+        return self.submit(RankTask(inherited_function_placeholder, args, **task_fields))
 
-    def submit(self, work: Work) -> GroupOutcome:
+    def submit(self, task: RankTask) -> GroupOutcome:
         """``run`` for a Work. An exception while ranks run, that of an interrupt say, ends these ranks."""
-        answer = self._ask(work)
+        answer = self._request(task)
         if isinstance(answer, GroupOutcome):
             return answer
         raise WorldError(str(answer))
 
-    def dismiss(self, pool: str, world_size: int) -> GroupOutcome | None:
+    def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
         """End the ranks of one pool and tell how they ended; None when there are none."""
-        answer = self._ask(Dismissal(pool, world_size))
+        answer = self._request(ClosePoolRequest(pool, world_size))
         return answer if isinstance(answer, GroupOutcome) else None
 
-    def _ask(self, request: Work | Dismissal) -> object:
+    def _request(self, request: RankTask | ClosePoolRequest) -> object:
         try:
             self._pipe.send(request)
             return self._pipe.recv()
@@ -126,40 +135,40 @@ class RankServer:
             if isinstance(error, (EOFError, OSError)) and not isinstance(error, TimeoutError):
                 self.close()
                 raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
-            self._recall()
+            self._cancel()
             raise
 
-    def _recall(self) -> None:
+    def _cancel(self) -> None:
         """Have the work ended whose answer nobody waits for any more, by a signal's exception say."""
         with suppress(Exception):  # whatever comes of the rest of an answer that was interrupted in its middle
-            self._pipe.send(Recall())
-            while self._pipe.poll(PATIENCE):
-                if isinstance(self._pipe.recv(), Recall):
+            self._pipe.send(CancelRequest())
+            while self._pipe.poll(SHUTDOWN_TIMEOUT):
+                if isinstance(self._pipe.recv(), CancelRequest):
                     return
         self.close()
 
-    def keep_to(self, cores: Collection[int]) -> None:
+    def pin_to_cores(self, cores: Collection[int]) -> None:
         """Have the server, and ranks that it forks from now on, run on these cores alone; as they do, where none."""
         assert self._process.pid is not None, "forked, so it has a pid"
-        keep_to(cores, self._process.pid)
+        pin_to_cores(cores, self._process.pid)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the server's process is gone."""
         return self._process.exitcode is not None
 
     def close(self) -> None:
         """End the server and whatever it still runs. A fork of the owner leaves it alone."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
         # By signal, not by closing the pipe: a thread that still reads the pipe keeps it open and would never wake up.
         self._process.terminate()
-        wait_for_end(self._process, PATIENCE)
+        wait_for_end(self._process, SHUTDOWN_TIMEOUT)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        shutil.rmtree(self.room, ignore_errors=True)
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)
         with suppress(OSError):
             self._pipe.close()
 
@@ -183,7 +192,7 @@ def run(
     a rank does not return, UsageError for a world size that cannot be had.
     """
     check_world_size(world_size)
-    with RankServer(inherited=partial(function, *args)) as server:
+    with RankServer(inherited_function=partial(function, *args)) as server:
         return server.call(world_size=world_size, timeout=timeout, group=group).values()
 
 
@@ -196,42 +205,46 @@ def refuse_cuda(culprit: str = "") -> None:
         )
 
 
-def serve(
+def run_server(
     pipe: Connection,
-    parents_end: Connection,
-    surroundings: Surroundings,
-    inherited: Callable[..., Any] | None,
-    room: Path,
-    parent: int,
+    parent_pipe: Connection,
+    rank_environment: RankEnvironment,
+    inherited_function: Callable[..., Any] | None,
+    scratch_dir: Path,
+    parent_pid: int,
 ) -> None:
     """The server's loop: one Work in, one GroupOutcome out, until SIGTERM or the client's end closes."""
-    parents_end.close()  # while this process held it too, the client's death would not close the pipe
+    parent_pipe.close()  # while this process held it too, the client's death would not close the pipe
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: leave(room))
+    signal.signal(signal.SIGTERM, lambda *_: exit_server(scratch_dir))
     adopt_orphans()
     # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    if surroundings.echo and isinstance(sys.stdout, io.TextIOWrapper):
+    if rank_environment.echo and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what ranks print may not fit the encoding here
     raise_file_limit()
-    pools = Pools(room, inherited, surroundings.echo)
+    pools = RankPools(scratch_dir, inherited_function, rank_environment.echo)
     try:
-        die_with_parent(parent, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
+        die_with_parent(parent_pid, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
         trouble = None
         while True:
             request = pipe.recv()
-            trouble = prepare(surroundings) if trouble is None else trouble  # not before: a spare may never be asked
-            pipe.send(request if isinstance(request, Recall) else trouble or answer(request, pools, pipe))
-            pools.learn()
-    except (EOFError, OSError, Abandoned):
+            trouble = (
+                prepare_process(rank_environment) if trouble is None else trouble
+            )  # not before: a spare may never be asked
+            pipe.send(
+                request if isinstance(request, CancelRequest) else trouble or handle_request(request, pools, pipe)
+            )
+            pools.import_rank_modules()
+    except (EOFError, OSError, ClientGone):
         pass  # the client is gone
     finally:
-        pools.end()
-        shutil.rmtree(room, ignore_errors=True)
+        pools.close()
+        shutil.rmtree(scratch_dir, ignore_errors=True)
 
 
-def leave(room: Path) -> NoReturn:
+def exit_server(scratch_dir: Path) -> NoReturn:
     """End the ranks, remove the files, and end this process, from within a signal handler.
 
     Not by raising: an exception out of a handler is lost where it happens to meet a callback that cannot raise, and
@@ -240,56 +253,60 @@ def leave(room: Path) -> NoReturn:
     for child in multiprocessing.active_children():
         if child.pid is not None:
             child.kill()
-            end_process_group(child.pid)
-    end_strays(())
-    shutil.rmtree(room, ignore_errors=True)
+            kill_process_group(child.pid)
+    kill_orphans(())
+    shutil.rmtree(scratch_dir, ignore_errors=True)
     os._exit(0)
 
 
-def prepare(surroundings: Surroundings) -> str:
+def prepare_process(rank_environment: RankEnvironment) -> str:
     """Make this process what its ranks should be forked from; in words what went wrong, or the empty string."""
-    trouble = shadowed(surroundings)
+    trouble = describe_shadowed_module(rank_environment)
     if trouble:
         return trouble
-    sys.path[:0] = surroundings.search_path
-    os.environ.update(surroundings.environment)
+    sys.path[:0] = rank_environment.search_path
+    os.environ.update(rank_environment.environment)
     # Python reads the variable at its start only; beside the sources of a checkout no bytecode must be written.
-    sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in surroundings.environment
-    module, _, function = surroundings.warm_up.partition(":")
+    sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in rank_environment.environment
+    module, _, function = rank_environment.warm_up.partition(":")
     try:
         imported = importlib.import_module(module) if module else None
         if function:
             getattr(imported, function)()
     except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
-        return f"the rank server's warm-up {surroundings.warm_up} raised {type(error).__name__}: {error}"
-    freeze()
-    return shadowed(surroundings)
+        return f"the rank server's warm-up {rank_environment.warm_up} raised {type(error).__name__}: {error}"
+    freeze_garbage_collector()
+    return describe_shadowed_module(rank_environment)
 
 
-def shadowed(surroundings: Surroundings) -> str:
+def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
     """In words which other release of ``module`` this process has imported; the empty string where it has none.
 
     The ranks would run that one, under the name of the release in ``search_path``.
     """
-    found = sys.modules.get(surroundings.module)
-    if found is None or Path(getattr(found, "__file__", None) or "").is_relative_to(surroundings.search_path[0]):
+    found = sys.modules.get(rank_environment.module)
+    if found is None or Path(getattr(found, "__file__", None) or "").is_relative_to(rank_environment.search_path[0]):
         return ""
     version = getattr(found, "__version__", "")
     return (
-        f"{surroundings.module} {version} is already imported by this session, where the release in "
-        f"{surroundings.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
+        f"{rank_environment.module} {version} is already imported by this session, where the release in "
+        f"{rank_environment.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
     )
 
 
-def answer(request: Work | Dismissal, pools: Pools, client: Connection) -> GroupOutcome | Recall | str:
+def handle_request(
+    request: RankTask | ClosePoolRequest, pools: RankPools, client: Connection
+) -> GroupOutcome | CancelRequest | str:
     """The outcome of work, or in words why there is none."""
     try:
-        if isinstance(request, Dismissal):
-            return pools.dismiss(request, client) or "there is no such pool"
+        if isinstance(request, ClosePoolRequest):
+            return pools.close_pool(request, client) or "there is no such pool"
         return pools.run(request, client)
-    except Recalled:
-        return Recall()
+    except TaskCancelled:
+        return CancelRequest()
     except CannotStart as error:
         return str(error)
     except OSError as error:
-        return f"the ranks' control files or pipes broke while they ran (did a test remove {pools.room}?): {error}"
+        return (
+            f"the ranks' control files or pipes broke while they ran (did a test remove {pools.scratch_dir}?): {error}"
+        )

@@ -9,130 +9,130 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from zharness.world.outcome import Printed
+from zharness.world.outcome import CapturedOutput
 
-HEAD = TAIL = 32 * 1024  # bytes kept of the beginning and of the end of each phase and stream
-CHUNK = 1 << 18
+HEAD_BYTES = TAIL_BYTES = 32 * 1024  # bytes kept of the beginning and of the end of each phase and stream
+READ_BYTES = 1 << 18
 # A rank writes this between two phases. NUL and RS do not occur in text that is meant to be read.
 _MARKER = re.compile(rb"\x00\x1ezharness:(\w*)\x00")
-_OPENING = b"\x00\x1e"
-_LONGEST_MARKER = 64
-_LONGEST_LINE = 1 << 16  # characters that an echo waits for the end of a line; a longer one is echoed in pieces
+_MARKER_START = b"\x00\x1e"
+_MAX_MARKER_BYTES = 64
+_MAX_LINE_CHARS = 1 << 16  # characters that an echo waits for the end of a line; a longer one is echoed in pieces
 
 
-def marker(label: str) -> bytes:
+def phase_marker(phase: str) -> bytes:
     """The bytes that begin the phase ``label`` in a stream."""
-    return b"\x00\x1ezharness:" + label.encode() + b"\x00"
+    return b"\x00\x1ezharness:" + phase.encode() + b"\x00"
 
 
 @dataclass
-class Cut:
+class TruncatedOutput:
     """The beginning and the end of a long text; what lay between is counted only."""
 
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
-    lost: int = 0
+    dropped_bytes: int = 0
 
     def add(self, data: bytes) -> None:
-        room = HEAD - len(self.head)
+        room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
-        if len(self.tail) > 2 * TAIL:  # twice, so that not every small write moves the whole tail
-            self.lost += len(self.tail) - TAIL
-            del self.tail[:-TAIL]
+        if len(self.tail) > 2 * TAIL_BYTES:  # twice, so that not every small write moves the whole tail
+            self.dropped_bytes += len(self.tail) - TAIL_BYTES
+            del self.tail[:-TAIL_BYTES]
 
     def text(self) -> str:
-        head, tail, lost = bytes(self.head), bytes(self.tail), self.lost
-        if len(tail) > TAIL:
-            lost += len(tail) - TAIL
-            tail = tail[-TAIL:]
+        head, tail, lost = bytes(self.head), bytes(self.tail), self.dropped_bytes
+        if len(tail) > TAIL_BYTES:
+            lost += len(tail) - TAIL_BYTES
+            tail = tail[-TAIL_BYTES:]
         middle = f"\n... {lost:,} bytes left out ...\n" if lost else ""
         return head.decode(errors="replace") + middle + tail.decode(errors="replace")
 
 
-class Stream:
+class RankStream:
     """One stream of one rank: the reading end of its pipe, and what came out of it so far."""
 
-    def __init__(self, name: str, source: int, echo: Callable[[str], None] | None) -> None:
+    def __init__(self, name: str, descriptor: int, echo: Callable[[str], None] | None) -> None:
         self.name = name
-        self.source = source
-        self.label = ""
-        self._cuts: dict[str, Cut] = {}
-        self._carry = b""
-        self._line = ""
+        self.descriptor = descriptor
+        self.phase = ""
+        self._outputs: dict[str, TruncatedOutput] = {}
+        self._unparsed = b""
+        self._partial_line = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
-        os.set_blocking(source, False)
+        os.set_blocking(descriptor, False)
 
-    def pump(self) -> bool:
+    def read_available(self) -> bool:
         """Take in what is there; False at the end of the stream."""
         try:
-            data = os.read(self.source, CHUNK)
+            data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
             return True
         except OSError:
             return False
         if data:
-            self._take(self._carry + data)
+            self._split_phases(self._unparsed + data)
         return bool(data)
 
     def drain(self) -> None:
         """Take in all that is there, of a rank that has ended or waits: a pipe holds 64 KiB, so this ends."""
         for _ in range(8):
             try:
-                data = os.read(self.source, CHUNK)
+                data = os.read(self.descriptor, READ_BYTES)
             except OSError:
                 break
             if not data:
                 break
-            self._take(self._carry + data)
+            self._split_phases(self._unparsed + data)
 
-    def taken(self) -> tuple[Printed, ...]:
+    def take_output(self) -> tuple[CapturedOutput, ...]:
         """What was printed since the last call, phase by phase."""
-        self._keep(self._carry)
-        self._carry = b""
+        self._store_bytes(self._unparsed)
+        self._unparsed = b""
         self._flush_echo()
-        found = tuple(Printed(label, self.name, cut.text()) for label, cut in self._cuts.items())
-        self._cuts = {}
+        found = tuple(CapturedOutput(label, self.name, cut.text()) for label, cut in self._outputs.items())
+        self._outputs = {}
         return tuple(part for part in found if part.text)
 
     def close(self) -> None:
-        os.close(self.source)
+        os.close(self.descriptor)
 
-    def _take(self, data: bytes) -> None:
+    def _split_phases(self, data: bytes) -> None:
         at = 0
         for found in _MARKER.finditer(data):
-            self._keep(data[at : found.start()])
-            self.label = found[1].decode()
+            self._store_bytes(data[at : found.start()])
+            self.phase = found[1].decode()
             at = found.end()
         rest = data[at:]
-        opening = rest.rfind(_OPENING[:1], max(0, len(rest) - _LONGEST_MARKER))
-        unfinished = opening >= 0 and rest[opening : opening + 2] in (_OPENING, _OPENING[:1])
-        self._carry = rest[opening:] if unfinished else b""
-        self._keep(rest[:opening] if unfinished else rest)
+        opening = rest.rfind(_MARKER_START[:1], max(0, len(rest) - _MAX_MARKER_BYTES))
+        unfinished = opening >= 0 and rest[opening : opening + 2] in (_MARKER_START, _MARKER_START[:1])
+        self._unparsed = rest[opening:] if unfinished else b""
+        self._store_bytes(rest[:opening] if unfinished else rest)
 
-    def _keep(self, data: bytes) -> None:
+    def _store_bytes(self, data: bytes) -> None:
         if not data:
             return
-        self._cuts.setdefault(self.label, Cut()).add(data)
+        self._outputs.setdefault(self.phase, TruncatedOutput()).add(data)
         if self._echo is not None:
-            *lines, self._line = (self._line + self._decoder.decode(data)).split("\n")
-            if len(self._line) > _LONGEST_LINE:
-                lines, self._line = [*lines, self._line], ""
+            *lines, self._partial_line = (self._partial_line + self._decoder.decode(data)).split("\n")
+            if len(self._partial_line) > _MAX_LINE_CHARS:
+                lines, self._partial_line = [*lines, self._partial_line], ""
             for line in lines:
                 self._echo(line)
 
     def _flush_echo(self) -> None:
         if self._echo is None:
             return
-        line, self._line = self._line + self._decoder.decode(b"", final=True), ""
+        line, self._partial_line = self._partial_line + self._decoder.decode(b"", final=True), ""
         if line:
             self._echo(line)
 
 
-def echo_for(rank: int) -> Callable[[str], None]:
+def make_echo(rank: int) -> Callable[[str], None]:
     """Writes one line to this process's standard output with the rank in front of it."""
 
     def echo(line: str) -> None:

@@ -18,29 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from zharness.world import rank as ranks
-from zharness.world.messages import Leave
-from zharness.world.orphans import end_process_group
-from zharness.world.streams import Stream, echo_for
-from zharness.world.work import Work
+from zharness.world.messages import ShutdownMessage
+from zharness.world.orphans import kill_process_group
+from zharness.world.streams import RankStream, make_echo
+from zharness.world.task import RankTask
 
 
 class CannotStart(Exception):
     """The machine has no room for the ranks."""
 
 
-class Member:
+class TeamMember:
     """One forked rank as its server sees it.
 
     ``ended`` becomes readable at the end of the process. ``closed`` tells whether the rank closed its end of the
     control pipe while it lived.
     """
 
-    def __init__(self, rank: int, process: ForkProcess, control: Connection, streams: tuple[Stream, Stream]) -> None:
+    def __init__(
+        self, rank: int, process: ForkProcess, control: Connection, streams: tuple[RankStream, RankStream]
+    ) -> None:
         self.rank = rank
         self.process = process
         self.control = control
         self.streams = streams
-        self.ended = end_of(process)
+        self.end_descriptor = open_end_descriptor(process)
 
     @property
     def pid(self) -> int:
@@ -51,9 +53,9 @@ class Member:
     @property
     def phase(self) -> str:
         """The label under which the rank prints."""
-        return self.streams[1].label
+        return self.streams[1].phase
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send; a rank that is gone, or that closed its pipe, hears nothing."""
         with suppress(OSError):
             self.control.send(message)
@@ -63,50 +65,52 @@ class Member:
         for stream in self.streams:
             stream.close()
         self.control.close()
-        if self.ended != self.process.sentinel:
-            os.close(self.ended)
+        if self.end_descriptor != self.process.sentinel:
+            os.close(self.end_descriptor)
 
 
-STUCK = 5  # seconds without a byte in the middle of a message, after which its rank counts as gone
+STALL_SECONDS = 5  # seconds without a byte in the middle of a message, after which its rank counts as gone
 
 
 @dataclass(frozen=True)
-class Event:
+class SelectorEvent:
     """What a descriptor of the selector stands for: a member's ``control``, ``ended`` or stream, or the ``client``."""
 
-    member: Member | None
-    source: str | Stream
+    member: TeamMember | None
+    source: str | RankStream
 
 
-class Team:
+class RankTeam:
     """``world_size`` ranks and the selector that watches them all. ``room`` is theirs alone."""
 
-    def __init__(self, work: Work, inherited: Callable[..., Any] | None, room: Path, echo: bool) -> None:
+    def __init__(
+        self, task: RankTask, inherited_function: Callable[..., Any] | None, parent_dir: Path, echo: bool
+    ) -> None:
         """Fork the ranks; each begins with ``work``. Raises CannotStart when the machine has no room for them."""
         try:
-            self.room = Path(tempfile.mkdtemp(dir=room))
+            self.scratch_dir = Path(tempfile.mkdtemp(dir=parent_dir))
         except OSError as error:
-            raise CannotStart(f"cannot start {work.world_size} ranks: {error}") from error
-        self.members: list[Member] = []
+            raise CannotStart(f"cannot start {task.world_size} ranks: {error}") from error
+        self.members: list[TeamMember] = []
         self.selector = selectors.DefaultSelector()
         try:
-            for rank in range(work.world_size):
-                self._fork(rank, work, inherited, echo)
+            for rank in range(task.world_size):
+                self._fork_rank(rank, task, inherited_function, echo)
         except OSError as error:
-            self.end()
-            raise CannotStart(f"cannot start {work.world_size} ranks: {error}") from error
+            self.close()
+            raise CannotStart(f"cannot start {task.world_size} ranks: {error}") from error
         except BaseException:
-            self.end()
+            self.close()
             raise
 
-    def _fork(self, rank: int, work: Work, inherited: Callable[..., Any] | None, echo: bool) -> None:
-        ranks.stack_file(self.room, rank).touch()  # a rank may be asked for its stacks before it gets to run
+    def _fork_rank(self, rank: int, task: RankTask, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
+        ranks.get_stack_path(self.scratch_dir, rank).touch()  # a rank may be asked for its stacks before it gets to run
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        give_up_after(ours, STUCK)
-        (out, out_end), (err, err_end) = two_pipes()
-        seat = ranks.Seat(rank, work.world_size, self.room, os.getpid())
-        ends = ranks.Ends(theirs, out_end, err_end)
+        set_stall_timeout(ours, STALL_SECONDS)
+        (out, out_end), (err, err_end) = open_two_pipes()
+        seat = ranks.RankSlot(rank, task.world_size, self.scratch_dir, os.getpid())
+        ends = ranks.RankPipes(theirs, out_end, err_end)
 
         def main() -> None:
             # Whoever else held these ends would keep a rank's pipes open after its death.
@@ -116,7 +120,7 @@ class Team:
             os.close(out)
             os.close(err)
             self.selector.close()
-            ranks.live(seat, ends, work, inherited)
+            ranks.run_rank(seat, ends, task, inherited_function)
 
         process = context.Process(target=main, name=f"rank {rank}")
         try:
@@ -129,55 +133,59 @@ class Team:
             theirs.close()
             os.close(out_end)
             os.close(err_end)
-        words = echo_for(rank) if echo else None
-        member = Member(rank, process, ours, (Stream("stdout", out, words), Stream("stderr", err, words)))
+        words = make_echo(rank) if echo else None
+        member = TeamMember(rank, process, ours, (RankStream("stdout", out, words), RankStream("stderr", err, words)))
         self.members.append(member)
-        self._watch(member)
+        self._register(member)
 
-    def _watch(self, member: Member) -> None:
+    def _register(self, member: TeamMember) -> None:
         register = self.selector.register
-        register(member.control, selectors.EVENT_READ, Event(member, "control"))
-        register(member.ended, selectors.EVENT_READ, Event(member, "ended"))
+        register(member.control, selectors.EVENT_READ, SelectorEvent(member, "control"))
+        register(member.end_descriptor, selectors.EVENT_READ, SelectorEvent(member, "ended"))
         for stream in member.streams:
-            register(stream.source, selectors.EVENT_READ, Event(member, stream))
+            register(stream.descriptor, selectors.EVENT_READ, SelectorEvent(member, stream))
 
-    def unwatch(self, descriptor: object) -> None:
+    def unregister(self, descriptor: object) -> None:
         """Stop watching one descriptor, if it is watched."""
         with suppress(KeyError, ValueError):
             self.selector.unregister(descriptor)  # type: ignore[arg-type]  # Connection has fileno()
 
-    def give(self, work: Work) -> None:
+    def send_task(self, task: RankTask) -> None:
         """Hand ``work`` to ranks that wait for it."""
         for member in self.members:
-            member.tell(work)
+            member.send(task)
 
-    def dismiss(self) -> None:
+    def send_shutdown(self) -> None:
         """Tell every rank that there is nothing left to do."""
         for member in self.members:
-            member.tell(Leave())
+            member.send(ShutdownMessage())
 
-    def fit(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether every rank lives, and their directory is there: a test may have removed it."""
-        return self.room.is_dir() and not wait([member.ended for member in self.members], timeout=0)
+        return self.scratch_dir.is_dir() and not wait([member.end_descriptor for member in self.members], timeout=0)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill whatever is left of the ranks, the children they started included, and forget them."""
         for member in self.members:
             if member.process.exitcode is None:
                 member.process.kill()
         for member in self.members:
             member.process.join()
-            end_process_group(member.pid)
-            for descriptor in (member.control, member.ended, *(stream.source for stream in member.streams)):
-                self.unwatch(descriptor)
+            kill_process_group(member.pid)
+            for descriptor in (
+                member.control,
+                member.end_descriptor,
+                *(stream.descriptor for stream in member.streams),
+            ):
+                self.unregister(descriptor)
             member.close()
             member.process.close()
         self.members = []
         self.selector.close()
-        shutil.rmtree(self.room, ignore_errors=True)
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
 
-def two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
     """The ends of two pipes, or of none."""
     first = os.pipe()
     try:
@@ -188,7 +196,7 @@ def two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
         raise
 
 
-def give_up_after(connection: Connection, seconds: int) -> None:
+def set_stall_timeout(connection: Connection, seconds: int) -> None:
     """Have reads and writes of a started message fail once nothing moves: a stopped rank must not stop its server."""
     end = socket.socket(fileno=os.dup(connection.fileno()))
     with end:
@@ -200,13 +208,13 @@ def wait_for_end(process: ForkProcess, seconds: float) -> None:
     """Wait until ``process`` has ended, or for that many seconds."""
     if process.exitcode is not None:
         return
-    ended = end_of(process)
+    ended = open_end_descriptor(process)
     wait([ended], timeout=seconds)
     if ended != process.sentinel:
         os.close(ended)
 
 
-def end_of(process: ForkProcess) -> int:
+def open_end_descriptor(process: ForkProcess) -> int:
     """A descriptor that becomes readable at the end of ``process``.
 
     A pidfd where the system has them: the sentinel of multiprocessing is a pipe, which children that the rank leaves

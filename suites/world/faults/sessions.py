@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from suites import inner
-from suites.warm.programs import GONE, Program
+from suites.warm.programs import LEFTOVER_TIMEOUT, Program
 
 # The recorder: what pytest logs and when, for the process that runs the session alone (ranks are forks of it). Where a
 # test noted process ids, it waits at the next test until they are gone, and records those that are not.
@@ -122,7 +122,7 @@ def pytest(
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ZHARNESS"))}
     with (folder / "output.txt").open("wb") as output:
         words = ("-m", "pytest", *arguments)
-        return Program(words, output, output, folder, {**environment, **variables}, typed=typed, spares=spares)
+        return Program(words, output, output, folder, {**environment, **variables}, stdin_text=typed, spares=spares)
 
 
 class Session:
@@ -138,7 +138,7 @@ class Session:
         (folder / "notes").mkdir(exist_ok=True)
         (folder / "record.jsonl").unlink(missing_ok=True)  # of a session before this one
         (folder / "pytest.ini").write_text(inner.settings(*files.values()))
-        (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(GONE)))
+        (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(LEFTOVER_TIMEOUT)))
         for name, text in files.items():
             (folder / name).write_text(textwrap.dedent(text))
         command = [f"--basetemp={folder / 'base'}", *arguments]
@@ -161,7 +161,7 @@ class Session:
 
     def _left(self) -> list[str]:
         """What is still there ``GONE`` seconds after the end: processes, and the servers' directories."""
-        until = time.monotonic() + GONE
+        until = time.monotonic() + LEFTOVER_TIMEOUT
         while (found := [*self._there()]) and time.monotonic() < until:
             threading.Event().wait(0.05)
         return found
@@ -173,7 +173,7 @@ class Session:
 
     def processes(self) -> dict[int, str]:
         """The command lines of all living processes of this session."""
-        return self._program.below()
+        return self._program.find_descendants()
 
 
 def told_in(path: Path) -> dict[str, Told]:

@@ -15,19 +15,29 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zharness.errors import UsageError
-from zharness.report.comparison import Comparison
-from zharness.report.page.columns import packed, payload
-from zharness.report.words import summary
-from zharness.run.files import check_writable, write_whole
+from zharness.report.comparison import RunComparison
+from zharness.report.failures import render_summary
+from zharness.report.page.columns import build_payload, compress_payload
+from zharness.run.files import require_writable, write_atomically
 from zharness.run.record import Record
 
-VENDOR = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
+VENDOR_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 # One program in parts, which share a scope.
-SCRIPTS = ("data.js", "dom.js", "filters.js", "grid.js", "matrix.js", "lists.js", "charts.js", "evidence.js", "cell.js")
-MAIN = "main.js"
-NO_JINJA = 'the page needs jinja2; install it with: pip install "zharness[report]"'
+PAGE_SCRIPTS = (
+    "data.js",
+    "dom.js",
+    "filters.js",
+    "grid.js",
+    "matrix.js",
+    "lists.js",
+    "charts.js",
+    "evidence.js",
+    "cell.js",
+)
+MAIN_SCRIPT = "main.js"
+MISSING_JINJA_MESSAGE = 'the page needs jinja2; install it with: pip install "zharness[report]"'
 # The style sheet that Plot puts into each chart of class "chart": the policy names what may be one.
-STYLE_OF_PLOT = """:where(.chart) {
+PLOT_STYLE = """:where(.chart) {
   --plot-background: white;
   display: block;
   height: auto;
@@ -40,11 +50,11 @@ STYLE_OF_PLOT = """:where(.chart) {
 }"""
 
 
-def check_page(path: Path) -> None:
+def require_page_writable(path: Path) -> None:
     """Raises UsageError when a page cannot be written to ``path``, or jinja2 is missing: before a long run."""
     if find_spec("jinja2") is None:
-        raise UsageError(NO_JINJA)
-    check_writable(path)
+        raise UsageError(MISSING_JINJA_MESSAGE)
+    require_writable(path)
 
 
 def write_page(
@@ -52,49 +62,49 @@ def write_page(
     seconds: float,
     path: Path,
     skipped: Sequence[str] = (),
-    comparison: Comparison | None = None,
+    comparison: RunComparison | None = None,
 ) -> None:
     """Write the page. Raises UsageError when it cannot be written, or jinja2 is missing."""
-    write_whole(page(records, seconds, skipped, comparison), path)
+    write_atomically(render_page(records, seconds, skipped, comparison), path)
 
 
-def page(
-    records: Sequence[Record], seconds: float, skipped: Sequence[str] = (), comparison: Comparison | None = None
+def render_page(
+    records: Sequence[Record], seconds: float, skipped: Sequence[str] = (), comparison: RunComparison | None = None
 ) -> str:
     """The page's text; ``skipped`` are lines that were no records. Raises UsageError where jinja2 is missing."""
     try:
         from jinja2 import Environment
         from markupsafe import Markup
     except ImportError:
-        raise UsageError(NO_JINJA) from None
-    css = asset("page.css")
-    program = "\n".join(['"use strict";', *map(asset, SCRIPTS), asset(MAIN)])
-    scripts = [*map(asset, VENDOR), program]
+        raise UsageError(MISSING_JINJA_MESSAGE) from None
+    css = read_asset("page.css")
+    program = "\n".join(['"use strict";', *map(read_asset, PAGE_SCRIPTS), read_asset(MAIN_SCRIPT)])
+    scripts = [*map(read_asset, VENDOR_SCRIPTS), program]
     return (
         Environment(autoescape=True)
-        .from_string(asset("page.html"))
+        .from_string(read_asset("page.html"))
         .render(
-            summary=summary(records, seconds),
-            policy=policy(scripts, [css, STYLE_OF_PLOT]),
+            summary=render_summary(records, seconds),
+            policy=content_security_policy(scripts, [css, PLOT_STYLE]),
             css=Markup(css),  # noqa: S704 - a file of this package
             scripts=[Markup(script) for script in scripts],  # noqa: S704 - files of this package
-            data=packed(payload(records, skipped, comparison)),
+            data=compress_payload(build_payload(records, skipped, comparison)),
         )
     )
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """A file of this package."""
     return files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
-def policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
     """A Content-Security-Policy under which these run and nothing else, and nothing is fetched."""
     return "; ".join(
         [
             "default-src 'none'",
-            f"script-src {' '.join(map(digest, scripts))}",
-            f"style-src {' '.join(map(digest, styles))}",
+            f"script-src {' '.join(map(csp_hash, scripts))}",
+            f"style-src {' '.join(map(csp_hash, styles))}",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",
@@ -102,6 +112,6 @@ def policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
     )
 
 
-def digest(text: str) -> str:
+def csp_hash(text: str) -> str:
     """A source expression of the policy: the hash of an inline element's text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

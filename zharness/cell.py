@@ -1,0 +1,92 @@
+"""A frozen cell of the matrix, its id and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from zharness.errors import UsageError
+
+_ID = re.compile(
+    r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
+    r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
+    r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w+))?\]"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One check on one engine at one stage, world size, dtype and model.
+
+    ``engine`` is a registered name or ``package.module:factory``, with ``==RELEASE`` behind it where one was asked for.
+    ``model`` is one of the workload's, or ``package.module:factory``, with ``(key=value)`` behind it where it is made
+    smaller. ``variant`` is the check's own spelling; ``engine_variant`` names options of the engine that must not
+    change a number, or the file of a configuration.
+    """
+
+    law: str
+    engine: str
+    stage: int
+    world_size: int
+    dtype: str
+    model: str
+    variant: str = ""
+    engine_variant: str = ""
+
+    @property
+    def engine_label(self) -> str:
+        """The engine as an id names it: ``engine``, or ``engine{variant}``."""
+        return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
+
+    @property
+    def id(self) -> str:
+        """``group.check[engine-zero3-w2-fp32-model]``, also the pytest id.
+
+        ``-variant`` follows the model where the check has one, ``{variant}`` the engine where it has one.
+        """
+        tail = f"-{self.variant}" if self.variant else ""
+        return f"{self.law}[{self.engine_label}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
+
+    def seed(self, salt: int = 0) -> int:
+        """A 31-bit seed that follows from the id, so that a case alone says what it will compute.
+
+        Engine, stage and check are left out of the digest: cells that differ in those alone train the same model on the
+        same data, so their numbers can be laid side by side.
+        """
+        key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """The case whose id is ``text``. Raises UsageError when ``text`` is not a case id."""
+        match = _ID.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"not a case id: {text!r}; expected group.check[engine-zeroS-wN-dtype-model], "
+                "for example training.grads[reference-zero3-w2-fp32-mlp]"
+            )
+        found = match.groupdict()
+        return cls(
+            law=found["check"],
+            engine=found["engine"],
+            stage=int(found["stage"]),
+            world_size=int(found["world_size"]),
+            dtype=found["dtype"],
+            model=found["model"],
+            variant=found["variant"] or "",
+            engine_variant=found["engine_variant"] or "",
+        )
+
+
+def parse_integers(text: str) -> tuple[int, ...]:
+    """``0,1,2`` as integers, each once: the values of one axis of the matrix. Raises UsageError for anything else."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise UsageError(f"got {text!r}; expected whole numbers with commas between, as in 0,1,2") from None
+
+
+def is_cell_id(text: str) -> bool:
+    """Whether ``text`` has the form of a case id."""
+    return _ID.fullmatch(text) is not None

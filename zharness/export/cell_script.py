@@ -1,0 +1,208 @@
+"""The script of one cell: the model, the engine and the law's steps as text, and plain PyTorch beside them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from zharness.cell import Cell
+from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
+from zharness.errors import UsageError
+from zharness.export.collect import read_source
+from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
+from zharness.export.judge_script import build_cell_script_spec, render_judge_script
+from zharness.export.law_steps import SELF_COMPARING_LAWS, LawSteps, StepsKind, explain_long_script, get_law_steps
+from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
+from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, choose_exact_reduction
+from zharness.laws import DTYPES, get_law
+from zharness.parity.certificate import is_power_of_two
+from zharness.run.configuration import configuration_for
+from zharness.run.observe_and_judge import engine_options
+from zharness.run.record import Record, Verdict
+from zharness.workload import model_spec
+from zharness.workload.user_model import is_user_model, parse_user_model_name
+
+
+def render_cell_script(record: Record, claims: Capabilities, name: str) -> Script:
+    """The script that shows ``record``'s cell, to be saved as ``name``.
+
+    Raises UsageError for a user's own engine, or configuration, of which no script can speak.
+    """
+    case = record.cell
+    check = get_law(case.law)
+    steps = get_law_steps(check)
+    ok = f"repro: {case.law} on {case.engine_label} at stage {case.stage} OK."
+    if steps is None or is_judged_by_law(case, claims):
+        signature = extract_signature(record, is_judged=True)
+        told = render_cell_docstring(record, check, signature, ok, name, JUDGE_EXPLANATION), signature, ok
+        return render_judge_script(
+            build_cell_script_spec(case, record.seed, claims, partial(render_model, case.model)), told
+        )
+    signature = extract_signature(record)
+    writing = ScriptWriter(case.engine)
+    model = render_model(case.model, writing)
+    steps_told = "\n\n\n".join(render_steps(writing, case, steps, claims))
+    setting = build_settings(case, record.seed, steps, claims)
+    if setting.has_junctions:
+        writing.collection.add("zharness.parity.junctions", "joined")
+    head = render_cell_docstring(
+        record, check, signature, ok, name, SELF_EXPLANATION if check.name in SELF_COMPARING_LAWS else PLAIN_EXPLANATION
+    )
+    return writing.render_script(head, setting, model, steps_told, signature, ok, steps.comparison_part)
+
+
+def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
+    """Whether the script of ``case`` has its law's own judge, for a short script's plain side does less.
+
+    That runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a right engine would be
+    told to be wrong.
+    """
+    options, facts = engine_options(cell, claims), configuration_for(cell.engine_variant)
+    if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):
+        return True
+    if facts.autocast_dtype is not None or facts.reduce_dtype is not None or options.get("torch_autocast"):
+        return True
+    return has_junctions(cell, claims) and cell.engine.partition("==")[0] != "fsdp2"
+
+
+def render_model(name: str, writing: ScriptWriter) -> str:
+    """The text that makes SPEC."""
+    return render_user_model(writing, name) if is_user_model(name) else render_registered_model(writing, name)
+
+
+def has_junctions(cell: Cell, claims: Capabilities) -> bool:
+    """Whether the plain model has the engine's nodes in its graph."""
+    return claims.junctions is not None and is_user_model(cell.model)
+
+
+def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities) -> ScriptSettings:
+    """The constants of a cell's script."""
+    zeros = claims.refusal(Feature.NO_GRADIENT) is not None
+    if steps.scenario is not None:
+        zeros = zeros and steps.scenario.unused_grads.name == "CLAIMED"
+    return ScriptSettings(
+        engine=cell.engine,
+        stage=cell.stage,
+        seed=cell.seed(salt),
+        claims=claims,
+        exact=is_compared_bitwise(cell, steps, claims),
+        zeros_allowed=zeros,
+        element_count=sum(p.numel() for p in model_spec(cell.model).model(cell.seed(salt)).parameters()),
+        variant=cell.variant,
+        options=engine_options(cell, claims),
+        training=repr(configuration_for(cell.engine_variant).training),
+        dtype_name=cell.dtype,
+        dtype=DTYPES[cell.dtype],
+        reduce_dtype=DTYPES[claims.wires.get(cell.dtype, cell.dtype)],
+        has_junctions=has_junctions(cell, claims),
+    )
+
+
+PLAIN_EXPLANATION = "The same steps are made on the engine and on plain PyTorch, and compared."
+SELF_EXPLANATION = "What the engine does is held against its own numbers."
+JUDGE_EXPLANATION = (
+    "Below are the law's own observer and judge, and the engine's adapter, with all that they use; the cell comes last."
+)
+MISMATCH_PHRASE = "ULP apart"  # part of what the harness says of every mismatch
+
+
+def extract_signature(record: Record, is_judged: bool = False) -> str:
+    """A part of what the script says where it shows the cell: the exception's own words, or what is wrong, by its name.
+
+    Where the cell names nothing, as one that breaks the protocol does, any wrong number shows it; but a script that is
+    ``whole`` has the law's judge, and says what that raises.
+    """
+    raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
+    wrong = record.divergence
+    if raised is not None and (record.verdict is Verdict.CRASH or (is_judged and wrong is None)):
+        words = " ".join(raised[1].split())
+        stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
+        return re.split(r'["\\]', stem[:70])[0].strip() or words.partition(":")[0]
+    if wrong is None:
+        return MISMATCH_PHRASE if is_judged else WRONG_NUMBER_PHRASE
+    # Not with the part of the step: to tell that is left out of a script.
+    return f": {wrong.parameter}{'[' if wrong.index else ' ('}" if is_judged else wrong.parameter
+
+
+def render_registered_model(writing: ScriptWriter, name: str) -> str:
+    """The model, its batches and its loss, as the registry's own entry has them."""
+    module = "zharness.workload.models"
+    writing.collection.add(module, "ModelSpec")
+    writing.collection.add(module, "SAMPLES")
+    registry_ = read_source(module).definitions["MODELS"]
+    for node in ast.walk(registry_):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ModelSpec":
+            fields = {keyword.arg: keyword.value for keyword in node.keywords}
+            if getattr(fields["name"], "value", "") == name:
+                return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
+    raise UsageError.unknown_name("model to export", name, ())
+
+
+def render_user_model(writing: ScriptWriter, name: str) -> str:
+    """A user's own model, which the script imports."""
+    for module, needed in (("models", "ModelSpec"), ("models", "SAMPLES"), ("drawing", "drawn_from")):
+        writing.collection.add(f"zharness.workload.{module}", needed)
+    path, changes = parse_user_model_name(name)
+    module, _, factory = path.partition(":")
+    text = writing.read_part("foreign")
+    found = f'importlib.import_module("{module}").{factory}'
+    if changes:
+        writing.collection.add("zharness.workload.shrink_model", "reduced")
+        text = f"def smaller(factory):\n    return reduced(factory(), {changes!r})\n\n\n{text}".replace(
+            "FACTORY()", "smaller(FACTORY)"
+        )
+    return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {found}\n\n\n{text}'
+
+
+def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Capabilities) -> Iterator[str]:
+    """What the caller does."""
+    function = steps.function
+    writing.collection.add(function.__module__, function.__name__)
+    if steps.kind in (StepsKind.STEPS, StepsKind.SELF_COMPARISON):
+        yield f"observe = {function.__name__}"
+        return
+    writing.collection.add("zharness.laws.training_accumulation", "FROZEN")
+    if steps.kind is StepsKind.TRANSFORM:
+        writing.collection.add("zharness.laws.torch_func", "placed")
+        writing.collection.add("zharness.laws.torch_func", "placed_as")
+        owned = is_owner_claimed(AccumulationOwner.ENGINE, claims)
+        yield f"ACCUMULATIONS = {(1, 4) if owned else (1,)}\nTRANSFORM = {function.__name__}"
+        yield writing.read_part("transforms")
+        return
+    assert steps.scenario is not None, "a play has a scene"
+    scene = steps.scenario
+    owned = scene.accumulation_steps > 1 and is_owner_claimed(AccumulationOwner.ENGINE, claims)
+    reduction = choose_exact_reduction(scene.reduction, cell.world_size, claims)
+    yield "\n".join(
+        [
+            f"PLAY, ENGINES, AFTER = {function.__name__}, {scene.engine_count}, {FOLLOW_UP_MICRO}",
+            f"DIVISOR, REDUCTION = {scene.accumulation_steps if owned else 1}, Reduction.{reduction.name}",
+        ]
+    )
+    yield writing.read_part("plays")
+
+
+# They divide by three, and their later steps begin at weights that are no integers any more.
+ROUNDED_LAWS = ("training.accumulation",)
+
+
+def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
+    """Whether the script compares bitwise: a sum of integers is exact, a mean where it divides by a power of two."""
+    scene = steps.scenario
+    if (
+        scene
+        and choose_exact_reduction(scene.reduction, cell.world_size, claims) is Reduction.SUM
+        and cell.dtype == "fp32"
+    ):
+        return True
+    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and cell.law not in ROUNDED_LAWS
+    return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
+
+
+def dedent_call(text: str) -> str:
+    """A call whose lines were further in."""
+    lines = text.splitlines()
+    margin = len(lines[-1]) - len(lines[-1].lstrip())
+    return "\n".join([lines[0], *(line[margin:] for line in lines[1:])])

@@ -1,0 +1,68 @@
+"""Values as Python text, for constants of a script: what their classes and functions are called is collected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from zharness.errors import UsageError
+from zharness.export.collect import PACKAGE, DefinitionCollection
+
+
+def render_literal(value: Any, collection: DefinitionCollection, imports: list[str]) -> str:
+    """An expression for ``value``; definitions of this package go into ``collection``, of others into ``imports``.
+
+    Raises UsageError for what no script can say.
+    """
+
+    def render_inner(inner: Any) -> str:
+        return render_literal(inner, collection, imports)
+
+    if isinstance(value, Enum):
+        return f"{render_name(type(value), collection, imports)}.{value.name}"
+    if value is None or isinstance(value, (bool, int, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if isinstance(value, (type, FunctionType)):
+        return render_name(value, collection, imports)
+    if is_dataclass(value):
+        given = [
+            f"{one.name}={render_inner(getattr(value, one.name))}"
+            for one in fields(value)
+            if not is_default(value, one)
+        ]
+        return f"{render_name(type(value), collection, imports)}({', '.join(given)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{render_inner(key)}: {render_inner(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, (frozenset, set)):
+        return f"{type(value).__name__}([{', '.join(sorted(map(render_inner, value)))}])"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(render_inner, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(render_inner, value))}]"
+    raise UsageError(f"cannot export: a script has no words for {value!r}, a {type(value).__name__}")
+
+
+def is_default(value: Any, field: Field[Any]) -> bool:
+    """Whether a field has the value that it has where nobody gives one."""
+    if field.default_factory is not MISSING:
+        return bool(getattr(value, field.name) == field.default_factory())
+    return field.default is not MISSING and bool(getattr(value, field.name) == field.default)
+
+
+def render_name(thing: Any, collection: DefinitionCollection, imports: list[str]) -> str:
+    """A class or a function at the top of a module, by its name. Raises UsageError for one that stands elsewhere."""
+    module, name = thing.__module__, thing.__qualname__
+    if not name.isidentifier():
+        raise UsageError(f"cannot export: a script cannot name {name} of {module}, which stands inside of another")
+    if module.partition(".")[0] == PACKAGE:
+        return collection.add(module, name)
+    imports.append(f"from {module} import {name}")
+    return str(name)

@@ -1,0 +1,282 @@
+"""What all scripts have: how the engine is set up, plain PyTorch beside it, the comparison, imports and constants."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zharness import engines
+from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
+from zharness.export.collect import DefinitionCollection, defined_names, read_source
+from zharness.export.source_text import collect_names, prune_unused, render_imports, split_imports
+
+PARTS_FOLDER = Path(__file__).parent / "parts"
+WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines whose set-up is a part of its own
+PROTOCOL_MODULE = "zharness.engines.protocol"
+# What scripts have of their own, by the names that checks know it by.
+PLAIN_SCRIPT_NAMES = frozenset({"Bench", "Side", "Check", "Trial", "Feature", "Observe", "Scene", "SPEC"})
+IMPORT_OVERRIDES = {
+    # Of older torch alone it says more than torch's own.
+    "_mse": "from torch.nn.functional import mse_loss as _mse",
+}
+BASE_IMPORTS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
+CONFIG_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
+# What an engine of somebody else is written with: a script has it from this package, as the engine does.
+PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
+STEP_STATE_METHODS = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
+PRELUDES = {
+    "deepspeed": """LINEAR = nn.functional.linear
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+{utilities}
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None""",
+}
+
+
+ScriptHeader = tuple[
+    str, str, str
+]  # the docstring, the signature, and the line that a script ends with where nothing is wrong
+
+
+@dataclass(frozen=True)
+class Script:
+    """The text, a part of what it says where it shows its cell, and the line it ends with where it does not."""
+
+    text: str
+    signature: str
+    success_line: str
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """What a script's constants say: where it runs, and how its numbers are compared.
+
+    ``exact``: bitwise. ``zeros``: whether zeros will do where plain PyTorch has no gradient. ``elements`` are those of
+    all parameters together. ``named`` is the case's dtype, ``dtype`` and ``wire`` are torch's. ``joined``: plain
+    PyTorch has nodes in its graph where the engine has them.
+    """
+
+    engine: str
+    stage: int
+    seed: int
+    claims: Capabilities
+    exact: bool
+    zeros_allowed: bool
+    element_count: int
+    variant: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    training: str = ""
+    dtype_name: str = "fp32"
+    dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    has_junctions: bool = False
+
+
+def render_prelude(engine: str, used_names: frozenset[str]) -> str:
+    """What stands between the imports and the script's own: how its engine is imported."""
+    name = engine_name(engine)
+    if name in WRITTEN_ENGINES:
+        utilities = [f"from deepspeed.utils import {each}" for each in sorted(used_names) if each.startswith("safe_")]
+        return (
+            PRELUDES.get(name, "")
+            .replace("{utilities}", render_imports(utilities, used_names))
+            .replace("\n\n\n", "\n\n")
+        )
+    return "sys.path.insert(0, os.getcwd())" if registry.is_factory_path(engine) else ""
+
+
+def factory_expression(engine: str) -> str:
+    """What makes an engine of a model and a configuration, by its name in the script."""
+    if engine_name(engine) in WRITTEN_ENGINES:
+        return "Engine"
+    module, _, factory = engines.require(engine).target.partition(":")
+    # Not by a name of its own, which the script may give to something else.
+    return f"importlib.import_module({quote(module)}).{factory}"
+
+
+def engine_name(engine: str) -> str:
+    """The engine without its release."""
+    return registry.split_release(engine)[0]
+
+
+def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
+    """Imports in place of definitions; an engine that is not written out takes the harness's own configuration."""
+    own = {name: f"from zharness.engines import {name}" for name in (*CONFIG_CLASSES, *PROTOCOL_CLASSES)}
+    return {**IMPORT_OVERRIDES, **(own if is_imported_engine else {})}
+
+
+class ScriptWriter:
+    """One script as it grows: definitions collected, and the imports that its parts bring."""
+
+    def __init__(
+        self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()
+    ) -> None:
+        """``given`` and ``taken`` as in Collection; None: what a script with a plain side has of its own."""
+        outside = engine_name(engine) not in WRITTEN_ENGINES
+        own = provided if provided is not None else PLAIN_SCRIPT_NAMES if outside else PLAIN_SCRIPT_NAMES | {"Engine"}
+        self.collection = DefinitionCollection(own, get_import_overrides(outside), reserved)
+        self.imports: list[str] = []
+        for name in CONFIG_CLASSES:
+            self.collection.add(PROTOCOL_MODULE, name)
+
+    def render_script(
+        self,
+        docstring: str,
+        settings: ScriptSettings,
+        model: str,
+        observe_text: str,
+        signature: str,
+        success_line: str,
+        comparison_part: str = "beside",
+    ) -> Script:
+        """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe.
+
+        ``beside`` is the part that tells what the engine is held against.
+        """
+        asked = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
+        if ".training" in asked:  # of the bench, or of a module: names are all that decides what is kept
+            self.collection.add("zharness.law_kit.default_training", "Training")
+        plain = comparison_part == "beside"
+        stepping = plain and any(f".{word}(" in asked for word in STEP_STATE_METHODS)
+        for name in ("gamma", "subnormal"):
+            self.collection.add("zharness.parity.bounds", name)
+        formulas = self.render_formulas(asked) if stepping else ""
+        engine = engine_name(settings.engine)
+        sections = [
+            f"SIGNATURE = {quote(signature)}\nOK = {quote(success_line)}",
+            join_definitions(self.collection.texts.values()),
+            formulas,
+            self.read_part("optimizers"),
+            self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_outside"),
+            self.render_constants(settings, asked),
+            model,
+            self.read_part("plain") if plain else "",
+            self.read_part("stepping") if stepping else "",
+            self.read_part("junctions") if plain and settings.has_junctions else "",
+            self.read_part("bench"),
+            observe_text,
+            self.read_part(comparison_part),
+            self.read_part("compare"),
+            self.read_part("main"),
+        ]
+        return self.assemble_script(
+            (docstring, signature, success_line), sections, partial(render_prelude, settings.engine)
+        )
+
+    def assemble_script(
+        self, header: ScriptHeader, sections: Iterable[str], make_prelude: Callable[[frozenset[str]], str]
+    ) -> Script:
+        """The script of ``sections``, without what nothing in them uses; ``prelude_of`` is told the names that are."""
+        head, signature, ok = header
+        body = prune_unused("\n\n\n".join(filter(None, sections)))
+        used = collect_names(ast.parse(body))
+        prelude = make_prelude(used)
+        statements = [*self.collection.imports.values(), *self.imports, *BASE_IMPORTS]
+        block = render_imports(statements, used | collect_names(ast.parse(prelude)))
+        text = "\n\n".join(part for part in (head, block, prelude) if part)
+        return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
+
+    def render_constants(self, settings: ScriptSettings, used_text: str) -> str:
+        """What was chosen; of what the engine claims, what the text ``asked`` looks at."""
+        claims = settings.claims
+        features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", used_text)))]
+        refused = {each.name: claims.refusal(each) for each in features if claims.refusal(each) is not None}
+        owners = [owner for owner in AccumulationOwner if is_owner_claimed(owner, claims)]
+        self.imports += ["from types import SimpleNamespace", "import torch"]
+        kernels, variants = dict(claims.own_kernels), {key: dict(value) for key, value in claims.variants.items()}
+        config = [
+            f"stage={settings.stage}",
+            *([f'dtype="{settings.dtype_name}"'] if settings.dtype_name != "fp32" else []),
+        ]
+        lines = [
+            f"SEED = {settings.seed}",
+            f"VARIANT = {quote(settings.variant)}",
+            f"DTYPE = {settings.dtype}",
+            f"WIRE = {settings.reduce_dtype}  # in which gradients are reduced",
+            f"EXACT = {settings.exact}  # True where no sum is rounded, in any order: integers over powers of two",
+            f"ZEROS_WILL_DO = {settings.zeros_allowed}",
+            f"ELEMENTS = {settings.element_count}",
+            f"OWNERS = [{', '.join(f'AccumulationOwner.{owner.name}' for owner in sorted(owners, key=owner_sort_key))}]",
+            f"Feature = SimpleNamespace({', '.join(f'{each.name}={each.name!r}' for each in features)})",
+            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r}, refusal={refused!r}.get)",
+            f"TRAINING = {settings.training or None}",
+            f"MAKE = {factory_expression(settings.engine)}",
+            f"OPTIONS = {dict(settings.options)!r}",
+            f"CONFIG = EngineConfig({', '.join(config)}, micro_batch_size=SAMPLES, options=OPTIONS)",
+        ]
+        return "\n".join(lines)
+
+    def render_formulas(self, used_text: str) -> str:
+        """The formulas of the optimizers that the steps name, with the options that are added to each."""
+        named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
+        self.collection.add("zharness.parity.bounds", "Bounded")
+        self.collection.add("zharness.law_kit.optimizer_step", "hyper")
+        module, found = "zharness.parity.formulas", []
+        table = read_source(module).definitions["FORMULAS"]
+        assert isinstance(table, ast.AnnAssign), "a dictionary with its type"
+        assert isinstance(table.value, ast.Dict), "a dictionary"
+        for key, value in zip(table.value.keys, table.value.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in named:
+                found.append(f'"{key.value}": {self.collection.render_expression(module, value)}')
+        return f"FORMULAS = {{{', '.join(found)}}}"
+
+    def read_part(self, name: str) -> str:
+        """A part of the script that is the same for many cells."""
+        imports, text = split_imports((PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8"))
+        self.imports += imports
+        return text
+
+
+def names_defined_in_parts(*parts: str) -> frozenset[str]:
+    """What these parts of a script define."""
+    texts = [(PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8") for name in parts]
+    return frozenset(name for text in texts for statement in ast.parse(text).body for name in defined_names(statement))
+
+
+def quote(text: str) -> str:
+    """A Python string in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def owner_sort_key(owner: AccumulationOwner) -> str:
+    """The caller first: the last one that an engine claims is the one that is asked for."""
+    return owner.name
+
+
+def is_owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
+    """Whether an engine claims that ``owner`` may own the accumulation."""
+    feature = Feature.ENGINE_ACCUMULATION if owner is AccumulationOwner.ENGINE else Feature.CALLER_ACCUMULATION
+    return claims.refusal(feature) is None
+
+
+def join_definitions(texts: Iterable[str]) -> str:
+    """Definitions one after the other; constants of one line stand together."""
+    found = ""
+    for text in texts:
+        lone = "\n" not in text and not text.startswith(("def ", "class "))
+        found += ("\n" if found and lone and ends_with_constant(found) else "\n\n\n" if found else "") + text
+    return found
+
+
+def ends_with_constant(text: str) -> bool:
+    """Whether the last line of ``text`` is a constant's."""
+    last = text.splitlines()[-1]
+    return bool(last) and not last[0].isspace() and last[0] not in ")]}" and " = " in last
+
+
+def normalize_blank_lines(text: str) -> str:
+    """Two empty lines before each definition at the top, one inside a class; none more."""
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    return re.sub(r"\n{3,}(?= )", "\n\n", text)

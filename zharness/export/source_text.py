@@ -1,0 +1,149 @@
+"""Python text put together: imports sorted, what nothing uses cut out."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+def split_imports(text: str) -> tuple[list[str], str]:
+    """The imports at the top of ``text``, one name each, and the rest of it."""
+    tree, found, last = ast.parse(text), [], 0
+    for statement in tree.body:
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            break
+        last = statement.end_lineno or last
+        found += [render_single_import(statement, alias) for alias in statement.names]
+    return found, "\n".join(text.splitlines()[last:]).strip("\n")
+
+
+def render_single_import(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
+    """The import of one name alone."""
+    tail = f" as {alias.asname}" if alias.asname else ""
+    if isinstance(statement, ast.Import):
+        return f"import {alias.name}{tail}"
+    return f"from {statement.module} import {alias.name}{tail}"
+
+
+def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str:
+    """Imports of ``used`` names, sorted as isort does: Python's own first, whole modules before names of them."""
+    whole: set[str] = set()
+    names: dict[str, set[str]] = {}
+    for statement in statements:
+        node = ast.parse(statement).body[0]
+        assert isinstance(node, (ast.Import, ast.ImportFrom)), statement
+        (alias,) = node.names
+        bound = alias.asname or (alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name)
+        if bound not in used_names:
+            continue
+        if isinstance(node, ast.Import):
+            whole.add(statement)
+        else:
+            names.setdefault(node.module or "", set()).add(statement.partition(" import ")[2])
+    froms = {
+        module: f"from {module} import {', '.join(sorted(found, key=isort_key))}" for module, found in names.items()
+    }
+    ours = sorted((line for line in whole if is_stdlib(line.split()[1])), key=str.lower)
+    ours += [froms[module] for module in sorted(froms, key=str.lower) if is_stdlib(module)]
+    rest = sorted((line for line in whole if not is_stdlib(line.split()[1])), key=str.lower)
+    rest += [froms[module] for module in sorted(froms, key=str.lower) if not is_stdlib(module)]
+    return "\n\n".join("\n".join(block) for block in (ours, rest) if block)
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """Constants, classes, functions, as isort sorts the names of one module."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def is_stdlib(module: str) -> bool:
+    """Whether a module is Python's own."""
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def collect_names(tree: ast.AST) -> frozenset[str]:
+    """Every name, attribute, and string, that occurs: what may be meant by it is used."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+    return frozenset(found)
+
+
+def prune_unused(text: str) -> str:
+    """``text`` without the functions, classes, methods and constants that nothing in it uses."""
+    tree = ast.parse(text)
+    units = [
+        PrunableNode(holder, node, collect_names(node))
+        for top in tree.body
+        for holder, node in iter_prunable_nodes(top)
+    ]
+    while True:
+        idle = set(find_unused(tree, units))
+        if not idle:
+            break
+        units = [unit for unit in units if unit.node not in idle and unit.enclosing_class not in idle]
+    kept = {unit.node for unit in units} | {unit.enclosing_class for unit in units}
+    lines = text.splitlines()
+    for node in reversed([piece for top in tree.body for piece in (top, *class_statements(top))]):
+        if node not in kept:
+            first = min([node, *getattr(node, "decorator_list", [])], key=lambda each: each.lineno).lineno
+            lines[first - 1 : node.end_lineno] = [""] * ((node.end_lineno or first) - first + 1)
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class PrunableNode:
+    """A piece that is kept or cut as a whole, the class it stands in, and the names that occur in it."""
+
+    enclosing_class: ast.ClassDef | None
+    node: ast.AST
+    names: frozenset[str]
+
+
+def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | None, ast.AST]]:
+    """A statement; of a class, what stands in it and over it."""
+    if isinstance(statement, ast.ClassDef):
+        yield from ((statement, node) for node in (*statement.body, *statement.bases, *statement.decorator_list))
+    else:
+        yield None, statement
+
+
+def class_statements(statement: ast.stmt) -> list[ast.stmt]:
+    """The statements of a class."""
+    return statement.body if isinstance(statement, ast.ClassDef) else []
+
+
+def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST]:
+    """Definitions that no other piece names. What torch calls, and names with two underscores, are used."""
+    users: dict[str, list[PrunableNode]] = {}
+    for unit in units:
+        for name in unit.names:
+            users.setdefault(name, []).append(unit)
+    for unit in units:
+        defined = get_definition_name(unit.node)
+        method = unit.enclosing_class is not None
+        if defined is None or defined.startswith("__") or (method and not isinstance(unit.node, ast.FunctionDef)):
+            continue
+        called = method and defined in ("forward", "backward")
+        if not called and all(user is unit for user in users.get(defined, [])):
+            yield unit.node
+    for holder in {unit.enclosing_class for unit in units if unit.enclosing_class is not None}:
+        if all(user.enclosing_class is holder for user in users.get(holder.name, [])):
+            yield holder
+
+
+def get_definition_name(node: ast.AST) -> str | None:
+    """What a definition is called; None where it is none, or is called several things."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return None

@@ -1,0 +1,6 @@
+"""The kill matrix: mutants x checks, and what follows from it for both."""
+
+from zharness.kill_matrix.cells import KillAttempts, make_target_cell, plan_kill_attempts
+from zharness.kill_matrix.mutant_runner import MutantRunner
+
+__all__ = ["KillAttempts", "MutantRunner", "make_target_cell", "plan_kill_attempts"]

@@ -1,0 +1,90 @@
+"""The clean record: cells on engines that are right, in which every broken law is a false alarm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zharness.parity import Tier
+from zharness.run import Record, Verdict
+
+CONFIDENCE = 0.95
+BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
+BISECTION_STEPS = 60  # of an interval of length 1: below any float that matters here
+
+
+@dataclass(frozen=True)
+class CleanRecord:
+    """Counts over records: cells that were judged, those that gave a false alarm, and those that say nothing.
+
+    ``bounded`` of the judged ones were compared at tier X or S throughout, by a bound that follows from arithmetic.
+    """
+
+    judged_count: int
+    bounded_count: int
+    false_alarms: tuple[Record, ...]
+    expected_failure_count: int
+    unsupported_count: int
+    errors: tuple[Record, ...]
+
+    @property
+    def false_alarm_rate_bound(self) -> float:
+        """The rate of false alarms is below this with a confidence of 95 %; see ``upper_bound``."""
+        return upper_bound(len(self.false_alarms), self.judged_count)
+
+    def describe(self) -> str:
+        """One line, and one for each alarm and error."""
+        head = (
+            f"{len(self.false_alarms)} false alarms in {self.judged_count} clean cells: below {100 * self.false_alarm_rate_bound:.3g} % "
+            f"with 95 % confidence; {self.bounded_count} of them at tier X or S "
+            f"({self.expected_failure_count} excused, {self.unsupported_count} unsupported, {len(self.errors)} errors)"
+        )
+        rest = [
+            f"{record.verdict.value} {record.command}\n  {record.cause}" for record in self.false_alarms + self.errors
+        ]
+        return "\n".join([head, *rest])
+
+
+def make_clean_record(records: Sequence[Record]) -> CleanRecord:
+    """What ``records`` say; an excused cell is a known bug of an engine, so neither clean nor an alarm."""
+    unknown = [record for record in records if not record.expected_failure]
+    judged = [r for r in unknown if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.is_broken]
+    return CleanRecord(
+        judged_count=len(judged),
+        bounded_count=sum(record.tier in BOUNDED_TIERS for record in judged),
+        false_alarms=tuple(record for record in judged if record.verdict.is_broken),
+        expected_failure_count=sum(bool(record.expected_failure) for record in records),
+        unsupported_count=sum(record.verdict is Verdict.UNSUPPORTED for record in records),
+        errors=tuple(record for record in records if record.verdict is Verdict.ERROR),
+    )
+
+
+def upper_bound(events: int, trials: int) -> float:
+    """The largest rate at which so few events still have a probability of 5 % (Clopper and Pearson 1934, one-sided).
+
+    Without events it is close to 3 / trials, the rule of three.
+    """
+    if events >= trials:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(BISECTION_STEPS):
+        rate = (low + high) / 2
+        if binomial_cdf(events, trials, rate) > 1 - CONFIDENCE:
+            low = rate
+        else:
+            high = rate
+    return high
+
+
+def binomial_cdf(events: int, trials: int, rate: float) -> float:
+    """The probability of at most ``events`` among ``trials``, each with the probability ``rate``, 0 < rate < 1."""
+    logs = (
+        math.lgamma(trials + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(trials - k + 1)
+        + k * math.log(rate)
+        + (trials - k) * math.log1p(-rate)
+        for k in range(events + 1)
+    )
+    return math.fsum(math.exp(each) for each in logs)

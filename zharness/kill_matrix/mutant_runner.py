@@ -1,0 +1,29 @@
+"""A runner for mutants."""
+
+from __future__ import annotations
+
+from zharness.engines import Capabilities
+from zharness.mutants import MUTANTS, PATH
+from zharness.run import Runner
+from zharness.world import Isolation, RankServer
+
+
+class MutantRunner(Runner):
+    """One rank server for all mutants, whose claims are known without building any.
+
+    Mutants share pooled ranks, one after the other. Each breaks its own instance, or puts back what it exchanged when
+    it is closed, and a rank in which a cell raised, hung or died is not used again.
+    """
+
+    def __init__(self, timeout: float = 60.0, seed: int = 0) -> None:
+        super().__init__({}, timeout, seed, Isolation.POOLED)
+        self._shared_server = RankServer()
+        self._servers = {mutant.engine: self._shared_server for mutant in MUTANTS.values()}
+
+    def claims(self, engine: str, stage: int) -> Capabilities:
+        return MUTANTS[engine.removeprefix(PATH)].claims(stage)
+
+    def close(self) -> None:
+        """End both servers."""
+        self._shared_server.close()
+        self._judge_server.close()

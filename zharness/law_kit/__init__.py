@@ -1,0 +1,1 @@
+"""What laws are built from: the contexts of ranks and judges, scenarios, programs, plain training."""

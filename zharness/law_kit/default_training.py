@@ -1,0 +1,28 @@
+"""A training as a user configures it: the optimizer, and what is done to gradients before its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zharness.engines.protocol import GroupSpec, OptimizerSpec
+
+# What is trained where nobody says how: two groups, a schedule, clipping and accumulation, all of which an engine may
+# get wrong.
+DEFAULT_OPTIMIZER = OptimizerSpec(
+    name="adamw",
+    args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    groups=(GroupSpec("*bias", {"weight_decay": 0.0, "lr": 2e-2}),),
+    schedule=(1.0, 0.5, 0.25),
+)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The optimizer, the norm to which gradients are clipped, and how many micro-batches make one step."""
+
+    optimizer: OptimizerSpec = DEFAULT_OPTIMIZER
+    clip: float | None = 1.0
+    accumulation: int = 2
+
+
+DEFAULT_TRAINING = TrainingConfig()

@@ -1,0 +1,313 @@
+"""The judge's side of a check: every rank's evidence beside the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.parity.attribution import GradientTerms, SuspectedGradients, attribute_mismatch, fit_scale
+from zharness.parity.baseline import Baseline, LocalResult, LossWeighting, Objective
+from zharness.parity.bounds import (
+    BoundedTensor,
+    float64_mean,
+    mean_and_bound,
+    means_in_torch_orders,
+    unit_roundoff,
+    upper_mean_bound,
+)
+from zharness.parity.certificate import Exactness, certify_exactness
+from zharness.parity.compare import (
+    CHUNK_ELEMENTS,
+    attach_plain_values,
+    build_plain_match,
+    check_names,
+    compare_in_chunks,
+    is_bitwise_equal,
+)
+from zharness.parity.comparison import TensorLocation
+
+BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
+
+
+@dataclass(frozen=True)
+class JudgeContext:
+    """What is judged: ``evidence[rank]``, and the baseline it has to match.
+
+    ``wire`` is the dtype in which the engine declares that it reduces gradients; None: that of the cell. ``training``
+    is what a user's configuration says of it.
+    """
+
+    baseline: Baseline
+    evidence: tuple[RankEvidence, ...]
+    dtype: torch.dtype
+    variant: str = ""
+    declared_reduce_dtype: torch.dtype | None = None
+    training: TrainingConfig = DEFAULT_TRAINING
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.declared_reduce_dtype or self.dtype
+
+    def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of a parameter are reduced, which come in ``held``.
+
+        In its own, where the model has that narrower than the cell and the engine has left it so.
+        """
+        narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
+        return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
+
+    def get_param_dtype(self, name: str) -> torch.dtype:
+        """In which dtype an engine may hold a parameter: the cell's, or the model's own where that is narrower."""
+        return max(self.dtype, self.baseline.parameter_dtypes[name], key=unit_roundoff)
+
+    @property
+    def world_size(self) -> int:
+        return self.baseline.world_size
+
+    def rank_records(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
+        """What each rank recorded under ``label`` at ``step``."""
+        return [evidence.get(label, step) for evidence in self.evidence]
+
+    def has_record(self, label: str) -> bool:
+        """Whether rank 0 recorded anything under ``label``; another rank that did not is told when it is asked."""
+        return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
+
+    def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
+        """Where a tensor of that name is, with the owners that the engine declared."""
+        return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
+
+    def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
+        """Every rank's loss equals the baseline's of its own micro-batch, bitwise."""
+        for rank, copy in enumerate(self.rank_records(label, step)):
+            local = expected[rank].loss
+            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, copy["loss"])
+            yield attach_plain_values(found, partial(torch.clone, local))
+
+    def compare_values(
+        self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
+    ) -> Iterator[Comparison]:
+        """Every rank's tensors equal the baseline's for that rank, bitwise; they are rank-local."""
+        for rank, copy in enumerate(self.rank_records(label, step)):
+            check_names(label, expected[rank], copy)
+            for name, tensor in expected[rank].items():
+                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
+                yield attach_plain_values(add_scale_hint(found, tensor, copy[name]), partial(torch.clone, tensor))
+
+    def compare_reduced_grads(
+        self,
+        label: str,
+        micros: Sequence[Sequence[LocalResult]],
+        step: int = 0,
+        exact: bool | Exactness = False,
+        scale: float = 1.0,
+        suspects: Mapping[str, Sequence[Sequence[LocalResult]]] | None = None,
+        explain: bool = True,
+    ) -> Iterator[Comparison]:
+        """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
+
+        ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound,
+        and a reason why not is noted.
+        ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
+        Where it is not to be ``explained``, a mismatch comes without the hint of how the gradient came to be wrong, for
+        which a large one is held against many others.
+        """
+        copies = self.rank_records(label, step)
+        expected = {name for row in micros for local in row for name in local.grads}
+        for copy in copies:
+            check_names("full_grads", dict.fromkeys(expected), copy)
+        for name in self.baseline.parameter_names:
+            if name in expected:
+                known = {
+                    what: [[local.grads[name] for local in row if name in local.grads] for row in losses]
+                    for what, losses in (suspects or {}).items()
+                }
+                yield from self._compare_reduced_grad(
+                    name, copies, micros, step, exact, scale, known if explain else None
+                )
+
+    def compute_expected_grads(
+        self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
+    ) -> BoundedGrads:
+        """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
+
+        For a step of whose gradients nothing was recorded. What ``held`` does not name may be as narrow as it gets.
+        """
+        found = {}
+        for name in self.baseline.parameter_names:
+            if any(name in local.grads for row in micros for local in row):
+                dtype = grad_dtypes.get(name, self.get_param_dtype(name))
+                terms = [scale * term.double() for row in self._collect_local_grads(name, micros) for term in row]
+                found[name] = BoundedTensor(*mean_and_bound(terms, self.get_reduce_dtype(name, dtype), dtype), dtype)
+        return found
+
+    def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
+        """Local gradients of one parameter by rank and micro-step; a rank on which it was not used counts as zero."""
+        return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
+
+    def _compare_reduced_grad(
+        self,
+        name: str,
+        copies: Sequence[Mapping[str, Tensor]],
+        micros: Sequence[Sequence[LocalResult]],
+        step: int,
+        exact: bool | Exactness,
+        scale: float,
+        suspects: SuspectedGradients | None,
+    ) -> Iterator[Comparison]:
+        """``reduced`` for one parameter."""
+        known = self._collect_local_grads(name, micros)
+        everyone = [copy[name] for copy in copies]
+        yield from self.compare_grad_in_pieces(name, known, everyone, step, exact, scale) or self._compare_whole_grad(
+            name, known, everyone, step, exact, scale, suspects
+        )
+        yield from compare_ranks(self.location(name, Part.REDUCTION, step), everyone)
+
+    def compare_grad_in_pieces(
+        self,
+        name: str,
+        local_grads: GradientTerms,
+        rank_grads: Sequence[Tensor],
+        step: int = 0,
+        exact: bool | Exactness = False,
+        scale: float = 1.0,
+    ) -> list[Comparison]:
+        """Every rank's copy of one large gradient against the mean of ``grads``; nothing where anything is wrong.
+
+        Ranks that agree are compared once, and a bound is computed where the numbers are not torch's own.
+        """
+        first = rank_grads[0]
+        if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
+            return []
+        flat, wire = [[term.flatten() for term in row] for row in local_grads], self.get_reduce_dtype(name, first.dtype)
+
+        def compare(piece: slice, held: Tensor) -> list[Comparison]:
+            terms = [[term[piece] for term in row] for row in flat]
+            if self.baseline.loss_scale == 1 and any(
+                torch.equal(mean.to(held.dtype), held) for mean in means_in_torch_orders(terms, scale, wire)
+            ):
+                place = self.location(name, Part.REDUCTION, step)
+                if exact:
+                    return [compare_bitwise(place, held, held)]
+                flat_terms = [term for row in terms for term in row]
+                return [build_plain_match(place, held, upper_mean_bound(flat_terms, scale, wire, held))]
+            return list(self._compare_whole_grad(name, terms, [held], step, exact, scale, None))
+
+        return self.compare_pieces_once(rank_grads, compare)
+
+    def compare_pieces_once(
+        self, rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
+    ) -> list[Comparison]:
+        """``compare`` of every piece of the ranks' copies of one tensor, where it is large, and nothing is wrong.
+
+        ``compare(piece, held)`` is of rank 0's elements of that piece; every other rank's copy equals that bitwise.
+        Else nothing.
+        """
+        held = rank_tensors[0].flatten()
+        if held.numel() <= CHUNK_ELEMENTS or not all(
+            is_bitwise_equal(rank_tensors[0], copy) for copy in rank_tensors[1:]
+        ):
+            return []
+        found = compare_in_chunks(lambda piece: compare(piece, held[piece]), held.numel())
+        places = [one.location for one in found if one.location is not None]
+        return [
+            replace(one, location=replace(place, seen_on=rank))
+            for one, place in zip(found, places, strict=True)
+            for rank in range(len(rank_tensors))
+        ]
+
+    def _compare_whole_grad(
+        self,
+        name: str,
+        local_grads: GradientTerms,
+        rank_grads: Sequence[Tensor],
+        step: int,
+        exact: bool | Exactness,
+        scale: float,
+        suspects: SuspectedGradients | None,
+    ) -> Iterator[Comparison]:
+        """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``.
+
+        A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
+        """
+        terms = [[scale * grad.double() for grad in row] for row in local_grads]
+        flat, wire = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
+        mean, bound = mean_and_bound(flat, wire, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
+        reason = exact.reason if isinstance(exact, Exactness) else ""
+        note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
+        right: Comparison | None = None
+        for rank, actual in enumerate(rank_grads):
+            place = self.location(name, Part.REDUCTION, step, rank)
+            if right is not None and is_bitwise_equal(
+                rank_grads[0], actual
+            ):  # the same numbers: nothing else would come of it
+                yield replace(right, location=place)
+                continue
+            found = (
+                compare_bitwise(place, mean, actual)
+                if bound is None
+                else compare_within_bound(place, mean, actual, bound)
+            )
+            found = replace(found, note=note) if note else found
+            told = found if suspects is None else attribute_mismatch(found, actual, terms, rank_grads, suspects, wire)
+            right = told if rank == 0 and told.mismatch is None else right
+            yield attach_plain_values(told, partial(self._compute_plain_mean, terms, wire, actual.dtype))
+
+    def _compute_plain_mean(self, terms: GradientTerms, reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
+        """The mean of all terms as plain torch computes it in the dtype of the reduction, under the loss scale."""
+        scale = self.baseline.loss_scale
+        stack = torch.stack([(scale * term).to(reduce_dtype) for row in terms for term in row])
+        return stack.mean(0).to(grad_dtype) / scale
+
+    def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
+        """Whether tier X applies to the mean over these micro-steps, and why not."""
+        return certify_exactness(self.baseline, steps, self.dtype, objective)
+
+    def has_single_reduction_order(self) -> bool:
+        """Whether the mean over ranks has one value: of two terms, or exact; the order of more is the engine's own."""
+        return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
+
+    def compute_local_grads(
+        self,
+        step: int = 0,
+        params: Mapping[str, Tensor] | None = None,
+        objective: Objective | None = None,
+        weigh: LossWeighting | None = None,
+    ) -> list[LocalResult]:
+        """The baseline's local results at micro-step ``step``, by rank."""
+        return self.baseline.run_all_ranks(step, params, objective, weigh)
+
+
+def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
+    """Up to the first mismatch: what comes after it follows from it."""
+    for comparison in comparisons:
+        yield comparison
+        if comparison.mismatch is not None:
+            return
+
+
+def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[LocalResult]]) -> Tensor:
+    """One rank's gradient of ``name``; zeros where this rank did not use it and another did."""
+    if name in local.grads:
+        return local.grads[name]
+    other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
+    return torch.zeros_like(other)
+
+
+def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
+    """Say so when wrong values are the right ones times a factor."""
+    if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
+        return comparison
+    factor = fit_scale(actual, [expected])
+    hint = "" if factor is None else f"it is {factor:.7g} x the right value"
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
+
+
+def divide_loss_by(divisor: int) -> LossWeighting:
+    """A loss over ``divisor``, as a user writes it."""
+    return lambda loss, _rank: loss / divisor

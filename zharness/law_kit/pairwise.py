@@ -1,0 +1,48 @@
+"""Sets of engine options in which any two variants that can be had together meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+from zharness.engines.options import Options, merge_options
+
+
+def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
+    """Options, so that each variant, and each pair of variants that agree, is in some row.
+
+    Greedy: a row begins with a pair that is still missing, and takes in whatever agrees with it, the variant first that
+    brings the most missing pairs. Few rows, not the fewest.
+    """
+    missing = [{name} for name in variants]
+    missing += [
+        {one, other}
+        for one, other in combinations(variants, 2)
+        if are_options_compatible(variants[one], variants[other])
+    ]
+    while missing:
+        row = set(missing[-1])
+        while more := [name for name in variants if name not in row and is_compatible_with_row(name, row, variants)]:
+            row.add(max(more, key=lambda name: sum(pair <= row | {name} for pair in missing)))
+        missing = [pair for pair in missing if not pair <= row]
+        options: dict[str, Any] = {}
+        for name in variants:
+            if name in row:
+                options = merge_options(options, variants[name])
+        yield options
+
+
+def is_compatible_with_row(name: str, row: set[str], variants: Mapping[str, Options]) -> bool:
+    """Whether a variant agrees with all of a row."""
+    return all(are_options_compatible(variants[name], variants[other]) for other in row)
+
+
+def are_options_compatible(first: Options, second: Options) -> bool:
+    """Whether two sets of options give no key two values."""
+    return all(
+        are_options_compatible(first[key], second[key])
+        if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)
+        else first[key] == second[key]
+        for key in first.keys() & second.keys()
+    )

@@ -1,0 +1,49 @@
+"""What is switched for a whole process, thread or generator, and so is its caller's to switch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zharness import torch_private as private
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.parity import Comparison, Part, compare_bitwise
+
+RANDOM_STATE = "random state"
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def read_process_state() -> dict[str, Tensor]:
+    """Those of this process and thread as they are now, and the state of its random generators, as numbers."""
+    told = {
+        "recording of gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "torch.autocast": torch.is_autocast_enabled("cpu"),
+        "torch.autocast's cache": torch.is_autocast_cache_enabled(),
+        "torch.autocast's dtype": FLOAT_DTYPES.index(torch.get_autocast_dtype("cpu")),
+        "default dtype": FLOAT_DTYPES.index(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "detection of anomalies": torch.is_anomaly_enabled(),
+        "precision of matrix products": MATMUL_PRECISIONS.index(torch.get_float32_matmul_precision()),
+        "threads of a backward": private.is_backward_multithreaded(),
+        "collection of garbage": gc.isenabled(),
+        "number of threads": torch.get_num_threads(),
+        "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
+    }
+    found = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in told.items()}
+    return {**found, RANDOM_STATE: torch.get_rng_state().double()}
+
+
+def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
+    """On every rank the switches recorded under ``label`` are at each of ``steps`` what they were at the first."""
+    for rank, before in enumerate(ctx.rank_records(label, steps[0])):
+        for step in steps[1:]:
+            now = ctx.rank_records(label, step)[rank]
+            for name, value in before.items():
+                yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), value, now[name])

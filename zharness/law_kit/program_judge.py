@@ -1,0 +1,398 @@
+"""Plain PyTorch along a program: each verb that an engine was asked for, judged as the laws of training are.
+
+Each verb starts from the engine's own weights, gradients and state: local gradients are plain PyTorch's at the weights
+that the engine reports, summed over the backwards since the last step; the update is a replay of the optimizer's
+formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import OptimizerSpec, Reduction
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
+from zharness.law_kit.optimizer_step import (
+    ClipFactor,
+    RecordedStep,
+    add_hint,
+    compare_published_weights,
+    compare_ranks_after_step,
+    compare_step_counts,
+    hint_unmoved,
+    step_hyperparameters,
+    unflatten,
+)
+from zharness.law_kit.program_executor import (
+    EDITED_VALUE,
+    EVAL_MODE_ACTS,
+    FORWARD_ACTS,
+    OPTIMIZERS,
+    apply_input_marks,
+    call_with_extra_kwargs,
+    choose_edited_parameter,
+    compute_input_grad,
+    get_grad_mode,
+    make_model_kwargs,
+)
+from zharness.law_kit.training_run import total_norm, total_norm_and_bound
+from zharness.laws.double_backward import second_loss
+from zharness.laws.state import compare_records
+from zharness.laws.training_accumulation import judge_reported_norm
+from zharness.laws.training_free_running import UNBOUNDED_ERROR
+from zharness.laws.training_trajectory import STALE_FORWARD_HINT, compare_engine_facts, compare_initial_weights
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity.baseline import LocalResult, run_backward
+from zharness.parity.bounds import BoundedTensor
+from zharness.parity.compare import check_names
+from zharness.parity.replay import replay_step
+from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
+
+SUMMED_AGAIN_HINT = "the sum of all, those before the last summed over the ranks once more"
+ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
+WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
+CALLER_TENSOR_CHANGED_HINT = "a tensor of the caller's is another than before the backward"
+EARLY_STEP_HINT = "a step was made before the window was full"
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How many steps the optimizer has made, and how many of them moved each parameter."""
+
+    steps: int = 0
+    by_parameter: Mapping[str, int] = field(default_factory=dict)
+
+    def with_step(self, names: Mapping[str, object]) -> StepCounts:
+        """One step more, with gradients for ``names``."""
+        return StepCounts(
+            self.steps + 1, {**self.by_parameter, **{name: self.by_parameter.get(name, 0) + 1 for name in names}}
+        )
+
+
+@dataclass
+class ProgramJudge:
+    """Plain PyTorch, run for every rank along the program."""
+
+    ctx: JudgeContext
+    program: Program
+    weights_version: int = 0
+    forward_verbs: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
+    window_grads: list[list[LocalResult]] = field(default_factory=list)  # local gradients since the last step, by rank
+    zeroed_grads: list[list[LocalResult]] = field(
+        default_factory=list
+    )  # those that a zero_grad forgot since the last step
+    step_counts: StepCounts = StepCounts()
+    checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # each with the era that was saved
+    last_grads_position: int = 0  # the place of the last verb that recorded reduced gradients
+    cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model in the weights of an era
+
+    def judge_verb(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
+        """What can be compared after one verb."""
+        act = verb.act
+        if act in FORWARD_ACTS:
+            self.forward_verbs[book.micro_batches_drawn] = verb
+            yield from self.compare_output(position, verb, book.micro_batches_drawn)
+        elif act in (Act.BACKWARD, Act.NO_SYNC):
+            yield from self.judge_backward(position, verb, book)
+        elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
+            expected = [
+                {"input": self.compute_plain_input_grad(act, rank, book.micro_batches_drawn)}
+                for rank in range(self.ctx.world_size)
+            ]
+            yield from self.ctx.compare_values("input", expected, position)
+        elif act is Act.LOOK:
+            yield from self.judge_look(position, book)
+        elif act is Act.STEP:
+            yield from self.judge_optimizer_step(position, book)
+        elif act is Act.IDLE:
+            yield from self.judge_update(position, {}, PendingGradients.NOTHING)
+        elif act is Act.EDIT:
+            yield from self.judge_edit()
+        elif act is Act.SAVE:
+            at = 0 if Mark.OLD in verb.marks else len(self.checkpoints)
+            self.checkpoints[at:] = [(self.step_counts, self.weights_version), *self.checkpoints[at + 1 :]]
+        elif act is Act.LOAD:
+            yield from self.judge_load(*self.checkpoints[0 if Mark.OLD in verb.marks else -1])
+        if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
+            self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
+        if act is Act.STEP and book.is_boundary:
+            self.zeroed_grads, self.window_grads = [], []
+
+    def get_plain_module(self, weights_version: int) -> torch.nn.Module:
+        """The plain model in the engine's own weights of ``era``, training, without any gradient."""
+        if self.cached_module is None or self.cached_module[0] != weights_version:
+            self.cached_module = (
+                weights_version,
+                self.ctx.baseline.build_module(self.ctx.rank_records("params", weights_version)[0]),
+            )
+        _, module = self.cached_module
+        module.zero_grad(set_to_none=True)
+        return module.train()
+
+    def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
+        """Every rank's output equals plain PyTorch's, bitwise."""
+        for rank, copy in enumerate(self.ctx.rank_records("output", position)):
+            found = compare_bitwise(
+                self.ctx.location("output", Part.FORWARD, position, rank),
+                self.compute_plain_output(self.weights_version, verb, micro, rank),
+                copy["output"],
+            )
+            if (
+                found.mismatch is not None
+                and self.weights_version
+                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(copy["output"])
+            ):
+                found = add_hint(found, WEIGHTS_NOT_CHANGED_HINT)
+            yield found
+
+    def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
+        """What the plain model makes of a micro-batch in the weights of ``era``."""
+        baseline = self.ctx.baseline
+        module = self.get_plain_module(weights_version).train(verb.act not in EVAL_MODE_ACTS)
+        with get_grad_mode(verb.act):
+            output: Tensor = call_with_extra_kwargs(
+                apply_input_marks(baseline.batch(rank, micro), verb, rank, micro),
+                module,
+                make_model_kwargs(self.program, baseline.spec, micro),
+            )
+        return output.detach()
+
+    def judge_backward(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
+        """One more gradient for every rank, and their mean where the engine was asked for it."""
+        micro = book.micro_batches_drawn if verb.act is Act.NO_SYNC else book.select_output(verb)
+        if verb.act is Act.NO_SYNC:
+            self.forward_verbs[micro] = verb
+        for rank, copy in enumerate(self.ctx.rank_records("own", position)):
+            for name, changed in copy.items():
+                found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
+                yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
+        self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.world_size)])
+        if apply_verb(book, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
+            yield from self.compare_window_grads(position)
+
+    def compare_window_grads(self, position: int) -> Iterator[Comparison]:
+        """The gradients recorded at ``place`` are those of all backwards since the last step."""
+        self.last_grads_position = position
+        ranks = self.sum_factor
+        suspects = (
+            {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.window_grads, ranks)}
+            if ranks > 1 and len(self.window_grads) > 1
+            else {}
+        )
+        if self.zeroed_grads:
+            suspects[ZEROED_GRADS_KEPT_HINT] = scale_local_grads(
+                [*self.zeroed_grads, *self.window_grads], ranks / self.program.window
+            )
+        yield from self.ctx.compare_reduced_grads(
+            "grads", self.window_grads, position, scale=self.grad_scale, suspects=suspects
+        )
+
+    @property
+    def sum_factor(self) -> int:
+        """Over how many ranks gradients are summed, beyond their mean."""
+        return self.ctx.world_size if self.program.reduction == Reduction.SUM.value else 1
+
+    @property
+    def grad_scale(self) -> float:
+        """The factor of the gradients since the last step over their mean."""
+        return len(self.window_grads) * self.sum_factor / self.program.window
+
+    def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
+        """One rank's loss and gradients of one backward, as plain PyTorch has them."""
+        baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
+        batch = apply_input_marks(baseline.batch(rank, micro), self.forward_verbs[micro], rank, micro)
+        output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
+        loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
+        return run_backward(module, loss, baseline.loss_scale)
+
+    def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
+        """That of one rank's summed output."""
+        baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
+        words = make_model_kwargs(self.program, baseline.spec, micro)
+        leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
+        return compute_input_grad(act, lambda x: module(x, **words), leaf)
+
+    def judge_look(self, position: int, book: CallerState) -> Iterator[Comparison]:
+        """What is shown at any time is what there is."""
+        if book.has_reduced_gradients:
+            yield from self.compare_window_grads(position)
+        yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
+        yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
+
+    def judge_optimizer_step(self, position: int, book: CallerState) -> Iterator[Comparison]:
+        """At a boundary a step with the gradients of the whole window, clipped by their norm; before it, nothing."""
+        if not book.is_boundary:
+            for kept, early in (("params", "early"), ("state", "early-state")):
+                for found in compare_records(self.ctx, kept, early, self.weights_version, position, Part.OPTIMIZER):
+                    yield add_hint(found, EARLY_STEP_HINT)
+            return
+        grads = yield from self.judge_clipping(position, self.get_step_grads(book))
+        yield from self.judge_update(position, grads, book.pending)
+
+    def get_step_grads(self, book: CallerState) -> BoundedGrads:
+        """The gradients that a step is made with: the engine's own, or where nobody asked for them what they may be."""
+        shown = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
+        if book.pending is not PendingGradients.UNSEEN:
+            return {name: BoundedTensor.exact(grad) for name, grad in shown.items()}
+        return self.ctx.compute_expected_grads(
+            self.window_grads, self.grad_scale, {name: grad.dtype for name, grad in shown.items()}
+        )
+
+    def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
+        """The norm reported is that of the gradients; and what clipping makes of them.
+
+        That an engine which clips reports none is told by training.clip_and_norm.
+        """
+        if self.program.clip is None:
+            return grads
+        dtypes = [grad.dtype for grad in grads.values()]
+        norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
+        error = rounding + total_norm({name: grad.error for name, grad in grads.items()})
+        reported = yield from judge_reported_norm(self.ctx, "norm", position, norm, error)
+        factor = ClipFactor.from_norm(self.program.clip, norm, error, reported)
+        return {name: factor.apply_to(grad) for name, grad in grads.items()}
+
+    def judge_update(self, position: int, grads: BoundedGrads, pending: PendingGradients) -> Iterator[Comparison]:
+        """The new weights and state are the replay of the formula on the engine's own numbers before."""
+        spec = OPTIMIZERS[self.program.optimizer]
+        yield from judge_parameter_updates(
+            self.ctx, spec, grads, self.weights_version, self.step_counts, position, pending
+        )
+        self.step_counts, self.weights_version = self.step_counts.with_step(grads), self.weights_version + 1
+        yield from self.judge_rank_agreement()
+
+    def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
+        """Weights and state are bitwise those that were saved."""
+        self.step_counts = step_counts
+        self.weights_version += 1
+        for what in ("params", "masters", "state"):
+            yield from compare_records(self.ctx, what, what, saved_version, self.weights_version, Part.GATHER)
+        yield from self.judge_rank_agreement()
+
+    def judge_edit(self) -> Iterator[Comparison]:
+        """One weight is what rank 0 has written, in the optimizer's copy too; all else is as it was."""
+        name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
+        for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
+            after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
+            for other, weight in before.items():
+                expected = weight
+                if other == name:
+                    # An element that the model held as this already was not edited: its master may stay unrounded.
+                    held = self.ctx.rank_records("params", self.weights_version)[rank][other]
+                    stayed = (held == EDITED_VALUE) & (after[other] == weight)
+                    expected = weight.where(stayed, EDITED_VALUE)
+                yield compare_bitwise(self.ctx.location(other, Part.GATHER, 0, rank), expected, after[other])
+        yield from compare_records(
+            self.ctx, "state", "state", self.weights_version, self.weights_version + 1, Part.OPTIMIZER
+        )
+        self.weights_version += 1
+        yield from self.judge_rank_agreement()
+
+    def judge_rank_agreement(self) -> Iterator[Comparison]:
+        """All ranks report the same, the model computes with the optimizer's weights, and nothing stays gathered."""
+        yield from compare_ranks_after_step(self.ctx, RecordedStep(self.weights_version))
+        yield from compare_published_weights(self.ctx, RecordedStep(self.weights_version, "masters"), "params")
+        yield from self.judge_engine_facts()
+
+    def judge_engine_facts(self) -> Iterator[Comparison]:
+        """Learning rates, loss scale and skipped steps; bytes that are gathered."""
+        yield from compare_engine_facts(
+            self.ctx, OPTIMIZERS[self.program.optimizer], self.weights_version, self.step_counts.steps
+        )
+        for rank, copy in enumerate(self.ctx.rank_records("held", self.weights_version)):
+            for name, held in copy.items():
+                yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(held), held)
+
+
+def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
+    """What adds up to the gradient where every backward sums over the ranks what has been summed already."""
+    factors = [float(world_size) ** (len(micros) - at) for at in range(len(micros))]
+    return [row for factor, each in zip(factors, micros, strict=True) for row in scale_local_grads([each], factor)]
+
+
+def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
+    """The same with every gradient times ``factor``."""
+    return [
+        [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
+        for row in micros
+    ]
+
+
+def judge_parameter_updates(
+    ctx: JudgeContext,
+    spec: OptimizerSpec,
+    grads: BoundedGrads,
+    weights_version: int,
+    step_counts: StepCounts,
+    position: int,
+    pending: PendingGradients,
+) -> Iterator[Comparison]:
+    """Each parameter made the step that its own count of steps asks for; one without a gradient made none."""
+    before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
+    kept, state = (unflatten(ctx.rank_records("state", at)[0]) for at in (weights_version, weights_version + 1))
+    check_names("full_params", before, after)
+    for name, weight in before.items():
+        here = ctx.location(name, Part.OPTIMIZER, position)
+        if name not in grads:
+            yield compare_bitwise(here, weight, after[name])
+            yield from judge_unmoved_state(ctx, name, kept, state, position)
+            continue
+        steps = step_counts.by_parameter.get(name, 0)
+        own = dict(kept.get(name, {})) | {"step": torch.tensor(float(steps))}
+        # Before the first step torch.optim has no state; an engine that has made it already has zeros.
+        moments = own if steps else {"step": own["step"]}
+        expected, wanted = replay_step(
+            spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
+        )
+        found = state.get(name, {})
+        if "step" in found:
+            counted = ctx.location(f"{name}/step", Part.OPTIMIZER, position)
+            yield compare_bitwise(counted, torch.tensor(steps + 1.0), found["step"].double().reshape(()))
+        for key, value in wanted.items():
+            moment = found.get(key, torch.full_like(weight, torch.nan))
+            yield compare_within_bound(
+                ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), value.value, moment, value.error, Tier.STAGED
+            )
+        # Of a gradient that nobody saw, and that is hardly larger than it may be wrong, Adam's step may be anything:
+        # its square, by whose root that divides, may be zero for all that is known.
+        error = expected.error
+        if pending is PendingGradients.UNSEEN:
+            error = error.where(grads[name].error == 0, error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR))
+        moved = expected.value - weight.double()
+        yield hint_unmoved(
+            compare_within_bound(here, expected.value, after[name], error, signal=moved), weight, after[name]
+        )
+
+
+def judge_unmoved_state(
+    ctx: JudgeContext,
+    name: str,
+    state_before: Mapping[str, Mapping[str, Tensor]],
+    state_after: Mapping[str, Mapping[str, Tensor]],
+    position: int,
+) -> Iterator[Comparison]:
+    """The state of a parameter that has no gradient is what it was."""
+    for key, tensor in state_before.get(name, {}).items():
+        found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
+        yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
+
+
+def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
+    """Everything that ``program`` left to compare, in the order in which it happened."""
+    judge = ProgramJudge(ctx, program)
+    yield from compare_initial_weights(ctx)
+    yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
+    yield from judge.judge_engine_facts()
+    for place, verb, book in iter_verbs(program):
+        for comparison in judge.judge_verb(place, verb, book):
+            yield set_verb_position(comparison, place)
+
+
+def set_verb_position(comparison: Comparison, position: int) -> Comparison:
+    """``comparison`` with the verb's place for its step, whatever number it was recorded under."""
+    if comparison.mismatch is None:
+        return comparison
+    return replace(comparison, mismatch=replace(comparison.mismatch, step=position))

@@ -1,0 +1,160 @@
+"""The rank's side of a check: engines to build, batches to feed, snapshots to record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.options import merge_options
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    EngineConfig,
+    EngineFactory,
+    Feature,
+    Observations,
+    Piece,
+)
+from zharness.law_kit.construction import construct_engine, require_cpu_tensor, require_mapping
+from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.dtypes import DTYPES
+from zharness.parity.contamination import ProcessConditions, read_process_conditions
+from zharness.parity.snapshot import EvidenceWriter
+from zharness.workload import Batch, ModelSpec
+from zharness.workload.models import SAMPLES
+
+
+def scalar(value: float) -> Tensor:
+    """Counts, flags and the like, as they are recorded and compared."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+class RankContext:
+    """One rank of a cell.
+
+    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them; ``records`` is where what is
+    seen goes; ``training`` is what a user's configuration says of it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        seed: int,
+        rank: int,
+        world_size: int,
+        config: EngineConfig,
+        factory: EngineFactory,
+        capabilities: Capabilities,
+        variant: str,
+        device: torch.device,
+        records: EvidenceWriter,
+        training: TrainingConfig = DEFAULT_TRAINING,
+    ) -> None:
+        self.spec = spec
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.config = replace(config, micro_batch_size=SAMPLES)
+        self.capabilities = capabilities
+        self.variant = variant
+        self.device = device
+        self.training = training
+        self._factory = factory
+        self._records = records
+        self._layout: Mapping[str, tuple[Piece, ...]] = {}
+        self._contamination = ProcessConditions({}, ())
+
+    def build_engine(self, **overrides: Any) -> Engine:
+        """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
+
+        ``options`` are laid over those of the cell. Raises EngineContractError when the factory returns something that
+        is not an Engine, or changes the model.
+        """
+        return self.build_engine_around(self.spec.model(self.seed), **overrides)
+
+    def build_engine_around(self, model: nn.Module, **overrides: Any) -> Engine:
+        """``engine``, around another model than the workload's; one on the meta device is left there."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model = model.to(self.device)
+        options = merge_options(self.config.options, overrides.pop("options", {}))
+        engine, self._layout = construct_engine(
+            self._factory, model, replace(self.config, options=options, **overrides)
+        )
+        # While it lives: an engine may put back at its end what it had exchanged.
+        self._contamination = read_process_conditions()
+        return engine
+
+    def batch(self, step: int) -> Batch:
+        """This rank's micro-batch at micro-step ``step``, on its device."""
+        return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
+
+    def loss(self, call: Callable[..., Any] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
+        """Forward of this rank's micro-batch and its loss, a scalar; recorded under ``label`` and that step."""
+        batch = self.batch(step)
+        loss = self.spec.loss(batch.feed(call), batch.target)
+        self.record(label, {"loss": loss}, step)
+        return loss
+
+    def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
+        """Keep ``tensors`` as they are now under ``label`` and ``step``.
+
+        Raises HarnessFault when there is such a record, of which a judge would see the first alone.
+        """
+        told = require_mapping(label, tensors)
+        self._records.write_snapshot(
+            label, step, {name: require_cpu_tensor(label, name, tensor) for name, tensor in told.items()}
+        )
+
+    def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
+        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does.
+
+        Returns what the engine said of itself, as masters are gathered to say it.
+        """
+        weights = require_mapping("full_params", engine.full_params())
+        seen = engine.observe()
+        apart = seen.masters
+        masters = {} if isinstance(apart, Absent) else require_mapping("observe().masters", apart)
+        self.record(f"params{suffix}", weights, step)
+        own = {name: require_cpu_tensor("observe().masters", name, tensor) for name, tensor in masters.items()}
+        self._records.write_snapshot(f"masters{suffix}", step, own, base_label=f"params{suffix}")
+        return seen
+
+    def record_training_state(self, engine: Engine, step: int, suffix: str = "") -> Observations:
+        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``.
+
+        Returns what the engine said of itself.
+        """
+        seen = self.record_weights(engine, step, suffix)
+        self.record_optimizer_state(f"state{suffix}", engine, step)
+        return seen
+
+    def record_optimizer_state(self, label: str, engine: Engine, step: int) -> None:
+        """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
+        self.record(label, flatten_optimizer_state(engine.full_optimizer_state()), step)
+
+    def accumulation_owners(self) -> tuple[AccumulationOwner, ...]:
+        """Who may own the accumulation, by the engine's claims."""
+        features = {
+            AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
+            AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,
+        }
+        return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
+
+    def finish(self) -> None:
+        """Complete the file of everything recorded."""
+        self._records.finish(self._layout, self._contamination)
+
+
+def flatten_optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """An engine's optimizer state with one entry ``parameter/key`` for each tensor."""
+    return {
+        f"{name}/{key}": value
+        for name, entries in require_mapping("full_optimizer_state", state).items()
+        for key, value in require_mapping(f"full_optimizer_state()[{name!r}]", entries).items()
+    }

@@ -1,0 +1,115 @@
+"""A training of several steps: what is asked of the engine, and how it went there and with the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from zharness.engines.optimizers import build, schedule
+from zharness.engines.protocol import OptimizerSpec
+from zharness.law_kit.judge_context import JudgeContext, get_grad_or_zeros
+from zharness.parity.bounds import gamma_or_probabilistic
+from zharness.parity.mismatch_report import TrainingCurve, round_for_json
+
+SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training: its optimizer, its steps, the norm to which gradients are clipped, the micro-batches of a step."""
+
+    optimizer: OptimizerSpec
+    steps: int
+    clip: float | None = None
+    accumulation: int = 1
+
+    def micro_steps(self, step: int) -> range:
+        """The micro-steps of one step."""
+        return range(step * self.accumulation, (step + 1) * self.accumulation)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The mean of all losses of one step, and the 2-norm of the whole gradient before it is clipped."""
+
+    loss: float
+    norm: float
+
+
+def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
+    """Loss and gradient norm in every step, of the engine and of the plain model trained on its own from the start.
+
+    The engine has to have recorded "loss" at each micro-step and "grads" at each step. They part by rounding too, the
+    more the longer they run, so they are there to be looked at: nothing is judged by them.
+    """
+    engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
+    return {
+        "loss": build_curve((step.loss for step in engine), (step.loss for step in baseline)),
+        "norm": build_curve((step.norm for step in engine), (step.norm for step in baseline)),
+    }
+
+
+def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingCurve:
+    return {
+        "engine": [round_for_json(value, SIGNIFICANT_DIGITS) for value in engine],
+        "baseline": [round_for_json(value, SIGNIFICANT_DIGITS) for value in baseline],
+    }
+
+
+def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
+    """What the engine reported."""
+    found = []
+    for step in range(run.steps):
+        losses = [copy["loss"] for micro in run.micro_steps(step) for copy in ctx.rank_records("loss", micro)]
+        found.append(StepMetrics(mean_loss(losses), float(total_norm(ctx.rank_records("grads", step)[0]))))
+    return found
+
+
+def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
+    """The plain model's own training, on float32 masters where its dtype is narrower."""
+    weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
+    optimizer = build(weights, run.optimizer)
+    rates = schedule(optimizer, run.optimizer)
+    found = []
+    for step in range(run.steps):
+        local = [one for micro in run.micro_steps(step) for one in ctx.compute_local_grads(micro, weights)]
+        for name in {name: None for one in local for name in one.grads}:
+            grads = [get_grad_or_zeros(one, name, [local]).to(weights[name].dtype) for one in local]
+            weights[name].grad = torch.stack(grads).mean(0)
+        trainable = [weight for weight in weights.values() if weight.grad is not None]
+        whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        found.append(StepMetrics(mean_loss([one.loss for one in local]), float(total_norm(whole))))
+        if run.clip is not None:
+            torch.nn.utils.clip_grad_norm_(trainable, run.clip)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return found
+
+
+def mean_loss(losses: Sequence[Tensor]) -> float:
+    return float(torch.stack([loss.double() for loss in losses]).mean())
+
+
+def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of all elements together, in float64."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
+    return torch.stack(norms).square().sum().sqrt()
+
+
+def total_norm_and_bound(
+    grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The 2-norm of all elements together, in float64, and how far a sum of squares may be from it.
+
+    The sum is in float32, or in what is wider among ``dtypes``, the gradients' own unless they are given; in bf16 so
+    many terms have no bound.
+    """
+    whole = total_norm(grads)
+    own = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
+    wide = reduce(torch.promote_types, own, torch.float32)
+    return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)

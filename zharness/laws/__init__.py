@@ -1,0 +1,9 @@
+"""The laws as library functions: what a rank observes, and how a judge that never saw the engine decides."""
+
+from zharness.law_kit.dtypes import DTYPES, LOSS_SCALES
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.registry import LAWS, find_laws, get_law
+
+__all__ = ["DTYPES", "LAWS", "LOSS_SCALES", "JudgeContext", "Law", "RankContext", "find_laws", "get_law"]

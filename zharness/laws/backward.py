@@ -1,0 +1,274 @@
+"""The laws of backward in PyTorch's own spellings: what vanilla allows with an output or a loss, an engine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import backward, grad
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.law import Law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
+
+REQUIRED_FEATURES = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
+
+
+def engine_backward(participant: Participant) -> NamedTensors:
+    """What was not to be retained is gone: a second backward raises, as vanilla's does."""
+    loss = participant.training_loss()
+    participant.backward(loss)
+    try:
+        participant.backward(loss)
+        refused = torch.zeros(1)
+    except RuntimeError:
+        refused = torch.ones(1)
+    return {"refused": refused}
+
+
+def tensor_backward(participant: Participant) -> None:
+    backward(participant.training_loss())
+
+
+def non_scalar(participant: Participant) -> None:
+    """``out.backward(g)`` with a g of integers."""
+    batch = participant.get_batch(0)
+    backward(participant.call(batch.inputs), batch.target)
+
+
+def joint_loss(participant: Participant) -> None:
+    """One loss over two engines."""
+    assert participant.partner is not None
+    backward(
+        participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
+    )
+
+
+def bypass(participant: Participant) -> None:
+    """One loss over two engines, with a branch that never passed through either's output."""
+    assert participant.partner is not None
+    together = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
+    backward(participant.loss(together) + participant.module.head(participant.inputs()).sum())
+
+
+def auxiliary_loss(participant: Participant) -> None:
+    """A second loss that the forward leaves where no output leads to it."""
+    left: list[Tensor] = []
+
+    def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        left.append(participant.module.last.weight.sum() + hidden.sum())
+        return block(hidden)
+
+    loss = participant.loss(participant.call(participant.inputs(), through=run_block))
+    backward(left[0], retain_graph=True)
+    backward(loss + left[0])
+
+
+def without_grad(participant: Participant) -> NamedTensors:
+    """Forwards under no_grad and inference_mode, before and between training: they leave nothing behind."""
+    with torch.no_grad():
+        values = {"no_grad": participant.call(participant.inputs())}
+    loss = participant.training_loss()
+    with torch.inference_mode():
+        values["inference"] = participant.call(participant.inputs()).clone()
+    backward(loss)
+    return values
+
+
+def autograd_grad(participant: Participant) -> NamedTensors:
+    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one.
+
+    Nor does one where the gradients of parameters are asked for. What is returned then is left alone: an engine may
+    give a rank its own, or, where parameters are shards, those of all.
+    """
+    leaf = participant.leaf_inputs()
+    output = participant.call(x=leaf)  # by keyword: an engine passes those on as they are
+    rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
+    batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
+    grad(
+        participant.training_loss(2),
+        [each for each in participant.module.parameters() if each.requires_grad],
+        allow_unused=True,
+    )
+    return {"input": grad(participant.loss(output), leaf)[0], "batched": batched}
+
+
+def backward_inputs(participant: Participant) -> NamedTensors:
+    """``backward(inputs=[x])``, twice on one graph, in the middle of training."""
+    backward(participant.training_loss(2))
+    leaf = participant.leaf_inputs()
+    loss = participant.loss(participant.call(leaf))
+    backward(loss, inputs=[leaf], retain_graph=True)
+    backward(loss, inputs=[leaf])
+    assert leaf.grad is not None
+    return {"input": leaf.grad}
+
+
+def recurrent(participant: Participant) -> None:
+    """An output fed back, and several forwards under one backward."""
+    first = participant.call(participant.inputs())
+    again = participant.call(first)
+    backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
+
+
+class NamedTupleOutput(NamedTuple):
+    """An output of two tensors."""
+
+    output: Tensor
+    extra: Tensor
+
+
+@dataclass(frozen=True)
+class DataclassOutput:
+    """An output that is no container of torch's."""
+
+    output: Tensor
+    extra: Tensor
+    count: int = 2
+
+
+# What a model may return, and how a caller gets at the first output in it.
+OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
+    (lambda output, extra: (output, extra), lambda made: made[0]),
+    (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
+    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda made: made["output"]),
+    (NamedTupleOutput, lambda made: made.output),
+    (DataclassOutput, lambda made: made.output),
+    (
+        lambda output, extra: {"deep": [(extra.argmax(), DataclassOutput(output, extra))]},
+        lambda made: made["deep"][0][1].output,
+    ),
+)
+
+
+def outputs(participant: Participant) -> None:
+    """Every container, with one output used and the others left; at last one in which both are used."""
+    for pack, unpack in OUTPUT_CONTAINERS:
+        backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
+    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(participant.loss(made.output) + made.extra.sum())
+
+
+def two_outputs_two_backwards(participant: Participant) -> None:
+    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(made.extra.sum())
+    backward(participant.loss(made.output))
+
+
+class TiledLoss(torch.autograd.Function):
+    """A loss that runs its own backward within its forward, tile by tile, as tiled and fused logits losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=hidden.dtype)
+        grads: list[Tensor] = []
+        for tile in torch.split(hidden, 2):
+            with torch.enable_grad():
+                leaf = tile.detach().requires_grad_()
+                loss = layer(leaf).sum()
+                backward(loss)
+            assert leaf.grad is not None
+            total = total + loss.detach()
+            grads.append(leaf.grad)
+        ctx.save_for_backward(torch.cat(grads))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (of_hidden,) = ctx.saved_tensors
+        return grads[0] * of_hidden, None
+
+
+def backward_in_forward(participant: Participant) -> None:
+    """The head's gradient is complete before the caller's own backward begins."""
+    hidden = participant.call(participant.inputs())
+    backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
+
+
+class DeliberateError(Exception):
+    """Raised within a backward."""
+
+
+class RaisingBackward(torch.autograd.Function):
+    """Passes its input through; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise DeliberateError
+
+
+def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """The block on something whose backward raises, so that the layers behind it have their gradients already."""
+    broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
+    return block(broken)
+
+
+def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
+    """1 where the backward of ``loss`` raises what was raised within it, 0 where that is lost."""
+    try:
+        backward(loss, retain_graph=retain_graph)
+    except DeliberateError:
+        return torch.ones(1)
+    return torch.zeros(1)
+
+
+def abort_and_retry(participant: Participant) -> NamedTensors:
+    """A backward raises halfway, a retained one twice; after zero_grad the micro-batch is trained again."""
+    once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
+    loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
+    values = {"raised": once, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
+    participant.zero_grad()
+    backward(participant.training_loss())
+    return values
+
+
+def backward_law(
+    scenario_fn: ScenarioScript, statement: str, *needs: Feature, engines: int = 1, accumulation: int = 1
+) -> Law:
+    """The check of one play, under the play's name; ``needs`` are features on top of this group's."""
+    name = scenario_fn.__name__
+    return scenario_law(
+        f"backward.{name}", statement, Scenario(scenario_fn, engines, accumulation), (*REQUIRED_FEATURES, *needs)
+    )
+
+
+LAWS = (
+    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward(), and retains no graph"),
+    backward_law(tensor_backward, "loss.backward() is vanilla's"),
+    backward_law(non_scalar, "out.backward(g) is vanilla's"),
+    backward_law(
+        joint_loss,
+        "a loss over two engines gives each its gradients",
+        engines=2,
+    ),
+    backward_law(
+        bypass,
+        "a loss over two engines, with a branch that bypasses both, gives each its gradients",
+        Feature.SUBMODULES,
+        engines=2,
+    ),
+    backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
+    backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),
+    backward_law(
+        autograd_grad,
+        "torch.autograd.grad of an output is vanilla's, unscaled by accumulation, and leaves training as it was",
+        accumulation=4,
+    ),
+    backward_law(backward_inputs, "loss.backward(inputs=[x]) is vanilla's and adds nothing to a parameter's gradient"),
+    backward_law(recurrent, "an output fed back, and several forwards under one backward, give vanilla's gradients"),
+    backward_law(
+        outputs, "gradients are vanilla's whatever container the outputs come in, and whichever of them are used"
+    ),
+    backward_law(two_outputs_two_backwards, "one backward for each of two outputs gives the sum of both gradients"),
+    backward_law(
+        backward_in_forward, "a Function that runs a backward within its forward does not disturb the caller's own"
+    ),
+    backward_law(abort_and_retry, "after an exception within backward and zero_grad the gradients are vanilla's"),
+)

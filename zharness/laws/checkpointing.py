@@ -1,0 +1,162 @@
+"""The laws of activation checkpointing: the gradients are those of the same model without it.
+
+The plain model does not checkpoint at all (``Side.recompute``), but where vanilla's reentrant form itself gives other
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import backward
+from torch.utils.checkpoint import checkpoint
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.law import Law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
+from zharness.laws.backward import DeliberateError
+
+Block = Callable[[Tensor], Tensor]
+BlockRunner = Callable[[Block, Tensor], Tensor]
+REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
+
+
+def make_checkpoint_runner(participant: Participant) -> BlockRunner:
+    """A way to run a block under a checkpoint of the variant's kind."""
+    return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=participant.variant == REENTRANT)
+
+
+def block(participant: Participant) -> None:
+    """A region in the middle whose layer is used twice in it."""
+    backward(participant.loss(participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant))))
+
+
+def nested(participant: Participant) -> None:
+    inside = make_checkpoint_runner(participant)
+
+    def run_nested(block: Block, hidden: Tensor) -> Tensor:
+        return inside(lambda h: inside(block, h), hidden)
+
+    backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
+
+
+def whole_model(participant: Participant) -> NamedTensors:
+    leaf = participant.leaf_inputs()
+    backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
+    assert leaf.grad is not None
+    return {"input": leaf.grad}
+
+
+def two_regions(participant: Participant) -> None:
+    """One layer in two regions of one loss."""
+    inside = make_checkpoint_runner(participant)
+    backward(
+        participant.loss(
+            participant.call(participant.leaf_inputs(), through=lambda block, h: inside(block, inside(block, h)))
+        )
+    )
+
+
+def frozen(participant: Participant) -> None:
+    """A frozen layer in the region, beside trained ones, and nothing but a frozen one."""
+    inside = make_checkpoint_runner(participant)
+
+    def run_regions(block: Block, hidden: Tensor) -> Tensor:
+        return inside(lambda h: block(participant.module.frozen(h)), inside(participant.module.frozen, hidden))
+
+    backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_regions)))
+
+
+def plain_inputs(participant: Participant) -> None:
+    """The region is the first layer, so its input requires no gradient: vanilla's reentrant form then gives it none."""
+    recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
+    hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
+    backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
+
+
+def accumulation(participant: Participant) -> None:
+    for micro in (0, 2):
+        backward(
+            participant.loss(
+                participant.call(participant.leaf_inputs(micro), through=make_checkpoint_runner(participant)), micro
+            )
+        )
+
+
+def non_scalar(participant: Participant) -> None:
+    backward(
+        participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant)),
+        participant.get_batch(0).target,
+    )
+
+
+class RaisesOnRecompute:
+    """A block that raises when it is called for the second time, which is its recomputation."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.calls = 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise DeliberateError
+        return self.block(hidden)
+
+
+def exception(participant: Participant) -> NamedTensors:
+    """The recomputation raises; after zero_grad the micro-batch is trained again."""
+
+    def run_raising_region(block: Block, hidden: Tensor) -> Tensor:
+        result: Any = checkpoint(RaisesOnRecompute(block), hidden, use_reentrant=participant.variant == REENTRANT)
+        return result  # type: ignore[no-any-return]
+
+    try:
+        backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_raising_region)))
+        raised = torch.zeros(1)
+    except DeliberateError:
+        raised = torch.ones(1)
+    participant.zero_grad()
+    block(participant)
+    return {"raised": raised}
+
+
+def dropout(participant: Participant) -> None:
+    """The recomputation draws the numbers that the forward drew."""
+    torch.manual_seed(participant.rank)
+    loss = participant.loss(
+        participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant), dropping=True)
+    )
+    torch.manual_seed(100)
+    backward(loss)
+
+
+def checkpointing_law(scenario_fn: ScenarioScript, statement: str, *extra_needs: Feature) -> Law:
+    name = scenario_fn.__name__
+    needs = (Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *extra_needs)
+    return scenario_law(
+        f"checkpointing.{name}",
+        statement,
+        Scenario(scenario_fn),
+        needs,
+        variants=((REENTRANT, ()), (NON_REENTRANT, ())),
+    )
+
+
+LAWS = (
+    checkpointing_law(block, "checkpointing a block, a layer of which is used twice, changes no gradient"),
+    checkpointing_law(nested, "a checkpoint within a checkpoint changes no gradient"),
+    checkpointing_law(whole_model, "checkpointing the whole model changes no gradient"),
+    checkpointing_law(two_regions, "a layer in two checkpointed regions of one loss gets the sum of both gradients"),
+    checkpointing_law(frozen, "frozen layers within a region, and regions of nothing else, change no gradient"),
+    checkpointing_law(
+        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.SUBMODULES
+    ),
+    checkpointing_law(accumulation, "checkpointed micro-batches accumulate to the sum of their gradients"),
+    checkpointing_law(non_scalar, "out.backward(g) through a checkpointed region is vanilla's"),
+    checkpointing_law(exception, "after an exception within a recomputation and zero_grad the gradients are vanilla's"),
+    checkpointing_law(dropout, "a recomputation draws the random numbers that its forward drew"),
+)

@@ -1,0 +1,251 @@
+"""The laws of more than one backward on one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.errors import HarnessFault
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.scenarios import (
+    NamedTensors,
+    Participant,
+    Scenario,
+    ScenarioScript,
+    collect_grads,
+    judge_after_effects,
+    make_plain_participant,
+    make_scenario_judge,
+    run_scenario_on_all_ranks,
+    scenario_law,
+)
+from zharness.laws.backward import REQUIRED_FEATURES, DeliberateError, backward_raises
+from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.baseline import Baseline
+from zharness.parity.compare import check_names
+from zharness.workload import Batch
+
+
+def second_loss(output: Tensor) -> Tensor:
+    """Another loss on the same forward: linear in the output with integer factors, so exact on the exact model."""
+    return 2 * output.sum(dim=-1).mean()
+
+
+def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
+    """One backward in the spelling that ``variant`` names."""
+    if variant == "tensor":
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+    elif variant == "scale":
+        torch.autograd.backward(engine.scale(loss), retain_graph=retain_graph)
+    else:
+        engine.backward(loss, retain_graph=retain_graph)
+
+
+def observe_retained_then_zero_grad(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    batch = ctx.batch(0)
+    ctx.record("params", engine.full_params(), 0)
+    ctx.record_optimizer_state("state", engine, 0)
+    output = engine(batch.inputs)
+    run_backward(engine, ctx.variant, ctx.spec.loss(output, batch.target), retain_graph=True)
+    engine.zero_grad()
+    run_backward(engine, ctx.variant, second_loss(output), retain_graph=False)
+    ctx.record("second", engine.full_grads())
+    engine.step()
+    engine.zero_grad()
+    ctx.record("params", engine.full_params(), 1)
+    ctx.record_optimizer_state("state", engine, 1)
+    run_backward(engine, ctx.variant, ctx.loss(engine, 1), retain_graph=False)
+    ctx.record("next", engine.full_grads())
+    engine.close()
+
+
+def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
+    def objective(output: Tensor, _batch: Batch) -> Tensor:
+        return second_loss(output)
+
+    second = ctx.compute_local_grads(0, objective=objective)
+    first = ctx.compute_local_grads(0)
+    suspects = {
+        "the gradient of the first loss": [first],
+        "the sum of both losses' gradients": [first, second],
+    }
+    yield from ctx.compare_reduced_grads(
+        "second", [second], exact=ctx.certify_exactness(range(1), objective), suspects=suspects
+    )
+    yield from judge_step(ctx, ZERO_LR_SGD, ctx.rank_records("second")[0], RecordedStep(0))
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+    following = ctx.compute_local_grads(1)
+    yield from ctx.compare_losses(1, following)
+    yield from ctx.compare_reduced_grads("next", [following], exact=ctx.certify_exactness(range(1, 2)))
+
+
+def retained_same_loss(participant: Participant) -> None:
+    """Doubling is exact, so this is exactly twice the gradient of one backward."""
+    loss = participant.training_loss()
+    torch.autograd.backward(loss, retain_graph=True)
+    torch.autograd.backward(loss)
+
+
+def retain_leaks_nothing(participant: Participant) -> NamedTensors:
+    """Retained backwards, the last of which raises; zero_grad, and nothing of them is left."""
+    loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_second_backward))
+    torch.autograd.backward(loss, retain_graph=True)
+    raised = backward_raises(loss, True)
+    participant.zero_grad()
+    torch.autograd.backward(participant.training_loss(), retain_graph=True)
+    return {"raised": raised}
+
+
+class RaisesOnSecondBackward(torch.autograd.Function):
+    """Passes its input through; every backward but the first raises."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.backwards = 0
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        ctx.backwards += 1
+        if ctx.backwards > 1:
+            raise DeliberateError
+        return grads[0]
+
+
+def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    passed: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
+    return block(passed)
+
+
+def step_between_retained_backwards(participant: Participant) -> NamedTensors:
+    """Vanilla refuses the second backward, since the weights that it needs were written by the step."""
+    loss = participant.training_loss()
+    participant.backward(loss, retain_graph=True)
+    participant.step()
+    try:
+        participant.backward(loss)
+        refused = torch.zeros(1)
+    except RuntimeError:
+        refused = torch.ones(1)
+    participant.zero_grad()
+    torch.autograd.backward(participant.training_loss(2))
+    return {"refused": refused}
+
+
+def gradient_penalty(participant: Participant) -> NamedTensors:
+    """A penalty on the inputs' gradient of a loss with curvature, beside an ordinary loss."""
+    leaf = participant.leaf_inputs()
+    output = participant.call(leaf)
+    (first,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
+    # In the loss's own sixteenths: in units, the sum of both takes more than 24 bits with one seed of a hundred.
+    torch.autograd.backward(first.pow(2).sum() / 16 + participant.loss(output))
+    assert leaf.grad is not None
+    return {"input": first, "penalty": leaf.grad}
+
+
+OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
+
+
+def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """``loss`` plus the squares of its gradients by the weights, times ``share`` before; and those gradients."""
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    grads = {name: grad_scale * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
+    return loss + torch.stack([grad.square().sum() for grad in grads.values()]).sum(), grads
+
+
+def weight_penalty(participant: Participant) -> NamedTensors:
+    """A penalty on the gradients of weights. Where those are a rank's own, they are vanilla's."""
+    total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
+    torch.autograd.backward(total)
+    return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
+
+
+# The mean, since what forgets to divide on the way back is right by the sum.
+WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
+
+
+def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Gradients of gradients that come reduced are those of all ranks' losses and of the penalty on their reduced sum.
+
+    By the mean over N ranks, that sum is divided by N within the penalty, and what the penalty gives is once more.
+    """
+    if ctx.variant == OWN_GRADIENTS:
+        yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
+        return
+    share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.world_size
+    expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
+    if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
+        raise HarnessFault("the penalty is not exact, so it can judge no engine")
+    for rank, copy in enumerate(ctx.rank_records("grads")):
+        check_names("full_grads", expected, copy)
+        for name, grad in expected.items():
+            yield compare_bitwise(ctx.location(name, Part.REDUCTION, rank=rank), grad, copy[name])
+    yield from judge_after_effects(ctx, run_scenario_on_all_ranks(ctx, WEIGHT_PENALTY_SCENARIO), 0)
+
+
+def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The plain model's gradients of all ranks' losses, with a penalty on ``share`` times their gradients."""
+    module = baseline.build_module().to(dtype)
+    sides = [
+        make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.world_size)
+    ]
+    losses = [side.loss(module(side.inputs())) for side in sides]
+    torch.autograd.backward(grad_scale * add_gradient_penalty(torch.stack(losses).sum(), module, grad_scale)[0])
+    return dict(collect_grads(module))
+
+
+def retained_law(scenario_fn: ScenarioScript, statement: str) -> Law:
+    name = scenario_fn.__name__
+    return scenario_law(
+        f"double_backward.{name}", statement, Scenario(scenario_fn), (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH)
+    )
+
+
+LAWS = (
+    retained_law(retained_same_loss, "two backwards on one retained graph give exactly twice the gradient"),
+    retained_law(retain_leaks_nothing, "a retained backward, or one that raised, leaves nothing for the next step"),
+    retained_law(
+        step_between_retained_backwards,
+        "a backward over weights that a step has written since its forward raises, as vanilla's does",
+    ),
+    retained_law(gradient_penalty, "autograd.grad with create_graph, then backward of a penalty on it, is vanilla's"),
+    replace(
+        scenario_law(
+            "double_backward.weight_penalty",
+            "a penalty on gradients of weights is vanilla's: on a rank's own, or on all ranks', as the engine claims",
+            WEIGHT_PENALTY_SCENARIO,
+            (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH),
+            variants=(
+                (OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
+                (REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,)),
+            ),
+        ),
+        judge=judge_weight_penalty,
+        exact_by_sum_variants=(REDUCED_GRADIENTS,),
+    ),
+    Law(
+        name="double_backward.retained_then_zero_grad",
+        statement="backward of one loss on a retained graph, zero_grad, backward of another: the other's gradient alone",
+        tier=Tier.STAGED,
+        models=("mlp", "transformer", "exact", "fused"),
+        observe=observe_retained_then_zero_grad,
+        judge=judge_retained_then_zero_grad,
+        needs=(Feature.RETAIN_GRAPH,),
+        variants=(
+            ("", (Feature.ENGINE_BACKWARD,)),
+            ("tensor", (Feature.TENSOR_BACKWARD,)),
+            ("scale", (Feature.SCALE_BACKWARD,)),
+        ),
+    ),
+)

@@ -1,0 +1,171 @@
+"""The laws of anyone's model that the models of the workload need not: its own configuration, its own checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.errors import UsageError
+from zharness.law_kit.default_training import TrainingConfig
+from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizer_step import (
+    NO_CLIPPING,
+    RecordedStep,
+    compare_published_weights,
+    compare_ranks_after_step,
+    judge_step,
+)
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.training_run import TrainingRun
+from zharness.laws.training_accumulation import accumulate, judge_clip_factor, judge_engine_divided_gradients
+from zharness.laws.training_trajectory import compare_forward, compare_initial_weights
+from zharness.parity import Comparison, Tier
+from zharness.workload import ModelSpec
+
+DEFAULT_STEPS = "3"
+CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
+
+
+def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
+    """Who owns the accumulation of a training as configured: the engine, where it can."""
+    engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER
+
+
+def build_configured_engine(ctx: RankContext) -> Engine:
+    """The engine in the user's configuration, around the model."""
+    training = ctx.training
+    return ctx.build_engine(
+        optimizer=training.optimizer,
+        clip=training.clip,
+        accumulation_steps=training.accumulation,
+        accumulation_owner=select_accumulation_owner(ctx),
+    )
+
+
+def observe_configured(ctx: RankContext) -> None:
+    training, owner = ctx.training, select_accumulation_owner(ctx)
+    own = ctx.config.stage in ctx.capabilities.own_kernels
+    ctx.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
+    engine = build_configured_engine(ctx)
+    course = make_training_run(training, ctx.variant)
+    for step in range(course.steps):
+        ctx.record_training_state(engine, step)
+        accumulate(ctx, engine, owner, course.micro_steps(step), "loss", engine.backward)
+        ctx.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        norm = engine.grad_norm()
+        ctx.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
+    ctx.record_training_state(engine, int(ctx.variant))
+    engine.close()
+
+
+def make_training_run(training: TrainingConfig, steps: str) -> TrainingRun:
+    """So many steps of a training as configured."""
+    return TrainingRun(training.optimizer, int(steps), training.clip, training.accumulation)
+
+
+def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Each step from the engine's own weights; with kernels of its own, its gradients are another law's matter."""
+    yield from compare_initial_weights(ctx)
+    for step in range(int(ctx.variant)):
+        if not ctx.rank_records("setting")[0]["own kernels"]:
+            yield from compare_step_grads(ctx, step)
+        grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
+        if ctx.training.clip is not None:
+            factor = yield from judge_clip_factor(ctx, "norm", step, grads, ctx.training.clip)
+        yield from judge_step(ctx, ctx.training.optimizer, grads, RecordedStep(step, "masters"), factor)
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+        yield from compare_published_weights(ctx, RecordedStep(step + 1, "masters"), "params")
+
+
+def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
+    parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
+    micros = make_training_run(ctx.training, ctx.variant).micro_steps(step)
+    divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(parts)) for micro in micros]
+    for micro, local in zip(micros, divided, strict=True):
+        yield from compare_forward(ctx, step, local, micro)
+    if ctx.rank_records("setting")[0]["engine"] and parts > 1:
+        yield from judge_engine_divided_gradients(ctx, "grads", step, micros, params, divided)
+    else:
+        yield from ctx.compare_reduced_grads("grads", divided, step, scale=parts)
+
+
+def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
+    """The model with its own activation checkpointing on. Raises UsageError for a model that has none."""
+    model: Any = spec.build()
+    if not can_checkpoint(model):
+        raise UsageError(
+            f"the model of {spec.name} has no gradient_checkpointing_enable() as models of transformers have; one "
+            "that checkpoints in another way does so in every law, as its factory made it"
+        )
+    reentrant = kind == "reentrant"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant and not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()):
+        model.enable_input_require_grads()  # a reentrant region gives no gradient where no input of it requires one
+    return model  # type: ignore[no-any-return]
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether the model has checkpointing of the transformers package's kind, and supports it."""
+    return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
+        getattr(model, "supports_gradient_checkpointing", False)
+    )
+
+
+def add_checkpointing(spec: ModelSpec, kind: str) -> ModelSpec:
+    """``spec`` with its model under its own activation checkpointing."""
+    return replace(spec, build=partial(build_checkpointed_model, spec, kind))
+
+
+def observe_checkpointing(ctx: RankContext) -> None:
+    engine = ctx.build_engine_around(add_checkpointing(ctx.spec, ctx.variant).model(ctx.seed))
+    engine.backward(ctx.loss(engine, step=0))
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Plain PyTorch's gradients with the same checkpointing."""
+    spec = add_checkpointing(ctx.baseline.spec, ctx.variant)
+    plain = replace(ctx, baseline=replace(ctx.baseline, spec=spec))
+    local = plain.compute_local_grads(step=0)
+    yield from plain.compare_losses(0, local)
+    yield from plain.compare_reduced_grads("grads", [local])
+
+
+LAWS = (
+    Law(
+        name="model.configured",
+        statement="each step of the training as configured is the replay of its optimizer, clipping and accumulation",
+        tier=Tier.STAGED,
+        models=(),
+        observe=observe_configured,
+        judge=judge_configured,
+        weights_stay_integers=False,
+        variants=((DEFAULT_STEPS, ()),),
+        self_compared_variants=(DEFAULT_STEPS,),
+        user_model_variants=(DEFAULT_STEPS,),
+        accepts_step_count=True,
+    ),
+    Law(
+        name="model.checkpointing",
+        statement="under the model's own activation checkpointing gradients are plain PyTorch's under the same",
+        tier=Tier.STAGED,
+        models=(),
+        observe=observe_checkpointing,
+        judge=judge_checkpointing,
+        needs=(Feature.RECOMPUTATION,),
+        variants=tuple((kind, ()) for kind in CHECKPOINT_KINDS),
+        user_model_variants=CHECKPOINT_KINDS,
+    ),
+)

@@ -1,0 +1,266 @@
+"""The laws of parameters of every kind, and of what becomes of them after construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import backward
+
+from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads, collect_grads, scenario_law
+from zharness.laws.training_trajectory import ADAMW, compare_initial_weights
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+
+NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
+
+
+def every_kind(participant: Participant) -> None:
+    """Tied, frozen, unused, empty, tiny, uneven, transposed, used twice, read by attribute, of three dtypes."""
+    backward(participant.training_loss())
+
+
+def branch(participant: Participant) -> None:
+    """A branch that the first forward uses and the second does not, and one that only the second's loss reaches."""
+    backward(participant.loss(participant.call(participant.inputs(), branch=True)))
+    participant.zero_grad()
+    backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
+
+
+def frozen_and_unfrozen(participant: Participant) -> None:
+    """What trains changes after construction, and changes again."""
+    participant.module.frozen.requires_grad_(True)
+    participant.module.twice.requires_grad_(False)
+    backward(participant.training_loss())
+    participant.module.twice.requires_grad_(True)
+    participant.module.tied.requires_grad_(False)
+    backward(participant.training_loss(2))
+    participant.module.tied.requires_grad_(True)
+
+
+def outside_its_module(participant: Participant) -> None:
+    """A weight read by attribute outside any forward, beside the ordinary loss and alone."""
+    weight = participant.module.first.weight
+    backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
+    backward(participant.module.by_attribute.weight.sum())
+
+
+def edited(participant: Participant) -> None:
+    """Full weights edited between two micro-batches: by name and by attribute, as rank 0 does it."""
+    backward(participant.training_loss())
+    with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
+        weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
+        weights["twice.bias"].fill_(2 if participant.keeps_edits else 7)
+        participant.module.first.weight[0].zero_()
+    backward(participant.training_loss(2))
+
+
+def late_submodule(participant: Participant) -> None:
+    """A submodule attached late that uses a parameter of the model; its own trains nobody."""
+    late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
+    late.weight = dict(participant.module.named_parameters())["first.weight"]
+    participant.module.late = nn.Sequential(late, nn.ReLU())
+    backward(participant.module.late(participant.inputs()).sum() + participant.training_loss())
+    del participant.module.late
+
+
+OTHER_RANKS = "others"
+
+
+def used_on_some_ranks(participant: Participant) -> None:
+    """One forward takes the branch on rank 0 alone, or on all others; the next on no rank; then training goes on."""
+    with participant.allow_uneven_use():
+        backward(
+            participant.loss(
+                participant.call(
+                    participant.inputs(), branch=(participant.rank == 0) != (participant.variant == OTHER_RANKS)
+                )
+            )
+        )
+        backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
+
+
+def sparse(participant: Participant) -> None:
+    """Rows of a table that a rank looks up several times, and in more than one micro-batch; some rows never."""
+    backward(participant.training_loss())
+    backward(participant.training_loss(2))
+
+
+# Whether each step uses the branch; None: a step without any backward before it.
+IDLE_VARIANT = "idle"
+BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
+
+
+def observe_stay_put(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=ADAMW)
+    train_with_branches(ctx, engine)
+
+
+def observe_unfrozen(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=ADAMW)
+    for parameter in engine.module.frozen.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(True)
+    train_with_branches(ctx, engine)
+
+
+def train_with_branches(ctx: RankContext, engine: Engine) -> None:
+    """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
+    for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
+        ctx.record_training_state(engine, step)
+        batch = ctx.batch(step)
+        if branch is not None:
+            engine.backward(ctx.spec.loss(engine(batch.inputs, branch=branch), batch.target))
+        ctx.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+    ctx.record_training_state(engine, len(BRANCH_USE_BY_VARIANT[ctx.variant]))
+    engine.close()
+
+
+def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
+    """The engine's own gradients decide how a used parameter moves; that they are right is other laws' matter.
+
+    Which are used is asked of the plain model: an engine that reports zeros for the others still may not move them.
+    """
+    yield from judge_branch_steps(ctx, ctx.baseline.build_module())
+
+
+def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
+    """The replay, and that there was a gradient to replay."""
+    module: Any = ctx.baseline.build_module()
+    module.frozen.requires_grad_(True)
+    yield from judge_branch_steps(ctx, module)
+    moved = any(name.startswith("frozen.") for name in ctx.rank_records("grads")[0])
+    yield compare_bitwise(ctx.location("frozen", Part.LOCAL_GRADIENT), torch.tensor(1.0), torch.tensor(float(moved)))
+
+
+def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Comparison]:
+    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise.
+
+    Each parameter has made as many steps as used it, and no more.
+    """
+    yield from compare_initial_weights(ctx)
+    idle = dict.fromkeys(ctx.baseline.parameter_names, 0)
+    for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
+        used = set() if branch is None else find_used_parameters(ctx, module, step, branch)
+        grads = {name: grad for name, grad in ctx.rank_records("grads", step)[0].items() if name in used}
+        yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters", idle_steps=idle))
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+        idle = {name: steps + (name not in used) for name, steps in idle.items()}
+
+
+def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
+    """Names of the plain model's parameters that get a gradient, be it of zeros, from some rank's micro-batch."""
+    module.zero_grad()
+    for rank in range(ctx.world_size):
+        batch = ctx.baseline.batch(rank, step)
+        backward(ctx.baseline.spec.loss(module(batch.inputs, branch=branch), batch.target))
+    return set(collect_grads(module))
+
+
+def observe_deferred(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        model = ctx.spec.build()
+    engine = ctx.build_engine_around(model)  # torch's generator is seeded as it is for the eager model
+    ctx.record("params", engine.full_params())
+    engine.backward(ctx.loss(engine, step=0))
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
+    yield from compare_initial_weights(ctx)
+    local = ctx.compute_local_grads(step=0)
+    yield from ctx.compare_losses(0, local)
+    yield from ctx.compare_reduced_grads("grads", [local])
+
+
+def parameter_law(
+    script: ScenarioScript,
+    statement: str,
+    *needs: Feature,
+    unused_grads: UnusedGrads = UnusedGrads.NONE_IF_CLAIMED,
+    model: str = "changing",
+    variants: tuple[str, ...] = ("",),
+) -> Law:
+    """The check of one play, by the mean where that is exact; other plays ask for the sum."""
+    name, scene = script.__name__, Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN)
+    spelled = tuple((variant, ()) for variant in variants)
+    return scenario_law(f"parameters.{name}", statement, scene, (*NEEDS, *needs), model, spelled)
+
+
+LAWS = (
+    parameter_law(
+        every_kind,
+        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's",
+        model="odd",
+    ),
+    parameter_law(
+        branch,
+        "a parameter that a step does not use has no gradient in it, whatever step before did",
+        unused_grads=UnusedGrads.ALWAYS_NONE,
+    ),
+    parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction", Feature.UNFREEZING),
+    parameter_law(
+        outside_its_module,
+        "a weight that is read outside its module's forward gets that gradient too",
+        Feature.OUTSIDE_FORWARD,
+    ),
+    parameter_law(
+        used_on_some_ranks,
+        "a parameter that only some ranks use, whichever they are, counts as zero on the others",
+        variants=("", OTHER_RANKS),
+    ),
+    parameter_law(
+        sparse,
+        "the sparse gradient of a table, rows of which were looked up several times, is the sum over them",
+        Feature.SPARSE_GRADIENTS,
+        model="lookup",
+    ),
+    parameter_law(
+        late_submodule, "a submodule that is attached late may use the model's parameters", Feature.OUTSIDE_FORWARD
+    ),
+    parameter_law(
+        edited, "full weights may be edited between steps, as one rank does it, and every rank sees it", Feature.EDITS
+    ),
+    Law(
+        name="parameters.stay_put",
+        statement="a parameter that a step does not use stays put in it, though AdamW would decay it, and so do its counts",
+        tier=Tier.STAGED,
+        models=("changing",),
+        observe=observe_stay_put,
+        judge=judge_stay_put,
+        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        weights_stay_integers=False,
+        variants=(("", ()), (IDLE_VARIANT, ())),
+        self_compared_variants=("", IDLE_VARIANT),
+        dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
+    ),
+    Law(
+        name="parameters.unfrozen",
+        statement="a parameter that is unfrozen after construction is updated by the steps that follow",
+        tier=Tier.STAGED,
+        models=("odd",),
+        observe=observe_unfrozen,
+        judge=judge_unfrozen,
+        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
+        weights_stay_integers=False,
+        self_compared_variants=("",),
+        dtypes=("fp32",),  # as above
+    ),
+    Law(
+        name="parameters.deferred",
+        statement="a model built on the meta device starts where rank 0's eager one does, and trains as it",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_deferred,
+        judge=judge_deferred,
+        needs=(Feature.DEFERRED,),
+    ),
+)

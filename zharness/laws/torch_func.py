@@ -1,0 +1,326 @@
+"""The laws of torch.func transforms, called on the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import backward
+
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.law_kit.construction import is_dtensor
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, scenario_law
+from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.parity import Comparison, Tier
+from zharness.workload import Batch, ModelSpec
+
+# Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
+DIFFERENTIABLE = ("mlp", "conv", "exact")
+ACCUMULATIONS = (1, 4)
+# A product of a matrix and a vector is summed in an order that depends on where the matrix lies between two of these
+# bytes, and an engine may keep weights as views of one flat buffer: the baseline's are put where the engine's lie.
+ALIGNMENT = 64
+
+Call = Callable[[Tensor], Tensor]
+Transform = Callable[[Call, ModelSpec, Batch], Mapping[str, Tensor]]
+
+
+def grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """torch.func.grad of the loss with respect to the inputs: the shape of the inputs."""
+    return {"input": torch.func.grad(lambda inputs: spec.loss(call(inputs), batch.target))(batch.inputs)}
+
+
+def vmap_grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """vmap(grad): one gradient for each sample, stacked."""
+
+    def sample_loss(inputs: Tensor, target: Tensor) -> Tensor:
+        return spec.loss(call(inputs[None]), target[None])
+
+    return {"input": torch.func.vmap(torch.func.grad(sample_loss))(batch.inputs, batch.target)}
+
+
+def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
+    """The loss as a function of the inputs."""
+    return lambda inputs: spec.loss(call(inputs), batch.target)
+
+
+def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
+    """Functions of 1-D, 2-D and batched inputs, with the inputs."""
+    return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
+
+
+def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The gradient, and a value that is the forward's."""
+    gradient, value = torch.func.grad_and_value(make_loss_function(call, spec, batch))(batch.inputs)
+    return {"input": gradient, "value": value, "forward": make_loss_function(call, spec, batch)(batch.inputs)}
+
+
+def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """grad with an auxiliary output: here, the model's, to which its inputs go by keyword."""
+
+    def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        output: Tensor = call(x=inputs)
+        return spec.loss(output, batch.target), output
+
+    transformed: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.func.grad(loss_and_output, has_aux=True)
+    gradient, output = transformed(batch.inputs)
+    return {"input": gradient, "output": output}
+
+
+def vjp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """vjp, whose pullback is called after the forward is over."""
+    output, pullback = torch.func.vjp(call, batch.inputs)[:2]
+    return {"output": output, "input": pullback(batch.target)[0]}
+
+
+def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Forward mode along the inputs themselves."""
+    pairs = {
+        shape: torch.func.jvp(function, (x,), (x,)) for shape, (function, x) in make_calls_by_shape(call, batch).items()
+    }
+    outputs = {f"{shape}-output": pair[0] for shape, pair in pairs.items()}
+    return outputs | {f"{shape}-tangent": pair[1] for shape, pair in pairs.items()}
+
+
+def jacrev(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The Jacobian by reverse mode."""
+    return {shape: torch.func.jacrev(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
+
+
+def jacfwd(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The Jacobian by forward mode."""
+    return {shape: torch.func.jacfwd(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
+
+
+def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Forward over reverse, and reverse over reverse."""
+
+    def sum_of_squares(inputs: Tensor) -> Tensor:
+        return call(inputs).pow(2).sum()
+
+    inputs = batch.inputs[0]
+    return {
+        "forward_over_reverse": torch.func.hessian(sum_of_squares)(inputs),
+        "reverse_over_reverse": torch.func.jacrev(torch.func.jacrev(sum_of_squares))(inputs),
+    }
+
+
+def vmap(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The model over the samples, one by one."""
+    return {"output": torch.func.vmap(call)(batch.inputs)}
+
+
+def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """The gradient of every parameter of this rank's own loss."""
+    engine = isinstance(call, Engine)
+    module = call.module if engine else call
+    weights = call.full_params() if engine else {name: p.detach() for name, p in call.named_parameters()}
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(module, params, (batch.inputs,))
+        return spec.loss(output, batch.target)
+
+    return dict(torch.func.grad(loss)(weights))
+
+
+def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
+    """Zeros: rows of jacrev beside single gradients, and the sum of vmap(grad) beside samples x grad of the mean."""
+    leaf = batch.inputs.clone().requires_grad_()
+    rows = torch.func.jacrev(call)(batch.inputs[0])
+    output = call(leaf)
+    alone = torch.stack([torch.autograd.grad(o, leaf, retain_graph=True)[0][0] for o in output[0]])
+    by_sample = vmap_grad(call, spec, batch)["input"]
+    together = grad(call, spec, batch)["input"]
+    return {"jacrev": rows - alone, "vmap_grad": by_sample - len(by_sample) * together}
+
+
+class FusedLinearLoss(torch.autograd.Function):
+    """A fused linear loss: it transforms its own arithmetic, within the model's forward or the caller's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            return torch.relu(hidden @ weight.t()).sum()
+
+        gradients, value = torch.func.grad_and_value(loss, argnums=(0, 1))(hidden, weight)
+        ctx.hidden, ctx.weight = gradients
+        output: Tensor = value
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0] * ctx.hidden, grads[0] * ctx.weight
+
+
+def inside_forward(participant: Participant) -> None:
+    """In the model's forward, on a weight that it reads; and in a loss outside it."""
+
+    def run_block(block: Call, hidden: Tensor) -> Tensor:
+        fused: Tensor = FusedLinearLoss.apply(block(hidden), participant.module.shared.weight)  # type: ignore[no-untyped-call]
+        return block(hidden) + fused
+
+    backward(participant.loss(participant.call(participant.inputs(), through=run_block)))
+    backward(FusedLinearLoss.apply(participant.call(participant.inputs(2)), participant.module.head.weight))  # type: ignore[no-untyped-call]
+
+
+def through_transforms(participant: Participant) -> None:
+    """Backward through a vmap, and through a vmap of grad, of the engine."""
+    backward(participant.loss(torch.func.vmap(participant.call)(participant.inputs())))
+    by_sample = torch.func.vmap(torch.func.grad(lambda x: participant.call(x).clamp(-4, 4).sum()))(participant.inputs())
+    backward(by_sample.sum())
+
+
+def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
+    """How far behind a multiple of ALIGNMENT bytes each weight lies; one that is not whole here is left out."""
+    weights = ((name, parameter) for name, parameter in module.named_parameters() if not is_dtensor(parameter))
+    return {
+        name: torch.tensor(weight.data_ptr() % ALIGNMENT)
+        for name, weight in weights
+        if weight.untyped_storage().nbytes() >= weight.nbytes > 0
+    }
+
+
+def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Module:
+    """``module``, its weights copied to where ``placed`` says."""
+    for name, parameter in module.named_parameters():
+        if name in alignments and parameter.shape:
+            room = torch.empty(parameter.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=parameter.device)
+            start = (int(alignments[name]) - room.data_ptr()) % ALIGNMENT
+            copy = room[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            parameter.data = copy.copy_(parameter.detach())
+    return module
+
+
+def detach_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers without their graph."""
+    return {name: tensor.detach() for name, tensor in values.items()}
+
+
+def make_transform_observer(transform: Transform) -> Callable[[RankContext], None]:
+    """Apply ``transform`` to the engine, then train one ordinary boundary, at accumulation 1 and 4."""
+
+    def observe(ctx: RankContext) -> None:
+        engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+        owner = AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
+        for steps in ACCUMULATIONS if engine_owns else ACCUMULATIONS[:1]:
+            engine = ctx.build_engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=ZERO_LR_SGD)
+            ctx.record(f"placed-{steps}", measure_weight_alignment(engine.module))
+            ctx.record(f"transformed-{steps}", transform(engine, ctx.spec, ctx.batch(0)))
+            for micro in range(steps):
+                engine.backward(ctx.loss(engine, micro, f"loss-{steps}"))
+                if micro == steps - 1:
+                    ctx.record(f"grads-{steps}", engine.full_grads())
+                engine.step()
+            engine.close()
+
+    return observe
+
+
+def make_transform_judge(transform: Transform) -> Callable[[JudgeContext], Iterator[Comparison]]:
+    """The transformed values are vanilla's on every rank; the boundary trained afterwards is unharmed."""
+
+    def judge(ctx: JudgeContext) -> Iterator[Comparison]:
+        spec = ctx.baseline.spec
+        for steps in ACCUMULATIONS:
+            if ctx.has_record(f"transformed-{steps}"):
+                wanted = [
+                    detach_values(
+                        transform(align_weights(ctx.baseline.build_module(), where), spec, ctx.baseline.batch(rank, 0))
+                    )
+                    for rank, where in enumerate(ctx.rank_records(f"placed-{steps}"))
+                ]
+                yield from ctx.compare_values(f"transformed-{steps}", wanted)
+                micros = [ctx.compute_local_grads(micro) for micro in range(steps)]
+                for micro, local in enumerate(micros):
+                    yield from ctx.compare_losses(micro, local, f"loss-{steps}")
+                yield from ctx.compare_reduced_grads(
+                    f"grads-{steps}", micros, exact=ctx.certify_exactness(range(steps))
+                )
+
+    return judge
+
+
+def transform_law(
+    name: str,
+    statement: str,
+    transform: Transform,
+    models: tuple[str, ...] = ("mlp",),
+    needs: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+) -> Law:
+    """A check of one transform."""
+    return Law(
+        name=f"torch_func.{name}",
+        statement=statement,
+        tier=Tier.EXACT,
+        models=models,
+        observe=make_transform_observer(transform),
+        judge=make_transform_judge(transform),
+        needs=needs,
+    )
+
+
+def transform_training_law(script: ScenarioScript, statement: str, *needs: Feature) -> Law:
+    """A check of training through a transform; ``needs`` are features on top of this group's."""
+    name = script.__name__
+    return scenario_law(
+        f"torch_func.{name}", statement, Scenario(script), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *needs)
+    )
+
+
+TORCH_FUNC_NEEDS = (Feature.TORCH_FUNC,)
+EXACT_MODELS = ("exact",)
+VECTOR_MODELS = ("mlp", "exact")
+LAWS = (
+    transform_law(
+        "grad",
+        "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed",
+        grad,
+        DIFFERENTIABLE,
+        TORCH_FUNC_NEEDS,
+    ),
+    transform_law(
+        "vmap_grad",
+        "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed",
+        vmap_grad,
+        DIFFERENTIABLE,
+        TORCH_FUNC_NEEDS,
+    ),
+    transform_law(
+        "grad_and_value", "grad_and_value of the engine is vanilla's, and its value is the forward's", grad_and_value
+    ),
+    transform_law("has_aux", "grad with an auxiliary output is vanilla's in both", has_aux),
+    transform_law("vjp", "vjp of the engine is vanilla's, its pullback called when the forward is over", vjp),
+    transform_law("jvp", "forward mode through the engine is vanilla's", jvp, VECTOR_MODELS),
+    transform_law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev, VECTOR_MODELS),
+    transform_law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd, VECTOR_MODELS),
+    transform_law(
+        "hessian",
+        "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse",
+        hessian,
+        VECTOR_MODELS,
+    ),
+    transform_law("vmap", "vmap of the engine is vanilla's", vmap),
+    transform_law(
+        "functional_call",
+        "parameter gradients by functional_call over full_params are this rank's own",
+        functional_call,
+    ),
+    transform_law(
+        "identities",
+        "rows of jacrev are gradients; vmap(grad) sums to samples x grad of the mean",
+        identities,
+        EXACT_MODELS,
+        (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
+    ),
+    transform_training_law(
+        inside_forward,
+        "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's",
+        Feature.OUTSIDE_FORWARD,
+    ),
+    transform_training_law(through_transforms, "backward through a vmap and a vmap(grad) of the engine is vanilla's"),
+)

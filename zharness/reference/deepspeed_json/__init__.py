@@ -1,0 +1,1 @@
+"""The settings that the reference engine reads from a DeepSpeed JSON configuration."""

@@ -1,0 +1,198 @@
+"""The sections of DeepSpeed's JSON that this engine takes; names and defaults as in DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
+from zharness.reference.deepspeed_json import schema
+from zharness.reference.deepspeed_json.schema import (
+    FixedKey,
+    Key,
+    Section,
+    choice_parser,
+    integer_parser,
+    parse_dtype,
+    parse_flag,
+    parse_number,
+)
+from zharness.reference.layout import STAGES
+
+
+def parse_elements(path: str, value: object) -> int:
+    """A size in elements, which DeepSpeed's files often write as 5e8."""
+    return int(parse_number(path, value))
+
+
+NO_QUANTIZATION = FixedKey(False, "nothing is quantized")
+
+OFFLOAD = Section(
+    supported_keys={"device": Key(choice_parser("none", "cpu"), "none")},
+    # From which memory, and in how many pieces.
+    ignored_keys=frozenset(
+        {"buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read", "pipeline_write"}
+    ),
+    fixed_keys={
+        "ratio": FixedKey(1.0, "the optimizer works in one place"),
+        "nvme_path": FixedKey(None, "there is no NVMe tier"),
+    },
+)
+ZERO_OPTIMIZATION = Section(
+    supported_keys={
+        "stage": Key(choice_parser(*STAGES), 0),
+        "reduce_bucket_size": Key(parse_elements, DEFAULT_BUCKET_SIZE),
+        "stage3_prefetch_bucket_size": Key(parse_elements, DEFAULT_BUCKET_SIZE),
+        "offload_optimizer": Key(OFFLOAD, {}),
+        "offload_param": Key(OFFLOAD, {}),
+    },
+    # How many elements travel together, when, by which calls, from which memory, how long they are kept, what is
+    # printed, and what a file of weights holds: never which numbers are computed.
+    ignored_keys=frozenset(
+        {
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "compute_grad_norm",
+            "contiguous_gradients",
+            "enable_sanity_checks",
+            "leaf_module",
+            "log_trace_cache_warnings",
+            "memory_efficient_linear",
+            "overlap_comm",
+            "override_module_apply",
+            "parameter_alignment",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_use_all_reduce_for_fetch_params",
+            "sub_group_size",
+            "use_multi_rank_bucket_allreduce",
+        }
+    ),
+    fixed_keys={
+        "cpu_offload": FixedKey(False, "it is spelled offload_optimizer: {'device': 'cpu'} now"),
+        "elastic_checkpoint": FixedKey(False, "a checkpoint loads at any world size as it is"),
+        "ignore_unused_parameters": FixedKey(True, "an unused parameter is no error and stays put"),
+        "load_from_fp32_weights": FixedKey(True, "masters go on from what the checkpoint has of them"),
+        "legacy_stage1": FixedKey(False, "there is one implementation"),
+        "pipeline_loading_checkpoint": FixedKey(False, "a checkpoint is read before it is adopted"),
+        "save_muon_momentum_buffer_in_memory": FixedKey(False, "Muon cannot work on shards"),
+        "zenflow": FixedKey(None, "every update is made at its step"),
+        "zero_hpz_partition_size": FixedKey(1, "parameters are sharded over all ranks"),
+        "zero_quantized_gradients": NO_QUANTIZATION,
+        "zero_quantized_nontrainable_weights": NO_QUANTIZATION,
+        "zero_quantized_weights": NO_QUANTIZATION,
+    },
+)
+FP16 = Section(
+    supported_keys={
+        "enabled": Key(parse_flag, False),
+        "auto_cast": Key(parse_flag, False),
+        "loss_scale": Key(parse_number, 0),
+        "initial_scale_power": Key(integer_parser(0), 16),
+        "loss_scale_window": Key(integer_parser(1), 1000),
+        # DeepSpeed's default is 2; without the key the scale moves as torch.amp.GradScaler's does.
+        "hysteresis": Key(integer_parser(1), 1),
+        "consecutive_hysteresis": Key(parse_flag, False),
+        "min_loss_scale": Key(parse_number, 1),
+        "fp16_master_weights_and_grads": Key(parse_flag, False),
+    }
+)
+BF16 = Section(
+    supported_keys={
+        "enabled": Key(parse_flag, False),
+        "check_grad_overflow": Key(parse_flag, True),
+        "bf16_master_weights_and_grads": Key(parse_flag, False),
+        "bf16_optimizer_states": Key(parse_flag, False),
+    },
+    ignored_keys=frozenset({"immediate_grad_update"}),  # when a gradient is copied, not how it is added
+)
+TORCH_AUTOCAST = Section(
+    supported_keys={
+        "enabled": Key(parse_flag, False),
+        "dtype": Key(parse_dtype, "bf16"),
+        "lower_precision_safe_modules": Key(schema.parse_names),
+    }
+)
+TYPE_AND_PARAMS = Section(
+    supported_keys={"type": Key(lambda _, value: str(value)), "params": Key(schema.parse_arguments, {})},
+    fixed_keys={"legacy_fusion": FixedKey(False, "nothing is fused by hand")},
+)
+# Its own functions ask for it, where a model calls them; a model's use of torch.utils.checkpoint is no matter of keys.
+MODEL_CHECKPOINTS_ITSELF = "a model checkpoints by torch.utils.checkpoint itself"
+ACTIVATION_CHECKPOINTING = Section(
+    supported_keys={},
+    ignored_keys=frozenset({"profile"}),
+    fixed_keys={
+        "partition_activations": FixedKey(False, MODEL_CHECKPOINTS_ITSELF),
+        "contiguous_memory_optimization": FixedKey(False, MODEL_CHECKPOINTS_ITSELF),
+        "cpu_checkpointing": FixedKey(False, MODEL_CHECKPOINTS_ITSELF),
+        "number_checkpoints": FixedKey(None, MODEL_CHECKPOINTS_ITSELF),
+        "synchronize_checkpoint_boundary": FixedKey(False, MODEL_CHECKPOINTS_ITSELF),
+    },
+)
+CHECKPOINT = Section(
+    supported_keys={},
+    ignored_keys=frozenset({"tag_validation"}),  # how loudly it is told that ranks bring other tags
+    fixed_keys={
+        "load_universal": FixedKey(False, "call load_universal_checkpoint"),
+        "use_node_local_storage": FixedKey(False, "all ranks see one file system"),
+        "parallel_write": FixedKey({"pipeline_stage": False}, "every rank writes its own part"),
+        "writer": FixedKey(None, "torch.distributed.checkpoint writes"),
+    },
+)
+TOP_LEVEL = Section(
+    supported_keys={
+        "train_batch_size": Key(integer_parser(1)),
+        "train_micro_batch_size_per_gpu": Key(integer_parser(1)),
+        "gradient_accumulation_steps": Key(integer_parser(1)),
+        # DeepSpeed clips at 1.0 without the key since 0.19.3; here no key means no limit, as in torch.
+        "gradient_clipping": Key(parse_number, 0),
+        "gradient_allreduce_op": Key(choice_parser("mean", "sum"), "mean"),
+        "communication_data_type": Key(parse_dtype),
+        "data_types": Key(Section({"grad_accum_dtype": Key(parse_dtype)}), {}),
+        "dataloader_drop_last": Key(parse_flag, False),
+        "zero_allow_untested_optimizer": Key(parse_flag, False),
+        "optimizer": Key(TYPE_AND_PARAMS),
+        "scheduler": Key(TYPE_AND_PARAMS),
+        "zero_optimization": Key(ZERO_OPTIMIZATION, {}),
+        "activation_checkpointing": Key(ACTIVATION_CHECKPOINTING, {}),
+        "checkpoint": Key(CHECKPOINT, {}),
+        "fp16": Key(FP16, {}),
+        "bf16": Key(BF16, {}),
+        "torch_autocast": Key(TORCH_AUTOCAST, {}),
+    },
+    # How often and how much is printed or measured.
+    ignored_keys=frozenset(
+        {
+            "disable_python_gc",
+            "dump_state",
+            "log_level",
+            "memory_breakdown",
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "zero_force_ds_cpu_optimizer",
+        }
+    ),
+    fixed_keys={
+        "disable_allgather": FixedKey(False, "updated parameters are gathered"),
+        "gradient_predivide_factor": FixedKey(1.0, "a sum is divided once, after it is complete"),
+        "managed_gradient_accumulation": FixedKey(
+            True, "step() counts micro-batches; leave accumulation at 1 to own it"
+        ),
+        "prescale_gradients": FixedKey(False, "a sum is divided once, after it is complete"),
+        "seq_parallel_communication_data_type": FixedKey("fp32", "there is no sequence parallelism"),
+        "sparse_gradients": FixedKey(False, "gradients are dense"),
+    },
+    disabled_sections=frozenset(
+        {
+            *("amp", "autotuning", "comms_logger", "compression_training", "csv_monitor"),
+            *("curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine"),
+            *("pipeline", "progressive_layer_drop", "sparse_attention", "tensorboard", "tensor_parallel", "wandb"),
+        }
+    ),
+)

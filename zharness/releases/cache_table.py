@@ -1,0 +1,40 @@
+"""The cache of releases, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from zharness.releases import cache_entries, overlay
+from zharness.releases.cache_entries import CacheEntry
+
+
+def render_entries(subjects: Sequence[str]) -> str:
+    """What the cache holds of ``wanted``, or of everything."""
+    found = [
+        entry
+        for entry in cache_entries.list_entries()
+        if not subjects or any(cache_entries.is_entry_named(entry, text) for text in subjects)
+    ]
+    body = [[entry.subject, entry.description, format_megabytes(entry.size)] for entry in found]
+    total = format_megabytes(sum(entry.size for entry in found))
+    table = tabulate(body, ["release", "for", "size"], disable_numparse=True)
+    return f"{table}\n\n" * bool(body) + f"{len(found)} in {overlay.cache_folder()}, {total}"
+
+
+def render_cleaned(removals: Sequence[tuple[CacheEntry, str]]) -> str:
+    """What became of each, and how much was freed."""
+    freed = sum(entry.size for entry, what in removals if what == cache_entries.REMOVED)
+    return "\n".join([*map(render_removal, removals), f"freed {format_megabytes(freed)} of {overlay.cache_folder()}"])
+
+
+def render_removal(removal: tuple[CacheEntry, str]) -> str:
+    """What became of one entry."""
+    entry, what = removal
+    return f"{entry.subject} ({entry.description}): {what}"
+
+
+def format_megabytes(size: int) -> str:
+    """Bytes in MB."""
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,78 @@
+"""A failing cell's error over its parameter, as a small map for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zharness.parity.mismatch_report import JsonNumber, MismatchReport, ShardRange
+
+# Blank: no error. Then within the bound, up to ten times it, and a character for each further power of ten.
+RATIO_CHARACTERS = " .:-=+*#%@"
+LEGEND = ". within the bound, : up to 10 x, tenfold each of -=+*#%@"
+MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
+
+
+def render_heat_map(evidence: MismatchReport | None) -> list[str]:
+    """The map in at most five lines of 60 columns, each with the ranks that own it, between a heading and a legend.
+
+    A bar inside a line is where a shard ends; a line that stands for several rows of the matrix has none, nor has one
+    with more than BARS of them. No lines where one element is all.
+    """
+    if evidence is None or evidence["heat"] is None or math.prod(evidence["shape"]) == 1:
+        return []
+    heat, shards = evidence["heat"], evidence["shards"] or []
+    height, width = heat["block"]
+    high, wide = math.ceil(heat["rows"] / MAX_LINES), math.ceil(heat["columns"] / MAX_WIDTH)
+    columns = math.prod(evidence["shape"][1:]) if len(evidence["shape"]) > 1 else evidence["shape"][0]
+    drawn = []
+    for top in range(0, heat["rows"], high):
+        cells = downsample_rows(heat["values"][top : top + high], wide)
+        start, stop = top * height * columns, (top + high) * height * columns
+        line = "".join(map(ratio_character, cells))
+        if high * height == 1:
+            line = insert_shard_edges(line, [(shard["start"] - start) / (width * wide) for shard in shards])
+        drawn.append((describe_owners(shards, start, stop), line))
+    margin = max(len(label) for label, _ in drawn)
+    shape = " x ".join(map(str, evidence["shape"]))
+    return [
+        f"error / bound, {evidence['parameter']} ({shape}), {high * height} x {width * wide} a character:",
+        *(f"  {label:{margin}} |{line}|" for label, line in drawn),
+        f"  {LEGEND}",
+    ]
+
+
+def downsample_rows(rows: Sequence[Sequence[JsonNumber]], column_count: int) -> list[float]:
+    """The largest of each ``wide`` columns of all ``rows``."""
+    worst = [max(map(ratio_magnitude, column)) for column in zip(*rows, strict=True)]
+    return [max(worst[start : start + column_count]) for start in range(0, len(worst), column_count)]
+
+
+def ratio_magnitude(value: JsonNumber) -> float:
+    """A ratio as a number, one that is none as infinity."""
+    ratio = float(value)
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def ratio_character(ratio: float) -> str:
+    """The one that stands for a ratio."""
+    if ratio <= 1:
+        return RATIO_CHARACTERS[ratio > 0]
+    power = math.ceil(math.log10(ratio)) if math.isfinite(ratio) else len(RATIO_CHARACTERS)
+    return RATIO_CHARACTERS[min(1 + max(power, 1), len(RATIO_CHARACTERS) - 1)]
+
+
+def insert_shard_edges(line: str, edges: Sequence[float]) -> str:
+    """``line`` with a bar at each of ``edges`` inside it, in characters from its start."""
+    inside = sorted({round(edge) for edge in edges if 0 < edge < len(line)} - {0, len(line)})
+    if len(inside) > MAX_BARS:
+        return line
+    return "|".join(line[start:stop] for start, stop in zip([0, *inside], [*inside, len(line)], strict=True))
+
+
+def describe_owners(shards: Sequence[ShardRange], start: int, stop: int) -> str:
+    """The ranks that hold elements from ``start`` to ``stop``."""
+    ranks = sorted({shard["rank"] for shard in shards if shard["start"] < stop and start < shard["stop"]})
+    if not ranks:
+        return "every rank"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]}-{ranks[-1]}"

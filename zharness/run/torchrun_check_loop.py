@@ -1,0 +1,111 @@
+"""``torchrun ... -m zharness check``: rank 0 runs and reports, the other processes are its ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import click
+
+from zharness.errors import UsageError
+from zharness.report.outputs import Outputs
+from zharness.run import Record, Request, plan
+from zharness.run.check_loop import RunOptions, report_run, requested_engines, sort_as_planned, write_with_progress
+from zharness.run.plan import validate_request
+from zharness.run.record import RecordFile, open_record_file
+from zharness.run.torchrun_runner import TorchrunRunner
+from zharness.run.unmatched_failures import describe_unmatched_failures
+from zharness.world import GroupOutcome
+from zharness.world.launch import Launch
+from zharness.world.launched_rank import Follower
+from zharness.world.leader import Leader
+from zharness.world.server import RankEnvironment
+
+LOST_RANK_EXIT_CODE = 1  # the exit code when a rank is lost: a cell crashed or hung, and with it the law is broken
+
+
+def run_torchrun_check(
+    launch: Launch,
+    request: Request,
+    options: RunOptions,
+    outputs: Outputs,
+    get_environment: Callable[[str], RankEnvironment],
+) -> int:
+    """The exit code of the command, the same on every rank. Raises UsageError, on rank 0 alone."""
+    if launch.rank:
+        follower = Follower(launch)
+        follower.answer_leader(lambda _: None)
+        return follower.follow()
+    run = TorchrunCheck(options, outputs)
+    leader = Leader(launch, run.report_lost_rank)
+    try:
+        leader.follower_status = run.run_request(leader, request, get_environment)
+    except UsageError:
+        leader.follower_status = 2
+        raise
+    finally:
+        leader.close()
+    return leader.follower_status
+
+
+@dataclass
+class TorchrunCheck:
+    """The records so far, and where they go: by whichever thread writes them."""
+
+    options: RunOptions
+    outputs: Outputs
+    records: list[Record] = field(default_factory=list)
+    start_time: float = field(default_factory=time.monotonic)
+    runner: TorchrunRunner | None = None
+    planned_count: int = 0
+    record_file: RecordFile | None = None
+    exit_stack: ExitStack = field(default_factory=ExitStack)
+
+    def run_request(self, leader: Leader, request: Request, get_environment: Callable[[str], RankEnvironment]) -> int:
+        """Run every cell of ``request`` and report."""
+        validate_request(request)
+        self.outputs.require_writable()
+        places = {name: get_environment(name) for name in requested_engines(request)}
+        with self.exit_stack:
+            runner = self.runner = TorchrunRunner(
+                leader,
+                places,
+                self.options.timeout,
+                self.options.seed,
+                self.options.user_expected_failures,
+                self.options.withheld_policy,
+            )
+            self.exit_stack.callback(runner.close)
+            leader.ask_followers(None)
+            runner.import_engines()
+            cells = plan(request, runner.claims)
+            self.planned_count = len(cells)
+            complaints = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
+            self.record_file = (
+                self.exit_stack.enter_context(open_record_file(self.outputs.jsonl)) if self.outputs.jsonl else None
+            )
+            for record in write_with_progress(
+                map(runner.run, self.options.order_cells(cells)), self.record_file, len(cells)
+            ):
+                self.records.append(record)
+        return report_run(
+            sort_as_planned(self.records, cells), time.monotonic() - self.start_time, self.outputs, complaints
+        )
+
+    def report_lost_rank(self, outcome: GroupOutcome | None, message: str) -> int:
+        """Report what there is, with the cell during which a rank was lost."""
+        last = self.runner.lost_cell_record(outcome, message) if self.runner is not None else None
+        if last is not None:
+            self.records.append(last)
+            if self.record_file is not None:
+                self.record_file.add(last)
+        self.exit_stack.close()
+        if self.records:
+            report_run(self.records, time.monotonic() - self.start_time, self.outputs)
+        click.echo(
+            f"\nzharness: {message}; {len(self.records)} of {self.planned_count} cells were run", file=sys.stdout
+        )
+        return LOST_RANK_EXIT_CODE

@@ -1,0 +1,140 @@
+"""Programs out of wishes: those of a list of layers, or of verbs, that are legal where they come; and smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zharness.errors import UsageError
+from zharness.workload.programs import (
+    BLOCK_KINDS,
+    GRAPH_ACTS,
+    SOURCE_KINDS,
+    WIDTH_PRESERVING_KINDS,
+    CallerState,
+    Layer,
+    LayerKind,
+    ModelShape,
+    Program,
+    Verb,
+    apply_verb,
+    explain_illegal_verb,
+    is_accumulating,
+    shape_after_layer,
+)
+
+UNLIMITED_OUTPUTS = 100  # outputs in a caller's hand: more than any program has
+
+
+@dataclass(frozen=True)
+class CallerLimits:
+    """What an engine allows its caller: outputs in hand at once, and several backwards before a step or not."""
+
+    max_outputs: int = UNLIMITED_OUTPUTS
+    can_accumulate: bool = True
+
+    def allows(self, caller: CallerState, verb: Verb) -> bool:
+        """Whether a caller with ``book`` in hand may do ``verb``, as far as these go."""
+        crowded = verb.act in GRAPH_ACTS and len(caller.outputs) >= self.max_outputs
+        return not crowded and (self.can_accumulate or not is_accumulating(caller, verb))
+
+
+NO_LIMITS = CallerLimits()
+ProgramBatch = tuple[Program, ...]  # programs that run one after the other in the same ranks
+
+
+def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
+    """The wishes that are legal where they come; where nothing of them is trained, a linear layer behind them."""
+    layers, widths = fit_layers(candidates, ModelShape())
+    return layers if widths.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
+
+
+def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[list[Layer], ModelShape]:
+    """Those of ``wishes`` that can stand behind ``widths``, and what is known behind them."""
+    layers = []
+    for wish in candidates:
+        if wish.kind is LayerKind.TIED and model_shape.weights and model_shape.find_tieable_weight() is None:
+            layers.append(Layer(LayerKind.LINEAR, (model_shape.weights[-1][1],)))
+            model_shape = shape_after_layer(model_shape, layers[-1])
+        fits = fit_block(wish, model_shape) if wish.kind in BLOCK_KINDS else wish
+        try:
+            model_shape = shape_after_layer(model_shape, fits)
+        except UsageError:
+            continue
+        layers.append(fits)
+    return layers, model_shape
+
+
+def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
+    """``block`` with those inner layers that fit; one that has to keep the width gets it back by a linear layer."""
+    inner, after = fit_layers(block.inner, model_shape)
+    if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
+        inner.append(Layer(LayerKind.LINEAR, (model_shape.width,)))
+    return replace(block, inner=tuple(inner))
+
+
+def legal_verbs(
+    layers: Sequence[Layer], candidates: Sequence[Verb], limits: CallerLimits = NO_LIMITS, window: int = 1
+) -> tuple[Verb, ...]:
+    """The wishes that are legal where they come, and within ``limits``, with ``window`` micro-batches a step."""
+    book, kept = CallerState(window=window), []
+    for wish in candidates:
+        if limits.allows(book, wish) and not explain_illegal_verb(layers, book, wish):
+            kept.append(wish)
+            book = apply_verb(book, wish)
+    return tuple(kept)
+
+
+def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> Iterator[ProgramBatch]:
+    """Batches that are smaller by one cut, those that may be much smaller first."""
+    if len(batch) > 1:
+        yield from ((program,) for program in batch)
+        yield from (batch[:at] + batch[at + 1 :] for at in range(len(batch)))
+    for at, program in enumerate(batch):
+        for less in smaller_programs(program, limits):
+            yield (*batch[:at], less, *batch[at + 1 :])
+
+
+def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
+    """Legal programs with some verbs less, a layer less, a mark less, or smaller sizes."""
+    for candidate in program_cuts(program):
+        layers = tuple(legal_layers(candidate.layers))
+        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, limits, program.window))
+        if layers[0].kind in SOURCE_KINDS and program_size(legal) < program_size(program):
+            yield legal
+
+
+def program_size(program: Program) -> tuple[int, int, int]:
+    """What a cut has to make smaller: first verbs and layers, then marks, then the sizes of layers."""
+    layers = list(program.walk())
+    marks = sum(len(verb.marks) for verb in program.verbs)
+    return len(layers) + len(program.verbs), marks, sum(sum(layer.sizes) for layer in layers)
+
+
+def program_cuts(program: Program) -> Iterator[Program]:
+    """One cut each, legal or not."""
+    verbs = program.verbs
+    length = len(verbs) // 2
+    while length:
+        for start in range(0, len(verbs), length):
+            yield replace(program, verbs=verbs[:start] + verbs[start + length :])
+        length //= 2
+    for layers in cut_layers(program.layers):
+        yield replace(program, layers=layers)
+    for at, verb in enumerate(verbs):
+        for mark in verb.marks:
+            plainer = replace(verb, marks=tuple(other for other in verb.marks if other is not mark))
+            yield replace(program, verbs=(*verbs[:at], plainer, *verbs[at + 1 :]))
+
+
+def cut_layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
+    """The layers without one, with one replaced by what is inside it, or with one of smaller sizes."""
+    for at, layer in enumerate(layers):
+        before, after = layers[:at], layers[at + 1 :]
+        yield (*before, *after)
+        if layer.kind in BLOCK_KINDS:
+            yield (*before, *layer.inner, *after)
+            for inner in cut_layers(layer.inner):
+                yield (*before, replace(layer, inner=inner), *after)
+        for sizes in {tuple(1 for _ in layer.sizes), tuple(-(-each // 2) for each in layer.sizes)} - {layer.sizes}:
+            yield (*before, replace(layer, sizes=sizes), *after)
