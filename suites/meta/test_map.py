@@ -43,7 +43,9 @@ def test_the_map_names_the_files_that_a_cell_passes_and_no_others(tmp_path: Path
     assert not passed - named, (
         f"zharness/__init__.py, [Note: a cell from command to verdict] lacks {sorted(passed - named)}"
     )
-    assert not named - passed, f"zharness/__init__.py names files that no call passes: {sorted(named - passed)}"
+    assert not named - passed, (
+        f"the map in zharness/__init__.py names files that no call passes: {sorted(named - passed)}"
+    )
 
 
 def test_every_file_of_the_map_exists() -> None:
