@@ -4,9 +4,9 @@
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
-Options may be combined. ``--records`` takes what ``zharness check --jsonl`` wrote, ``--kills`` what ``zharness mutants
---jsonl`` wrote. Each table replaces the content of the ``<details>`` block with its title. When a command fails, README.md
-is left as it was, and the exit code is 1.
+Options may be combined. ``--records`` takes what ``zharness check --jsonl`` wrote, ``--kills`` what ``zharness
+mutants --jsonl`` wrote. Each table replaces the content of the ``<details>`` block with its title. When a command
+fails, README.md is left as it was, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def map_section(title: str) -> str:
 
 
 def trace(folder: Path) -> set[str]:
-    """Run one cell and return the files of zharness whose functions ran, in the command, its server, ranks and judge."""
+    """Run one cell and return the files whose functions ran: in the command, its rank server, the ranks, the judge."""
     log = folder / "trace"
     search_path = os.pathsep.join([str(Path(__file__).parent / "trace_site"), str(ROOT)])
     done = subprocess.run(
