@@ -20,9 +20,8 @@ The hooks on the engine's outputs take any backward that passes them for one of 
 parameters that get no gradient here. On 0.18.3 stage 2 is still as silent as stage 1. #8026 exempts torch.func at these
 stages; stage 3 fails by another cause.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
+starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
 """
 
 import importlib

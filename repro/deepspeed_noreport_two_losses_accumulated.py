@@ -21,9 +21,8 @@ be for this: 'Do not span multiple gradient_accumulation_steps with multiple wit
 1, 2, 4 and 8; the mean over two micro-batches of their sum is 7.5, and half of the last one 4. 0.16.4 adds them up;
 0.17.6 and 0.18.2 raise TypeError in the last backward.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
+starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
 """
 
 import importlib
