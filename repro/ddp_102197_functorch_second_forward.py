@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 The forward after the first backward lays out the gradients' buckets anew. Within a transform what it makes is wrapped
 and has no memory of its own. In the first forward, and from the third on, the same transform is right.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 _DDPSink (torch.nn.parallel.distributed) has no setup_context. Without either option transforms pass; but where a
 parameter is unused one of them is needed, so torch.func and unused parameters exclude each other.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ Silent, in every iteration. The first iteration's reduction hangs on an autograd
 (_DDPSink), and torch.utils._pytree, by which it finds them, takes a dataclass for one opaque value. The report is of
 subclasses of dict. A tuple, a list, a dictionary and a named tuple are right.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 Gradient accumulation begins under no_sync(), so static_graph=True and accumulation exclude each other unless the first
 iteration is synchronised. Open pull request: #187732.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

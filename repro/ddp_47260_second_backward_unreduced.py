@@ -19,8 +19,9 @@ DDP prepares its reducer once, at the end of its forward; the second backward fi
 forwards and then both backwards, as in training with several losses. Where a parameter gets no gradient, the second
 backward raises "Expected to mark a variable ready only once" instead; with find_unused_parameters=True it is silent.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

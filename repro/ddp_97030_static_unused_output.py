@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 The graph is the same in every iteration, as static_graph=True asks for: one of two outputs is left alone each time. The
 second iteration waits for its gradient, of which the first one saw a hook, so it ends unreduced, and the third raises.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -20,8 +20,9 @@ bug of its own, but nothing tells the caller. Each region is a backward of its o
 first. Where another parameter is still waited for it raises "Expected to mark a variable ready only once". With
 static_graph=True, or with checkpoints that are not reentrant, it is right. pytorch#109191 is alike.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ The reducer waits for the buckets of the failed backward, and nothing public res
 within a checkpoint's recomputation, and with find_unused_parameters=True. With static_graph=True and the exception in
 the first iteration there is no error, and no gradient is reduced any more.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ DDP looks for outputs within dataclasses when it searches the graph, so the para
 used; but what passes unused outputs on (_DDPSink) sees a dataclass as one opaque value. With a tuple it is right.
 The cause is that of pytorch#106690, where the same is silent.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ Silent, in every iteration. static_graph=True is documented to support "model pa
 function"; without it the same is right. The first iteration's reduction ends with the backward of DDP's outputs, and a
 parameter that had no gradient by then is taken for an unused one for good.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

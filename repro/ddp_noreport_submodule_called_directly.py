@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 The reducer is prepared by DDP's forward, so a backward that no forward of DDP came before is left alone. The
 same with find_unused_parameters=True and with static_graph=True.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 One autograd function (_DDPSink) joins all outputs, and the first backward frees its graph. The same with
 static_graph=True. Without either option both gradients are right.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -20,8 +20,9 @@ that require a gradient at that moment. Nothing says so later. Stage 2 does the 
 deepspeed_5639_unfrozen_never_trained.py. The model is b * (a * x) with a = 2, b = 3, x = 1, a frozen; its gradients
 are [3, 2], so a step with the rate 1 gives [-1, 1].
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

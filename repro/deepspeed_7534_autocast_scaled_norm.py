@@ -19,8 +19,9 @@ Run it with nothing but torch and deepspeed installed:
 The loss is scaled for bf16 as for fp16, and the norm is taken of gradients that are not unscaled yet. ZeRO-3 is right.
 Reported among the comments on #6993, fixed by #7534.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

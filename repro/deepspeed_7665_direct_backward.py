@@ -19,8 +19,9 @@ Run it with nothing but torch and deepspeed installed:
 Division by the accumulation steps and the end of the reduction are parts of engine.backward. #7665 moves both into
 hooks.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -57,7 +58,7 @@ def new_model(device):
 
 
 def used_gradient(stage, micro_batches):
-    """What the step subtracts from the weight, or the error that the release is known to raise."""
+    """Return what the step subtracts from the weight, or the known error of this release."""
     model = new_model(micro_batches[0].device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}

@@ -20,8 +20,9 @@ Two causes, one behind the other: the function has no setup_context (#7913, fixe
 (fixed by #8023). Both fixes came with 0.19.1, so releases show the first error, and only a checkout in between the
 second.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

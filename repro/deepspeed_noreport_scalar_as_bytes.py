@@ -18,8 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 At the start the engine broadcasts every parameter by its bytes, `p.data.view(torch.uint8)` (`_broadcast_model`), which
 a tensor without dimensions does not have. New in 0.19.8. A learnt temperature or scale is such a parameter.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -20,8 +20,9 @@ allocate the optimizer's state. The ZeRO optimizers and BF16_Optimizer did the s
 is 0 and so is the gradient: weight decay alone moves the weight, from 2 to 2 - 0.25 x 0.5 x 2 = 1.75, and a second
 time to 1.53125.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -19,8 +19,9 @@ The step writes the weights through `.data`, which autograd's version counters d
 a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step makes a = -1, b = 1, of which they are [1, -1].
 ZeRO 2 does the same.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

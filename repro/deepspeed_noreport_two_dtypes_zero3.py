@@ -17,8 +17,9 @@ Run it with nothing but torch and deepspeed installed:
 
 All trained parameters go into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 0 to 2 take such a model.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

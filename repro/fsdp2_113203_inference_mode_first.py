@@ -19,8 +19,9 @@ The first forward makes the buffers that gathered weights live in, and later one
 are inference tensors for good. With one rank it is "Inference tensors do not track version counter", with
 reshard_after_forward=False "Inference tensors cannot be saved for backward". The report is of FSDP1, and closed.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

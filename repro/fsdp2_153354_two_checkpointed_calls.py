@@ -20,8 +20,9 @@ The backward of the second call has given the layer's weights up when the first 
 backward FSDP2 gathers none for a forward. Checkpoints that are reentrant end alike on 2.8, and on 2.13 in a wrong
 gradient (reentrant-two-regions).
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

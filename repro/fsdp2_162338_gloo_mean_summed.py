@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 fully_shard reduces with dist.reduce_scatter_tensor(..., op=ReduceOp.AVG), and gloo's reduce-scatter took AVG and added.
 set_force_sum_reduction_for_comms(True) of torch 2.8 goes around it.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import sys

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 torch.distributed.checkpoint.state_dict makes the optimizer's state by a step on zero gradients (_init_optim_state),
 and leaves it counted: the first update is 0.744 of what it should be.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 The end of the first backward frees weights that the graph of the second has saved, and nothing gathers them for it.
 The same with a Hessian by torch.func, and with a backward through vmap(grad) of the model.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 FSDP2 resizes the storage of gathered weights, which cannot be done to a tensor within a transform. grad, jvp, jacrev
 and what is made of them; also under vmap. The report is of 2.11.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 FileSystemReader.read_metadata calls pickle.load; tensors are read with weights_only=True. The command planted here
 makes an empty folder in a temporary one.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -40,7 +41,7 @@ OK = "repro: a .metadata that carries a command is refused OK."
 
 
 class Command:
-    """Pickled, a call of os.mkdir with ``path``."""
+    """An object whose unpickling calls os.mkdir with ``path``."""
 
     def __init__(self, path):
         self.path = path

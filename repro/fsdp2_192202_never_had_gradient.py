@@ -20,8 +20,9 @@ torch.distributed.checkpoint.state_dict makes by a step on zero gradients (_init
 that has no state at all: get_state_dict of one that has some leaves the parameter out, and set_state_dict asks for it.
 torch.optim's own load_state_dict does not. torch 2.8.0 raises KeyError: 'unused.weight' instead.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 The layers that the failed backward had passed keep its state, in which FSDP2 gathers nothing for a forward. On 2.13 the
 forward is right, and its backward loses gradients (reset-keeps-gradients).
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

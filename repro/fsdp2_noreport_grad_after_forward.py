@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 Once the buffers for gathered weights are there, a transform comes past the error of #182641, and meets the autograd
 Function that FSDP2 puts around a module's inputs (RegisterPostBackwardFunction), which has no setup_context.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -20,8 +20,9 @@ for layer a, rank 1 one of 6 for layer b, of the same size: the means over the r
 (2 + 6) / 2. Later releases have set_reduce_scatter_unused_params, which includes zeros for what a rank did not use; 2.8
 has not.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 A backward gathers the weights of the layer before while it is in the one behind. Where it ends by an exception, what
 was gathered for the layer that it did not reach waits for the next forward, which takes it, whatever the weights are.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

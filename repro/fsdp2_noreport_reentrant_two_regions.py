@@ -21,8 +21,9 @@ its hooks (FSDPState._pre_forward), and the end of backward passes over a group 
 those stay gathered. Checkpoints that are not reentrant are right. 2.8.0 is right
 here, and raises "got mixed torch.Tensor and DTensor" (153354) for a layer of more than one weight.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 zero_grad does not see them, and _reset_iter_state drops nothing there. Without reset_iter_state the next iteration
 leaves every parameter without a gradient. 2.8.0 has no reset_iter_state (forward-after-exception).
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

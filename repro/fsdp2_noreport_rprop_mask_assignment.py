@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 Rprop assigns by a mask (sign[sign.gt(0)] = etaplus), for which DTensor has no rule that keeps the shard. Torch's ten
 other elementwise optimizers work. 2.8.0 raises "got mixed torch.Tensor and DTensor" instead.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

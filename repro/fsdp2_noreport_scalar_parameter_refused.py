@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 A parameter is sharded along dimension 0, and a scalar has none. What is left out by ignored_params is not reduced
 either, so that is the caller's to do then.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

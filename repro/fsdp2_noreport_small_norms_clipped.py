@@ -19,8 +19,9 @@ Run it with nothing but torch installed:
 The norm is a DTensor that is still to be reduced over the ranks when 1e-6 is added to it: on every rank, and not once.
 For norms far above 1e-6 that is seen in the last bits alone; here the gradients are small.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

@@ -19,8 +19,9 @@ With reshard_after_forward=False, which is the default of the root, the weights 
 a backward frees them. The step changes the shards; the next forward finds gathered weights and gathers none.
 model.reshard() after the evaluation helps.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

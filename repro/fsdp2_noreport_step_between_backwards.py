@@ -19,8 +19,9 @@ PyTorch raises "one of the variables needed for gradient computation has been mo
 gathers the new weights into the storages that the graph has saved, and keeps their version counters as they were
 (_unsafe_preserve_version_counter in _fsdp_collectives.py), so autograd notices nothing.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -46,7 +47,7 @@ def start():
 
 
 def second_gradient(model, x):
-    """What a second backward, after a step, makes of the first weight; None where it is refused."""
+    """Return the first weight's gradient from a second backward after a step; None if that backward raises."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss = model(x).sum()
     loss.backward(retain_graph=True)

@@ -20,8 +20,9 @@ The root's forward frees its weights, and hooks on the outputs gather them for t
 finds no outputs, so the backward reads a weight of the root's own, factor, from memory that has been given back. The
 fault ends the process, so the backward runs in one of its own.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import dataclasses

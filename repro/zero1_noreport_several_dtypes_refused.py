@@ -18,8 +18,9 @@ Run it with nothing but torch installed:
 It "requires that all of the passed-in parameters are the same dense type", its documentation says, and no option lifts
 that. torch.optim's own optimizers take both.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

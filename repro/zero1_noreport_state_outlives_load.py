@@ -20,8 +20,9 @@ before the first step has none, so all that the steps since then have left stays
 replaces all of the state. Here the gradient is always 1, the rate 1 and the momentum 0.5: a first step moves the weight
 by -1, and one on an old momentum by -1.5.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line that
-starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import copy
@@ -47,7 +48,7 @@ def start():
 
 
 def step(weight, optimizer):
-    """A step with the gradient 1; by what it moves the weight."""
+    """Run a step with the gradient 1 and return how far it moves the weight."""
     before = weight.item()
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -55,7 +56,7 @@ def step(weight, optimizer):
 
 
 def after_a_load(optimizer_of):
-    """By what the first step after the load of a checkpoint from before the first step moves the weight."""
+    """Return how far the first step moves the weight after loading a checkpoint from before any step."""
     weight = nn.Parameter(torch.zeros(()))
     optimizer = optimizer_of([weight])
     if isinstance(optimizer, ZeroRedundancyOptimizer):
