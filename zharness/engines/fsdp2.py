@@ -343,10 +343,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
-    """Reduction by sum and the named options, on every group. Raises ConfigError for one that this torch lacks."""
+    """Call FSDP2's setters for the reduction and the options on every module of ``sharded``.
+
+    Raises ConfigError for an option that this torch does not have.
+    """
     options = {name: value for name, value in config.options.items() if name not in ADAPTER_OPTIONS}
     if config.reduction is Reduction.SUM:
-        # Any factor but the world size would go through NCCL's PreMulSum, which gloo does not have.
+        # Without it, a factor other than the world size uses NCCL's PreMulSum, which gloo does not have.
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
     elif not GLOO_REDUCES_BY_MEAN and dist.get_backend() == "gloo":
         # By default FSDP2 requests the mean from gloo and receives the sum: pytorch/pytorch#162338.
