@@ -41,7 +41,7 @@ def read_checkout(path: Path, module: str) -> Checkout:
 def _read_checkout(path: Path, module: str) -> Checkout:
     if not (path / module / "__init__.py").is_file():
         raise UsageError(
-            f"got {str(path)!r}; expected a source checkout, a folder that contains {module}/__init__.py; "
+            f"got {str(path)!r}; expected a source checkout, a folder with {module}/__init__.py; "
             f"for a release write NAME==RELEASE"
         )
     version, commit = _read_version(path, module), _describe_commit(path, module)

@@ -107,7 +107,7 @@ class ModelSpec:
     def model(self, seed: int) -> nn.Module:
         """Build the model with the initial weights of ``seed``. Torch's global generator is restored."""
         with torch.random.fork_rng(devices=[]):
-            # Models are built on CPU. torch.manual_seed would also queue a call, with a stack trace, for unused devices.
+            # Models are built on CPU. torch.manual_seed would also queue a call and a stack trace for unused devices.
             torch.default_generator.manual_seed(seed)
             return self.build()
 
