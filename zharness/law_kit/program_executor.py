@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Absent, AccumulationOwner, Capabilities, Engine, Feature, OptimizerSpec, Reduction
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    Feature,
+    OptimizerSpec,
+    Reduction,
+    require_gathered,
+)
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state
 from zharness.laws.double_backward import second_loss
@@ -274,8 +283,7 @@ class ProgramExecutor:
     def edit_weight(self) -> None:
         """Rank 0 writes a weight; what the others write is not to last."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
-        gathered: Any = self.engine
-        with gathered.gathered([name]) as weights, torch.no_grad():
+        with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
 
     def advance_weights_version(self) -> None:

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, Feature, Reduction
+from zharness.engines.protocol import (
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    Feature,
+    Reduction,
+    supports_gathered,
+    supports_uneven,
+)
 from zharness.errors import HarnessFault
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
@@ -179,9 +187,11 @@ def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participa
         backward=engine.backward,
         zero_grad=engine.zero_grad,
         step=engine.step,
-        allow_uneven_use=getattr(engine, "uneven", nullcontext),
-        gather_weights=getattr(
-            engine, "gathered", lambda names: nullcontext(get_detached_weights(engine.module, names))
+        allow_uneven_use=engine.uneven if supports_uneven(engine) else nullcontext,
+        gather_weights=(
+            engine.gathered
+            if supports_gathered(engine)
+            else lambda names: nullcontext(get_detached_weights(engine.module, names))
         ),
         keeps_edits=ctx.rank == 0,
         recompute=checkpoint,

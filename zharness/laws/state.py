@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.protocol import CheckpointingEngine, Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizer_step import (
@@ -193,7 +193,7 @@ def observe_consolidate(ctx: RankContext) -> None:
     engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
-    full = cast(CheckpointingEngine, engine).full_state_dict()
+    full = require_full_state_dict(engine).full_state_dict()
     ctx.record("full", full)
     ctx.record("tied", index_shared_memory(full))
     for tensor in full.values():

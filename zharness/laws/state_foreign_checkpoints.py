@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.engines.protocol import CheckpointingEngine, Engine, Feature
+from zharness.engines.protocol import Engine, Feature, require_load_universal
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizer_step import RecordedStep, compare_published_weights
@@ -99,7 +99,7 @@ def observe_universal(ctx: RankContext) -> None:
                 with damage_piece(folder, piece.format(next(iter(values))), damage):
                     refused[f"{damage}-{number}"] = attempt_load(ctx, engine, folder, f"{damage}-{number}")
         ctx.record("refused", refused)
-        cast(CheckpointingEngine, engine).load_universal(folder)
+        require_load_universal(engine).load_universal(folder)
     record_next_step(ctx, engine, "read")
     engine.close()
 
@@ -127,7 +127,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
     """1 where loading raised; whether anything was loaded is recorded under ``label``."""
     before = collect_training_state(engine)
-    raised = load_raises(lambda: cast(CheckpointingEngine, engine).load_universal(folder))
+    raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
     changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
     ctx.record(f"changed-{label}", changed)
