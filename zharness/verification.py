@@ -18,11 +18,11 @@ from zharness.errors import UsageError
 from zharness.releases.rank_environment import get_release_environment
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.matrix import render_matrix
-from zharness.report.uncompared_gradients import explain_uncompared_gradients
 from zharness.run import Record, Verdict, configuration
 from zharness.run.check_loop import RunOptions
 from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import open_record_file
+from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.workload import user_model
 from zharness.workload.models import SAMPLES, collect_tensors, map_tensors
 from zharness.world import Isolation, is_rank

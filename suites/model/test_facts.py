@@ -17,11 +17,11 @@ from zharness import engines
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
 from zharness.laws.precision_autocast import list_autocast_states
-from zharness.report.uncompared_gradients import explain_uncompared_gradients
 from zharness.run import Record, Verdict
 from zharness.run.configuration import load_configuration, parse_configuration
 from zharness.run.model_check import ModelCheckRequest, plan_model_cells
 from zharness.run.model_facts import explain_too_large, measure_model
+from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.workload import model_spec
 from zharness.workload.user_model import register_factory, user_model_spec
 

@@ -13,7 +13,7 @@ import zharness
 from suites.model import deadly
 from suites.model.tiny import draw, score
 from zharness.cell import Cell
-from zharness.report.matrix import records_exit_code
+from zharness.run.outcomes import records_exit_code
 from zharness.run.pytest_cells import describe_problem
 from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records

@@ -15,9 +15,9 @@ from zharness.cli import cli
 from zharness.errors import UsageError
 from zharness.report import page
 from zharness.report.junit import JUNIT_TAGS
-from zharness.report.matrix import OUTCOME_ORDER
 from zharness.report.outputs import Outputs
 from zharness.run import Record, Verdict
+from zharness.run.outcomes import OUTCOME_ORDER
 
 CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
 PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)

@@ -22,15 +22,15 @@ from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
 from zharness.report import render_failures, render_matrix, render_summary
-from zharness.report.matrix import records_exit_code
 from zharness.report.sensitivity import render_sensitivity
 from zharness.run import PlannedCell, Record, Request, Verdict, plan
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
+from zharness.run.outcomes import records_exit_code
 from zharness.run.plan import shuffle_cells
 from zharness.run.record import open_record_file, parse_record
 from zharness.run.record_reader import load_records
-from zharness.run.runner import apply_expected_failure, apply_remedy, conclude_judgement, verdict_of_exception
+from zharness.run.verdicts import apply_expected_failure, apply_remedy, conclude_judgement, verdict_of_exception
 
 CASE = Cell("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
 
