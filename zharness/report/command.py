@@ -1,6 +1,4 @@
-"""The command ``zharness report``: records of earlier runs as tables, a page and XML, alone or compared with another
-run.
-"""
+"""The command ``zharness report``: render records of earlier runs, alone or compared with another run."""
 
 from __future__ import annotations
 

@@ -151,14 +151,17 @@ def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> 
     for key, value in config.items():
         if value == "auto":
             raise ConfigError(
-                f"config {name!r}: {path}{key} is 'auto', which only the Trainer of transformers can replace; write a value"
+                f"config {name!r}: {path}{key} is 'auto', which the Trainer of transformers replaces; write its value"
             )
         if isinstance(value, Mapping):
             reject_auto_values(name, value, f"{path}{key}.")
 
 
 def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
-    """Parse the section ``optimizer`` into torch's optimizer. DeepSpeed's Adam is AdamW unless adam_w_mode is false."""
+    """Parse the section ``optimizer`` into torch's optimizer.
+
+    DeepSpeed's Adam is AdamW unless adam_w_mode is false.
+    """
     kind, params = str(section.get("type", "")).lower(), dict(section.get("params", {}))
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"

@@ -1,4 +1,4 @@
-"""Search for the smallest program that an engine gets wrong: Hypothesis draws programs, and a failing one is cut down."""
+"""Search for the smallest program that an engine gets wrong: Hypothesis draws programs, and a failing one is shrunk."""
 
 from __future__ import annotations
 

@@ -65,7 +65,10 @@ def record_as_row(record: Record) -> dict[str, Any]:
 
 
 def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
-    """Return ``size`` records as columns: ``texts`` dictionary-encoded, ``numbers``, and ``sparse`` by record number."""
+    """Return the columns of the records: ``texts`` dictionary-encoded, ``numbers``, and ``sparse`` by record number.
+
+    ``size`` is the number of records.
+    """
     rows = [record_as_row(record) for record in records]
     return {
         "size": len(rows),
