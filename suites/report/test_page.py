@@ -1,4 +1,4 @@
-"""The HTML page, one file that contains all records, runs only its own scripts and fetches nothing; and entry points."""
+"""The HTML page, one file that contains all records, runs only its own scripts and fetches nothing; entry points."""
 
 from __future__ import annotations
 
