@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("case", required=False, metavar="CELL_ID")
+@click.argument("cell_id", required=False, metavar="CELL_ID")
 @click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
 @click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of the cell.")
 @click.option("--list", "listing", is_flag=True, help="List for each law whether its script is short, or why not.")
-def export(case: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
+def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
     """Write a cell as a script that needs only torch and the engine, and run the script to verify it.
 
     CELL_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
@@ -34,16 +34,19 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
     if listing:
         click.echo(command.render_law_table())
         return 0
-    if case is None:
+    if cell_id is None:
         raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
     options = command.ExportOptions(seed, timeout, output)
     return command.export(
-        case, options, get_release_environment, None if no_verify else make_script_runner(Cell.parse(case).engine)
+        cell_id,
+        options,
+        get_release_environment,
+        None if no_verify else make_script_runner(Cell.parse(cell_id).engine),
     )
 
 
 @click.command()
-@click.argument("case", metavar="CELL_ID")
+@click.argument("cell_id", metavar="CELL_ID")
 @click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
 @click.option(
     "--seconds",
@@ -57,7 +60,7 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
 @click.option(
     "--timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds for the ranks of one cell or program."
 )
-def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
+def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
     """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
 
     Tries fewer ranks, a lower stage, fp32 and smaller models; then programs (see `zharness program`) that Hypothesis
@@ -67,7 +70,7 @@ def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify:
     from zharness.releases.rank_environment import get_release_environment
 
     options = command.ExportOptions(seed, timeout, output)
-    return command.shrink(case, options, seconds, get_release_environment, None if no_verify else make_script_runner)
+    return command.shrink(cell_id, options, seconds, get_release_environment, None if no_verify else make_script_runner)
 
 
 def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:

@@ -68,7 +68,7 @@ class Outputs:
         step_summary.append_section(
             "zharness",
             render_summary(records, seconds),
-            f"{len(skipped)} lines skipped, which are no records" if skipped else "",
+            f"{len(skipped)} lines skipped, which are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
             step_summary.render_details("What did not pass", render_failures(records)),
