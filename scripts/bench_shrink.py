@@ -17,9 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.export.shrink import shrink_failure
 from zharness.mutants import MUTANTS
-from zharness.run.runner import build_rank_environment
 
 SECONDS, MODULES = 60.0, 3
 SEARCH = 45.0  # seconds of them, as the command has by default: ranks have to start, and what was found runs once more

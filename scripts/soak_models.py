@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zharness.errors import UsageError
 from zharness.report.failures import render_failures
-from zharness.report.matrix import count_outcomes
 from zharness.run.check_loop import RunOptions, open_optional_record_file
 from zharness.run.model_check import ModelCheckRequest, check_model
+from zharness.run.outcomes import count_outcomes
 from zharness.run.record import RecordFile
 from zharness.world import Isolation
 

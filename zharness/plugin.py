@@ -36,7 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--stage", default="", help="run the cells of these ZeRO stages only, as in 0,1,2,3")
     group.addoption("--variant", default="", help="run the cells with these options of the engine, by name")
     group.addoption(
-        "--excuses", action="append", default=[], metavar="FILE", help="expected failures of your own (TOML)"
+        "--expected-failures",
+        "--excuses",
+        action="append",
+        default=[],
+        dest="excuses",
+        metavar="FILE",
+        help="a file of your expected failures (TOML); may be repeated",
     )
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     group.addoption(

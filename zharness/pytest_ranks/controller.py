@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from zharness import engines
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.pytest_ranks import rank_coverage, remote_fixtures
 from zharness.pytest_ranks.merge_reports import merge_reports
@@ -274,7 +275,9 @@ def is_pool_spent(
 
 def make_test_environment(warm_engine: str, echo: bool) -> RankEnvironment:
     """What the server of these ranks needs: the engine's imports, if one is named."""
-    return RankEnvironment(warm_up=engines.require(warm_engine).warm_up if warm_engine else "", echo=echo)
+    if warm_engine:
+        engines.require(warm_engine)
+    return build_rank_environment(warm_engine, echo=echo)
 
 
 def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffects]]:
