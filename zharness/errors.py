@@ -30,7 +30,7 @@ class MissingEngine(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is missing, damaged, unsafe to read, of another model, or cannot be written. No state has changed."""
+    """A checkpoint is missing, damaged, unsafe to read, of another model, or cannot be written; no state changed."""
 
 
 class EngineContractError(ZHarnessError):

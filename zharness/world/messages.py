@@ -45,8 +45,8 @@ class ExchangeRequest:
 class CollectiveAnnouncement:
     """A collective that a rank is about to enter.
 
-    ``ordinal`` counts this rank's collectives, ``at_ns`` is CLOCK_MONOTONIC, ``operation`` is the name of the collective
-    with dtype and shape.
+    ``ordinal`` counts this rank's collectives, ``at_ns`` is CLOCK_MONOTONIC, ``operation`` is the collective's name,
+    dtype and shape.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Faults of one rank alone: it raises, dies, runs out of memory or prints too much, in its test or in a fixture."""
+"""Faults of one rank: it raises, dies, runs out of memory or prints too much, in its test or in a fixture."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ DYING = (
 )
 
 LIMIT = """
-        def leave(room):
+        def leave_memory(free):
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (used + free, resource.getrlimit(resource.RLIMIT_AS)[1]))
 """
 
 MEMORY = (
@@ -178,7 +178,7 @@ MEMORY = (
         {LIMIT}
         def test_asks_for_too_much_memory(rank):
             if rank == CULPRIT:
-                leave(1 << 28)
+                leave_memory(1 << 28)
                 bytearray(1 << 34)  # site
             dist.barrier()
         """,
@@ -191,13 +191,13 @@ MEMORY = (
         def test_uses_up_its_memory(rank):
             hoard = []
             if rank == CULPRIT:
-                leave(1 << 26)
+                leave_memory(1 << 26)
                 while True:
                     hoard.append(bytearray(1 << 16))
             dist.barrier()
         """,
         "MemoryError",
-        ("passed", "failed", "any"),  # there is no memory left to look for what it has left behind
+        ("passed", "failed", "any"),  # too little memory is left to look for leftovers
     ),
     fault(
         "asks_torch_for_too_much_memory",
@@ -205,7 +205,7 @@ MEMORY = (
         {LIMIT}
         def test_asks_torch_for_too_much_memory(rank):
             if rank == CULPRIT:
-                leave(1 << 28)
+                leave_memory(1 << 28)
                 torch.empty(1 << 34, dtype=torch.uint8)  # site
             dist.barrier()
         """,

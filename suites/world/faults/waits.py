@@ -6,7 +6,7 @@ from suites.world.faults.fault import ANY_TIME, HUNG, LATER, TEARDOWN, Fault, fa
 
 
 def hangs(name: str, statement: str, headline: str, **more: object) -> Fault:
-    """``statement`` never ends on one rank, while its peers wait in an all-reduce."""
+    """Return the fault in which ``statement`` never ends on one rank while its peers wait in an all-reduce."""
     source = f"""
         @pytest.mark.rank_timeout(TIMEOUT)
         def test_{name}(rank):
@@ -19,7 +19,7 @@ def hangs(name: str, statement: str, headline: str, **more: object) -> Fault:
 
 
 def disagrees(name: str, of_culprit: str, of_peers: str, *words: str, by: str = "dist") -> Fault:
-    """Two different collectives."""
+    """Return the fault in which one rank calls another collective than its peers."""
     source = f"""
         def test_{name}(rank{"" if by == "dist" else ", " + by}):
             if rank == CULPRIT:
@@ -40,7 +40,7 @@ HANGING = (
     hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "stands in wait", stacks="all"),
     hangs("hangs_in_c", "ctypes.CDLL(None).pause()  # site", OUT_OF_TIME + "stands in test_hangs_in_c", stacks="all"),
     hangs(
-        "hangs_without_hearing_signals",
+        "hangs_with_all_signals_blocked",
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), ctypes.CDLL(None).pause()",
         OUT_OF_TIME,
         stacks="others",
@@ -251,7 +251,7 @@ LEAVING = (
     ),
 )
 
-# Those after which nothing can follow in the same ranks, or in the same session at all.
+# Faults after which no test can run on the same ranks, or in the same session at all.
 AT_EXIT = fault(
     "exits_at_exit",
     """
