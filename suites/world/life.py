@@ -232,7 +232,7 @@ VERDICTS = {
 }
 
 # Patterns that the report has to match.
-WORDS = {
+REPORT_PATTERNS = {
     "test_differs": (r"assert \[1, 2, 0\] == \[1, 2, 99\]", "At index 2 diff: 0 != 99", r"assert \[1, 2, 1\] =="),
     "test_fails_together": (r"ranks 0-\d failed", r"1 of \d ranks: rank 1: planted on 1"),
     "test_skipif": ("planted",),

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from suites.world.faults.sessions import Session, SessionResult, run
-from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, VERDICTS, WORDS
+from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, REPORT_PATTERNS, VERDICTS
 
 MODES = ("fresh", "pooled")
 # Sessions whose xdist workers are new processes, as from a shell; those of the others are forks of the warm Python.
@@ -36,7 +36,7 @@ def test_every_feature_of_pytest_gives_the_same_verdicts_in_both_modes(tmp_path:
     expected = {f"{name}{size}": verdict for name, verdict in VERDICTS.items() for size in world_size_ids(name)}
     for mode in MODES:
         assert done[mode].verdicts() == expected, f"{mode}: {done[mode].output}"
-        for name, patterns in WORDS.items():
+        for name, patterns in REPORT_PATTERNS.items():
             for size in world_size_ids(name):
                 text = "\n".join(report.text for report in done[mode].tests[f"{name}{size}"].reports)
                 missing = [pattern for pattern in patterns if not re.search(pattern, text)]

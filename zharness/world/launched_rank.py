@@ -93,7 +93,7 @@ class LaunchedRank:
         # The witness removes this directory, also if this process is killed.
         self._scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
         self._stack_file = witness.get_witness_stack_path(self._scratch_dir).open("a")
-        self._output_files = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - lives on
+        self._output_files = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - open until the process ends
         files = {**self._output_files, **{f"{name} (captured)": file for name, file in (capture_files or {}).items()}}
         streams = {name: file.fileno() for name, file in files.items()}
         self._witness_pipe = witness.start_witness(launch, self._scratch_dir, streams)
@@ -139,7 +139,7 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that the task asks for; the network interface is the user's choice."""
+        """Form the default process group that the task requires; the user's environment chooses the network interface."""
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():

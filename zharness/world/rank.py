@@ -279,7 +279,7 @@ def set_launcher_variables(slot: RankSlot) -> None:
 
 
 def form_group(task: RankTask, slot: RankSlot) -> None:
-    """Form the default process group that a task asks for, or reuse or destroy that of the task before.
+    """Form the default process group that a task requires, or reuse or destroy that of the task before.
 
     gloo uses the loopback interface. Every rank has ended the task before, so destroying its group waits for no one.
     """

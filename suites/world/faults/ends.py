@@ -14,7 +14,7 @@ RAISING = (
         "raises_while_peers_wait",
         RAISE,
         RAISED,
-        words=("(was|were) stopped because another rank had failed, waiting in barrier",),
+        patterns=("(was|were) stopped because another rank had failed, waiting in barrier",),
     ),
     on_culprit("fails_by_an_assertion", "assert rank + 1 == 0", "assert .* == 0"),
     on_culprit("fails_by_pytest_fail", 'pytest.fail("planted")', "Failed: planted"),
@@ -88,7 +88,7 @@ RAISING = (
         """,
         "ValueError: too much: 100",
         blamed="either",
-        words=("rank CULPRIT: ValueError: too much: 100", "x=100"),
+        patterns=("rank CULPRIT: ValueError: too much: 100", "x=100"),
         bar=LATER,
     ),
 )
@@ -123,7 +123,7 @@ FIXTURES = (
 )
 
 DYING = (
-    on_culprit("segfaults", "ctypes.string_at(0)", "SIGSEGV", words=("Segmentation fault",)),
+    on_culprit("segfaults", "ctypes.string_at(0)", "SIGSEGV", patterns=("Segmentation fault",)),
     fault(
         "is_killed",
         """
@@ -134,7 +134,7 @@ DYING = (
         """,
         "SIGKILL, in call",
     ),
-    on_culprit("aborts", "os.abort()", "SIGABRT", words=("Aborted",)),
+    on_culprit("aborts", "os.abort()", "SIGABRT", patterns=("Aborted",)),
     fault(
         "exits_with_status_0",
         """
@@ -231,7 +231,11 @@ MEMORY = (
             dist.barrier()
         """,
         RAISED,
-        words=(r"\[rank CULPRIT\] the first words", r"\[rank CULPRIT\] the last words", r"6\d,\d{3},\d{3} bytes left"),
+        patterns=(
+            r"\[rank CULPRIT\] the first words",
+            r"\[rank CULPRIT\] the last words",
+            r"6\d,\d{3},\d{3} bytes left",
+        ),
         bar=LATER,
     ),
 )

@@ -28,7 +28,7 @@ class Fault:
 
     ``outcome`` is that of setup, call and teardown (None: no report; ``any``: not compared). The failure's message
     begins with the ranks that are ``blamed``. The pattern ``headline`` has to match that message, the patterns
-    ``words`` the whole report; CULPRIT in them stands for the rank. ``stacks`` are the ranks whose stack is shown.
+    ``patterns`` the whole report; CULPRIT in them stands for the rank. ``stacks`` are the ranks whose stack is shown.
     ``bar`` is the time limit in seconds for the report.
     """
 
@@ -37,7 +37,7 @@ class Fault:
     headline: str
     outcome: tuple[str, str | None, str] = CALL
     blamed: Literal["culprit", "all", "others", "either"] = "culprit"
-    words: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     stacks: Literal["all", "others", "none"] = "none"
     bar: float = SOON
 
@@ -48,15 +48,15 @@ def fault(
     headline: str,
     outcome: tuple[str, str | None, str] = CALL,
     blamed: Literal["culprit", "all", "others", "either"] = "culprit",
-    words: tuple[str, ...] = (),
+    patterns: tuple[str, ...] = (),
     stacks: Literal["all", "others", "none"] = "none",
     bar: float = SOON,
 ) -> Fault:
     """Return a fault; ``source`` may be indented."""
-    return Fault(name, textwrap.dedent(source).strip("\n"), headline, outcome, blamed, words, stacks, bar)
+    return Fault(name, textwrap.dedent(source).strip("\n"), headline, outcome, blamed, patterns, stacks, bar)
 
 
-def on_culprit(name: str, statement: str, headline: str, words: tuple[str, ...] = (), **more: float) -> Fault:
+def on_culprit(name: str, statement: str, headline: str, patterns: tuple[str, ...] = (), **more: float) -> Fault:
     """Return the fault in which one rank runs ``statement`` while its peers wait in a barrier."""
     source = f"""
         def test_{name}(rank):
@@ -64,7 +64,7 @@ def on_culprit(name: str, statement: str, headline: str, words: tuple[str, ...] 
                 {statement}  # site
             dist.barrier()
     """
-    return fault(name, source, headline, words=words, **more)  # type: ignore[arg-type]
+    return fault(name, source, headline, patterns=patterns, **more)  # type: ignore[arg-type]
 
 
 def in_fixture(name: str, scope: str, phase: str, statement: str, headline: str, **more: object) -> Fault:

@@ -99,7 +99,7 @@ def find_complaints(
     report = next(report for report in record.reports if report.outcome == "failed")
     yield from check_headline(fault, placement, report.headline)
     whole = report.text + "".join(f"\n{title}\n{text}" for title, text in report.sections)
-    for pattern in fault.words:
+    for pattern in fault.patterns:
         if not re.search(pattern.replace("CULPRIT", str(placement.culprit)), whole):
             yield f"nowhere in the report: {pattern}"
     yield from check_sites(fault, placement, whole)
@@ -162,7 +162,7 @@ def check_stacks(fault: Fault, placement: FaultPlacement, text: str) -> Iterator
 def check_examples(fault: Fault, placement: FaultPlacement, folder: Path) -> Iterator[str]:
     """Yield a complaint unless a Hypothesis test ran the same examples on every rank and ended with the minimal one."""
     notes = folder / "notes" / fault.name
-    if "x=100" not in fault.words:
+    if "x=100" not in fault.patterns:
         return
     seen: dict[str, list[str]] = {}
     for line in notes.read_text().splitlines():

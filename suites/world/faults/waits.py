@@ -14,24 +14,24 @@ def hangs(name: str, statement: str, headline: str, **more: object) -> Fault:
                 {statement}
             dist.all_reduce(torch.ones(2))  # site
     """
-    words = (r"waits in all_reduce",)
-    return fault(name, source, headline, words=words, bar=HUNG, **more)  # type: ignore[arg-type]
+    patterns = (r"waits in all_reduce",)
+    return fault(name, source, headline, patterns=patterns, bar=HUNG, **more)  # type: ignore[arg-type]
 
 
-def disagrees(name: str, of_culprit: str, of_peers: str, *words: str, by: str = "dist") -> Fault:
+def disagrees(name: str, culprit_call: str, peer_call: str, *patterns: str, by: str = "dist") -> Fault:
     """Return the fault in which one rank calls another collective than its peers."""
     source = f"""
         def test_{name}(rank{"" if by == "dist" else ", " + by}):
             if rank == CULPRIT:
-                {by}.{of_culprit}  # site
+                {by}.{culprit_call}  # site
             else:
-                {by}.{of_peers}  # site
+                {by}.{peer_call}  # site
     """
     if by == "dist":
-        return fault(name, source, "Detected mismatch between collectives", blamed="either", words=words)
+        return fault(name, source, "Detected mismatch between collectives", blamed="either", patterns=patterns)
     # CULPRIT may stand first or second: the pattern holds for both.
     headline = "collective 1 differs: rank .* calls .*rank .* calls"
-    return fault(name, source, headline, blamed="either", words=(*words, r"rank CULPRIT calls"))
+    return fault(name, source, headline, blamed="either", patterns=(*patterns, r"rank CULPRIT calls"))
 
 
 OUT_OF_TIME = "did not finish in time, in call: no end within 2 s; "
@@ -54,7 +54,7 @@ HANGING = (
                 dist.all_reduce(torch.ones(2))  # site
         """,
         OUT_OF_TIME + "waits in all_reduce",
-        words=("ranks? .* passed",),
+        patterns=("ranks? .* passed",),
         bar=HUNG,
     ),
     fault(
@@ -67,7 +67,7 @@ HANGING = (
         """,
         OUT_OF_TIME + "waits in all_reduce",
         blamed="others",
-        words=("rank CULPRIT passed",),
+        patterns=("rank CULPRIT passed",),
         stacks="others",
         bar=HUNG,
     ),
@@ -84,7 +84,7 @@ HANGING = (
         """,
         OUT_OF_TIME + "waits in",
         blamed="either",
-        words=("rank CULPRIT did not finish in time, in call: .*waits in barrier", "waits in all_reduce"),
+        patterns=("rank CULPRIT did not finish in time, in call: .*waits in barrier", "waits in all_reduce"),
         stacks="all",
         bar=HUNG,
     ),
@@ -149,7 +149,7 @@ SKIPPING = (
         """,
         r"skipped on rank CULPRIT of \d only: no such thing here",
         blamed="either",
-        words=("(was|were) stopped, waiting in barrier",),
+        patterns=("(was|were) stopped, waiting in barrier",),
         bar=LATER,
     ),
     fault(
@@ -161,7 +161,7 @@ SKIPPING = (
         """,
         r"skipped on rank CULPRIT of \d only: no such thing here",
         blamed="either",
-        words=("passed",),
+        patterns=("passed",),
     ),
     fault(
         "does_not_skip_with_its_peers",
