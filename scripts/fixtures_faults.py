@@ -240,8 +240,8 @@ def render_caption(arguments: argparse.Namespace) -> str:
     return (
         f"2 ranks, gloo, torch {torch.__version__}, Python {platform.python_version()}. Rank 1 is at fault. Limit of a "
         f"test: {RANK_TIMEOUT} s under zharness; torch's defaults divided by 10, which are 30 s and, for the group of "
-        f"the continuous fixture, 12 s: such seconds mean that the limit was reached{detail}. A session is killed after "
-        f"{arguments.cap:g} s. Seconds run from the start of the test, the start of its ranks included. "
+        f"the continuous fixture, 12 s: such seconds mean that the limit was reached{detail}. A session is killed "
+        f"after {arguments.cap:g} s. Seconds run from the start of the test, the start of its ranks included. "
         "Bold: wrong."
     )
 

@@ -139,7 +139,7 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that the task requires; the user's environment chooses the network interface."""
+        """Form the default process group that a task requires; the user's environment chooses the interface."""
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():
@@ -263,7 +263,11 @@ class Follower(LaunchedRank):
             channel = self.run_assignment(message) if self.launch.rank < message.task.world_size else None
 
     def _receive_message(self, serial: int, channel: StoreChannel | None) -> ExitMessage | Assignment:
-        """Return the next message. If this rank left its task early and peers wait for it, break the group first."""
+        """Wait for the next message and return it.
+
+        If this rank failed or skipped its last task and the others have not finished it after a grace period, break the
+        group, so that peers that wait in a collective raise.
+        """
         key = f"work/{serial}"
         if (
             channel is not None

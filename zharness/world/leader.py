@@ -153,7 +153,7 @@ class Leader(LaunchedRank, RankServer):
         return None
 
     def close(self) -> None:
-        """Send every follower its exit status and leave; after an interrupt, end the launch."""
+        """Send every follower its exit status and stop the guard; after an interrupt, declare the launch over."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -297,7 +297,11 @@ def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
 
 
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Mark ranks that torchrun ended as STOPPED if another rank's failure is known; as SIGNALLED if none is."""
+    """Return the outcomes with ranks that torchrun ended marked as consequences, or as causes if there is no other.
+
+    If another rank's failure is known, ranks whose process is gone become STOPPED; else ranks that torchrun terminated
+    become SIGNALLED.
+    """
     causes = [
         rank
         for rank in ranks

@@ -58,7 +58,7 @@ class CollectiveAnnouncement:
 
 @dataclass(frozen=True)
 class DeadlineHold:
-    """Suspends the deadline while a debugger holds the rank, which ``reason`` says; the empty reason resumes it."""
+    """Suspends the deadline while a debugger holds the rank; an empty ``reason`` resumes it."""
 
     rank: int
     reason: str
