@@ -27,8 +27,8 @@ class Isolation(Enum):
 class CollectiveMode(Enum):
     """Whether torch compares every collective between the ranks before it runs.
 
-    CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch where gloo alone would hang or compute a wrong result.
-    It costs about 2 ms per collective on 2 ranks, and more on more.
+    CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch, with which gloo alone would hang or compute a
+    wrong result. It costs about 2 ms per collective on 2 ranks, and more on larger worlds.
     """
 
     CHECKED = "checked"
