@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from suites import inner
-from suites.world.faults.sessions import pytest
+from suites.world.faults.sessions import start_pytest
 
 HEAD = """
 import os
@@ -57,7 +57,9 @@ def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSP
     (folder / "test_sheet.py").write_text(HEAD + textwrap.dedent(source))
     (folder / "pytest.ini").write_text(inner.settings(source, addopts="-p no:cacheprovider --strict-markers"))
     xml = folder / "sheet.xml"
-    with pytest(folder, ["-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options], variables) as program:
+    with start_pytest(
+        folder, ["-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options], variables
+    ) as program:
         status = program.wait()
     return Sheet(dict(told_in(xml)), status, (folder / "output.txt").read_text())
 

@@ -12,7 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 from suites import inner
-from suites.world.faults.sessions import pytest
+from suites.world.faults.sessions import start_pytest
 
 HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
@@ -60,7 +60,7 @@ def session_in(directory: Path) -> Session:
 
 def forked(directory: Path, arguments: list[str], typed: str) -> Told:
     """A session that has no imports to wait for, nor has its worker, where it is to have one."""
-    with pytest(directory, arguments, {}, typed, spares=arguments.count("-n1")) as program:
+    with start_pytest(directory, arguments, {}, typed, spares=arguments.count("-n1")) as program:
         status = program.wait()
     return Told((directory / "output.txt").read_text(), status)
 
