@@ -190,7 +190,7 @@ def test_a_rank_that_fails_before_a_slow_finaliser_is_told_with_its_failure_alon
 def test_a_rank_that_dies_between_two_tests_is_told_with_the_last_one_that_it_ran(done: Done) -> None:
     told = done.tests["test_dies_later[w2]"]
     text = failed(told, "teardown")
-    assert "in ranks that lived on, after this test, which was the last one that they ran" in text
+    assert "while the rank pool was torn down; this was the last test that it ran" in text
     assert "rank 1 was ended by a signal: SIGKILL" in text
     assert "rank 0" not in text
 

@@ -126,7 +126,7 @@ def of_the_end(fault: Fault, place: Place, told: Told | None, output: str) -> It
 
 def of_headline(fault: Fault, place: Place, headline: str) -> Iterator[str]:
     """Whom the first words blame, and for what."""
-    headline = headline.removeprefix("in ranks that lived on, after this test, which was the last one that they ran:\n")
+    headline = headline.removeprefix("while the rank pool was torn down; this was the last test that it ran:\n")
     everybody = set(range(place.world_size))
     expected = {
         "culprit": {place.culprit},
