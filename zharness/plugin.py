@@ -77,8 +77,8 @@ MARKERS = (
     'cells(engine, world_sizes=(2,), dtypes=("fp32",), checks=(), models=(), stages=(), variant=""): parametrize the '
     "fixture `cell` with every planned cell of an engine",
     "world_size(2, 4): run the test and its fixtures on 2 ranks, then on 4 ranks",
-    'isolation("fresh" or "pooled", group="kept", "new" or "none"): new or pooled ranks and process group for this test; '
-    "overrides --isolation",
+    'isolation("fresh" or "pooled", group="kept", "new" or "none"): ranks and process group of this test; overrides '
+    "--isolation",
     "rank_timeout(S): seconds for this test on ranks; overrides --rank-timeout",
     'collectives("checked" or "trusted"): whether to compare the collectives of this test; overrides --collectives',
     'warm("deepspeed"): fork the ranks of this test from a server that has imported this engine',

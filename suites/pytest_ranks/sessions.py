@@ -17,10 +17,10 @@ from suites.world.faults.sessions import pytest
 HEAD = "import os, pdb, sys, threading\nfrom pdb import set_trace\nimport pytest\n"
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
 PYTEST = ("pytest",)
-PATIENCE = 240.0  # seconds for a session of pytest
+SESSION_TIMEOUT = 240.0  # seconds for a session of pytest
 
 
-def written(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
+def write_test(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
     """``source`` as a test file of ``directory``, away from the settings of this repository: pytest's arguments."""
     (directory / "pytest.ini").write_text(inner.settings(source), encoding="utf-8")
     (directory / "test_it.py").write_text(HEAD + dedent(source), encoding="utf-8")
@@ -28,7 +28,7 @@ def written(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Told:
+class SessionResult:
     """What a session of pytest printed, and its status."""
 
     text: str
@@ -44,40 +44,42 @@ class Told:
         return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", last)}
 
 
-Session = Callable[..., Told]
+Session = Callable[..., SessionResult]
 
 
-def session_in(directory: Path) -> Session:
+def make_session(directory: Path) -> Session:
     """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input; or with another
     one, by subprocess's arguments."""
 
-    def run(source: str, *args: str, typed: str = "", **given: Any) -> Told:
-        arguments = written(directory, source, args)
-        return started(directory, arguments, given) if given else forked(directory, arguments, typed)
+    def run(source: str, *args: str, typed: str = "", **given: Any) -> SessionResult:
+        arguments = write_test(directory, source, args)
+        return run_started(directory, arguments, given) if given else run_forked(directory, arguments, typed)
 
     return run
 
 
-def forked(directory: Path, arguments: list[str], typed: str) -> Told:
+def run_forked(directory: Path, arguments: list[str], typed: str) -> SessionResult:
     """A session that has no imports to wait for, nor has its worker, where it is to have one."""
     with pytest(directory, arguments, {}, typed, spares=arguments.count("-n1")) as program:
         status = program.wait()
-    return Told((directory / "output.txt").read_text(), status)
+    return SessionResult((directory / "output.txt").read_text(), status)
 
 
-def started(directory: Path, arguments: list[str], how: dict[str, Any], command: tuple[str, ...] = PYTEST) -> Told:
-    """A session in a process of its own, started with subprocess's arguments ``how``."""
+def run_started(
+    directory: Path, arguments: list[str], how: dict[str, Any], command: tuple[str, ...] = PYTEST
+) -> SessionResult:
+    """A session in a process of its own, run_started with subprocess's arguments ``how``."""
     done = subprocess.run(
         [sys.executable, "-m", *command, *arguments],
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE,
+        timeout=SESSION_TIMEOUT,
         check=False,
         **how,
     )
-    return Told(done.stdout, done.returncode)
+    return SessionResult(done.stdout, done.returncode)
 
 
 BREAKPOINT = """

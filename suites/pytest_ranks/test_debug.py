@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from suites.items.sessions import BREAKPOINT, HEAD, Session, session_in
+from suites.pytest_ranks.sessions import BREAKPOINT, HEAD, Session, make_session
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input."""
-    return session_in(tmp_path)
+    return make_session(tmp_path)
 
 
 def test_a_breakpoint_stops_the_chosen_rank_in_the_frame_of_the_test(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         def test_it(rank):
@@ -33,16 +33,16 @@ def test_a_breakpoint_stops_the_chosen_rank_in_the_frame_of_the_test(session: Se
         "-rP",
         typed="p number\nw\nc\n",
     )
-    assert told.counts == {"passed": 1}, told.text
-    assert "rank 1 of 2 stopped in test_it.py::test_it[w2] (call)" in told.text
-    assert re.search(r"^> \S+test_it.py\(\d+\)test_it\(\)$", told.text, re.MULTILINE)
-    assert "(Pdb) 41\n" in told.text
-    assert "breakpoint() on rank 0 is passed over: --pdb-rank is 1" in told.text
-    assert told.count("stopped in") == 1
+    assert result.counts == {"passed": 1}, result.text
+    assert "rank 1 of 2 stopped in test_it.py::test_it[w2] (call)" in result.text
+    assert re.search(r"^> \S+test_it.py\(\d+\)test_it\(\)$", result.text, re.MULTILINE)
+    assert "(Pdb) 41\n" in result.text
+    assert "breakpoint() on rank 0 is skipped: --pdb-rank is 1" in result.text
+    assert result.count("stopped in") == 1
 
 
 def test_every_way_to_ask_for_a_debugger_stops_the_rank_and_no_line_is_lost_to_the_next_stop(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         @pytest.mark.parametrize("ask", [pdb.set_trace, pytest.set_trace, set_trace])
@@ -61,10 +61,10 @@ def test_every_way_to_ask_for_a_debugger_stops_the_rank_and_no_line_is_lost_to_t
         """,
         typed="".join(f"p 'answer', {n}\nc\n" for n in range(5)),
     )
-    assert told.counts == {"passed": 4}, told.text
-    assert re.findall(r"\('answer', (\d)\)", told.text) == list("01234")
-    assert told.count("rank 0 of 2 stopped in") == 5
-    assert told.count("test_fixture[w2] (setup)") == told.count("test_fixture[w2] (teardown)") == 1
+    assert result.counts == {"passed": 4}, result.text
+    assert re.findall(r"\('answer', (\d)\)", result.text) == list("01234")
+    assert result.count("rank 0 of 2 stopped in") == 5
+    assert result.count("test_fixture[w2] (setup)") == result.count("test_fixture[w2] (teardown)") == 1
 
 
 def test_a_breakpoint_of_an_earlier_stop_has_the_terminal_again_and_capfd_what_it_captures(session: Session) -> None:
@@ -86,14 +86,14 @@ def test_a_breakpoint_of_an_earlier_stop_has_the_terminal_again_and_capfd_what_i
             assert capsys.readouterr() == ("before\\nbehind\\n", "")
         """
     line = (HEAD + dedent(source)).splitlines().index("    there = True") + 1
-    told = session(source, typed=f"b {line}\nc\np 'there'\nc\nc\n")
-    assert told.counts == {"passed": 2}, told.text
-    assert "(Pdb) 'there'\n" in told.text
-    assert told.count("stopped in") == 3
+    result = session(source, typed=f"b {line}\nc\np 'there'\nc\nc\n")
+    assert result.counts == {"passed": 2}, result.text
+    assert "(Pdb) 'there'\n" in result.text
+    assert result.count("stopped in") == 3
 
 
 def test_a_rank_can_be_looked_at_for_longer_than_the_time_of_the_test(session: Session) -> None:
-    told = session(
+    result = session(
         """
         import torch
 
@@ -116,16 +116,16 @@ def test_a_rank_can_be_looked_at_for_longer_than_the_time_of_the_test(session: S
         "--pdb-rank=1",
         typed="!threading.Event().wait(3)\np number\nc\n!threading.Event().wait(3)\nc\n",
     )
-    assert told.counts == {"failed": 1, "passed": 1}, told.text
-    assert "(Pdb) 41\n" in told.text
-    assert "rank 0 failed" in told.text
-    assert "rank 1 failed" in told.text
-    assert "did not finish" not in told.text
-    assert "--pdb on rank 0 is passed over: --pdb-rank is 1" in told.text
+    assert result.counts == {"failed": 1, "passed": 1}, result.text
+    assert "(Pdb) 41\n" in result.text
+    assert "rank 0 failed" in result.text
+    assert "rank 1 failed" in result.text
+    assert "did not finish" not in result.text
+    assert "--pdb on rank 0 is skipped: --pdb-rank is 1" in result.text
 
 
 def test_an_expected_failure_opens_nothing_and_leaves_the_deadline_on(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         @pytest.mark.rank_timeout(2)
@@ -140,12 +140,12 @@ def test_an_expected_failure_opens_nothing_and_leaves_the_deadline_on(session: S
         """,
         "--pdb",
     )
-    assert "stopped in" not in told.text
-    assert " 1 xfailed in " in told.text
+    assert "stopped in" not in result.text
+    assert " 1 xfailed in " in result.text
 
 
 def test_quitting_ends_the_session(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         def test_it(rank):
@@ -157,13 +157,13 @@ def test_quitting_ends_the_session(session: Session) -> None:
         """,
         typed="q\n",
     )
-    assert "Exit: rank 0: Quitting debugger" in told.text
-    assert told.status == pytest.ExitCode.INTERRUPTED
-    assert "AssertionError" not in told.text
+    assert "Exit: rank 0: Quitting debugger" in result.text
+    assert result.status == pytest.ExitCode.INTERRUPTED
+    assert "AssertionError" not in result.text
 
 
 def test_the_end_of_the_input_fails_the_test_and_the_session_goes_on(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         def test_it(rank):
@@ -187,14 +187,14 @@ def test_the_end_of_the_input_fails_the_test_and_the_session_goes_on(session: Se
         "--isolation=pooled",
         "-rP",
     )
-    assert told.counts == {"failed": 1, "passed": 2}, told.text
-    assert "BdbQuit" in told.text
-    assert "[rank 0] from rank 0" in told.text
-    assert "breakpoint() in a child process of rank 0 is passed over" in told.text
+    assert result.counts == {"failed": 1, "passed": 2}, result.text
+    assert "BdbQuit" in result.text
+    assert "[rank 0] from rank 0" in result.text
+    assert "breakpoint() in a child process of rank 0 is skipped" in result.text
 
 
 def test_a_fixture_that_outlived_its_tests_can_be_looked_at(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.fixture(scope="module")
         def kept():
@@ -211,12 +211,12 @@ def test_a_fixture_that_outlived_its_tests_can_be_looked_at(session: Session) ->
         "--isolation=pooled",
         typed="p 'looked'\nc\n",
     )
-    assert told.counts == {"passed": 2}, told.text
-    assert "'looked'" in told.text
+    assert result.counts == {"passed": 2}, result.text
+    assert "'looked'" in result.text
 
 
 def test_trace_stops_the_chosen_rank_at_the_first_line(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         def test_it(rank):
@@ -226,13 +226,13 @@ def test_trace_stops_the_chosen_rank_at_the_first_line(session: Session) -> None
         "--pdb-rank=1",
         typed="n\np number\nc\n",
     )
-    assert told.counts == {"passed": 1}, told.text
-    assert "(Pdb) 41\n" in told.text
-    assert told.count("stopped in") == 1
+    assert result.counts == {"passed": 1}, result.text
+    assert "(Pdb) 41\n" in result.text
+    assert result.count("stopped in") == 1
 
 
 def test_what_ranks_print_is_echoed_but_for_the_time_of_the_stop(session: Session) -> None:
-    told = session(
+    result = session(
         """
         @pytest.mark.world_size(2)
         def test_it(rank):
@@ -243,10 +243,10 @@ def test_what_ranks_print_is_echoed_but_for_the_time_of_the_stop(session: Sessio
         "-s",
         typed="!print('meanwhile')\nc\n",
     )
-    assert told.counts == {"passed": 1}, told.text
-    assert all(f"[rank {rank}] {word}\n" in told.text for rank in (0, 1) for word in ("before", "behind"))
-    assert "meanwhile\n" in told.text
-    assert "[rank 0] meanwhile" not in told.text
+    assert result.counts == {"passed": 1}, result.text
+    assert all(f"[rank {rank}] {word}\n" in result.text for rank in (0, 1) for word in ("before", "behind"))
+    assert "meanwhile\n" in result.text
+    assert "[rank 0] meanwhile" not in result.text
 
 
 FAILING = """
@@ -257,42 +257,42 @@ def test_failing():
 
 
 def test_a_rank_that_a_test_has_not_is_named(session: Session) -> None:
-    told = session(BREAKPOINT + FAILING, "--pdb", "--pdb-rank=3", typed="c\n")
-    assert told.counts == {"passed": 1, "failed": 1}, told.text
+    result = session(BREAKPOINT + FAILING, "--pdb", "--pdb-rank=3", typed="c\n")
+    assert result.counts == {"passed": 1, "failed": 1}, result.text
     for what in ("breakpoint()", "--pdb"):
-        assert told.count(f"{what} is passed over: --pdb-rank is 3, and this test's ranks are 0 to 1") == 1, told.text
-    assert "(Pdb)" not in told.text
+        assert result.count(f"{what} is skipped: --pdb-rank is 3, but this test has ranks 0 to 1") == 1, result.text
+    assert "(Pdb)" not in result.text
 
 
 def test_a_breakpoint_without_an_input_is_passed_over_with_a_warning(session: Session) -> None:
-    told = session(BREAKPOINT, stdin=subprocess.DEVNULL)
-    assert told.counts == {"passed": 1}, told.text
-    words = "PytestWarning: breakpoint() is passed over: standard input is /dev/null"
-    assert re.search(rf"test_it.py:\d+: {re.escape(words)}", told.text)
+    result = session(BREAKPOINT, stdin=subprocess.DEVNULL)
+    assert result.counts == {"passed": 1}, result.text
+    words = "PytestWarning: breakpoint() is skipped: standard input is /dev/null"
+    assert re.search(rf"test_it.py:\d+: {re.escape(words)}", result.text)
 
 
 @pytest.mark.parametrize(
     ("option", "how", "words"),
     [
-        ("--pdb", {"stdin": subprocess.DEVNULL}, "--pdb cannot open a debugger in a rank: standard input is /dev/null"),
+        ("--pdb", {"stdin": subprocess.DEVNULL}, "--pdb cannot open a debugger on a rank: standard input is /dev/null"),
         (
             "--trace",
             {"preexec_fn": lambda: os.close(0)},
-            "--trace cannot open a debugger in a rank: standard input is closed",
+            "--trace cannot open a debugger on a rank: standard input is closed",
         ),
         ("--pdb-rank=-1", {}, "--pdb-rank -1: expected the number of a rank, from 0 up"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(session: Session, option: str, how: dict[str, Any], words: str) -> None:
-    told = session(FAILING, option, **how)
-    assert told.status == pytest.ExitCode.USAGE_ERROR
-    assert f"ERROR: {words}\n" in told.text
+    result = session(FAILING, option, **how)
+    assert result.status == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {words}\n" in result.text
 
 
 def test_a_worker_of_xdist_has_no_terminal(session: Session) -> None:
     pytest.importorskip("xdist")
-    told = session(BREAKPOINT, "-n1", "--trace", typed="c\n")
-    assert told.counts == {"passed": 1}, told.text
-    words = "breakpoint() is passed over: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
-    assert told.count(words) == 1
+    result = session(BREAKPOINT, "-n1", "--trace", typed="c\n")
+    assert result.counts == {"passed": 1}, result.text
+    words = "breakpoint() is skipped: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
+    assert result.count(words) == 1
     assert session(FAILING, "-n0", "--pdb", typed="c\n").count("rank 0 of 2 stopped in") == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.items.sessions import BREAKPOINT, PATIENCE, Told, written
+from suites.pytest_ranks.sessions import BREAKPOINT, SESSION_TIMEOUT, SessionResult, write_test
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Typist:
 
     def types(self, line: str) -> str:
         """Wait for the prompt, and type; what was printed until then."""
-        assert self.shows("(Pdb) ", PATIENCE), f"no prompt came:\n{self.text}"
+        assert self.shows("(Pdb) ", SESSION_TIMEOUT), f"no prompt came:\n{self.text}"
         at = self.text.index("(Pdb) ", self.seen) + len("(Pdb) ")
         found, self.seen = self.text[self.seen : at], at
         os.write(self.screen, line.encode())
@@ -40,7 +40,7 @@ class Typist:
         """Press Ctrl-C until it is heard: readline is deaf to it for a moment after it has taken a key."""
         for _ in range(20):
             os.write(self.screen, b"\x03")
-            if self.shows("KeyboardInterrupt", PATIENCE / 20):
+            if self.shows("KeyboardInterrupt", SESSION_TIMEOUT / 20):
                 return
         raise AssertionError(f"Ctrl-C was not heard:\n{self.text}")
 
@@ -62,12 +62,12 @@ class Typist:
         self.text += data.decode("ascii", errors="replace").replace("\r", "")  # a line's two may come apart
         return bool(data)
 
-    def told(self) -> Told:
+    def result(self) -> SessionResult:
         """What the session has come to."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + SESSION_TIMEOUT
         while self.read(end - time.monotonic()):
             continue
-        return Told(self.text, self.process.wait(PATIENCE))
+        return SessionResult(self.text, self.process.wait(SESSION_TIMEOUT))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
     def run(source: str, *args: str) -> Typist:
         screen, inside = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *written(tmp_path, source, args)],
+            [sys.executable, "-m", "pytest", *write_test(tmp_path, source, args)],
             cwd=tmp_path,
             env={**os.environ, "TERM": "dumb"},
             stdin=inside,
@@ -120,18 +120,18 @@ def test_it(rank):
     )
     typist.types("p number\n")
     assert "\n41\n" in typist.types("half a line")
-    assert typist.shows("half a line", PATIENCE)
+    assert typist.shows("half a line", SESSION_TIMEOUT)
     typist.interrupts()
     typist.types("c\n")
     assert "stopped in" not in typist.types("p 6 * 7\n")
     assert "\n42\n" in typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"passed": 2}, told.text
+    result = typist.result()
+    assert result.counts == {"passed": 2}, result.text
 
 
 def test_a_rank_that_dies_in_the_debugger_does_not_keep_the_terminal(terminal: Callable[..., Typist]) -> None:
     typist = terminal(BREAKPOINT + AFTERWARDS)
     typist.types("!import os; os._exit(3)\n")
     typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"failed": 1, "passed": 1}, told.text
+    result = typist.result()
+    assert result.counts == {"failed": 1, "passed": 1}, result.text

@@ -280,8 +280,10 @@ def _raise_common_outcome(verdicts: list[ExampleVerdict], local_traceback: str) 
     hypothesis.reject()
 
 
-_NOT_SHRUNK_NOTE = "not shrunk: some ranks failed before a draw that other ranks reached; draw before code that differs between"
-    " ranks\n"
+_NOT_SHRUNK_NOTE = (
+    "not shrunk: some ranks failed before a draw that other ranks reached; "
+    "draw before code that differs between ranks\n"
+)
 
 
 def _make_draw_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiverged:

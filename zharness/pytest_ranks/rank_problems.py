@@ -124,7 +124,7 @@ def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[Rank
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Deserialize the reports of one rank; of several reports of one phase (subtests report the call), keep the last."""
+    """Deserialize the reports of one rank; keep the last of several reports of one phase, as subtests make them."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)

@@ -26,7 +26,7 @@ WITHOUT_DEEPSPEED = 'import sys\n\nsys.modules["deepspeed"] = None\n'
 
 
 @dataclass(frozen=True)
-class Told:
+class CaseResult:
     """One test's verdict (passed, failed, error, skipped), and what the report says."""
 
     verdict: str
@@ -34,42 +34,46 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SessionRun:
     """A finished run: its tests by ``Class::name[id]``, its exit status and its output."""
 
-    tests: dict[str, Told]
+    tests: dict[str, CaseResult]
     status: int
     output: str
 
     def verdicts(self, start: str) -> dict[str, str]:
         """The verdicts of the tests whose names start so, without that start."""
-        return {name.removeprefix(start): told.verdict for name, told in self.tests.items() if name.startswith(start)}
+        return {
+            name.removeprefix(start): result.verdict for name, result in self.tests.items() if name.startswith(start)
+        }
 
     def text(self, name: str) -> str:
         """What the report of one test says."""
         return self.tests[name].text
 
 
-def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, **variables: str) -> Sheet:
+def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, **variables: str) -> SessionRun:
     """Write the test file and run it; ``variables`` go into the environment."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conftest.py").write_text(conftest)
-    (folder / "test_sheet.py").write_text(HEAD + textwrap.dedent(source))
+    (folder / "test_session.py").write_text(HEAD + textwrap.dedent(source))
     (folder / "pytest.ini").write_text(inner.settings(source, addopts="-p no:cacheprovider --strict-markers"))
-    xml = folder / "sheet.xml"
+    xml = folder / "session.xml"
     with pytest(folder, ["-q", f"--junitxml={xml}", f"--basetemp={folder / 'temp'}", *options], variables) as program:
         status = program.wait()
-    return Sheet(dict(told_in(xml)), status, (folder / "output.txt").read_text())
+    return SessionRun(dict(read_junit_xml(xml)), status, (folder / "output.txt").read_text())
 
 
-def told_in(xml: Path) -> list[tuple[str, Told]]:
+def read_junit_xml(xml: Path) -> list[tuple[str, CaseResult]]:
     """Every test of a JUnit file; an empty list where there is no file."""
     if not xml.exists():
         return []
     found = []
     for case in ElementTree.parse(xml).iter("testcase"):  # noqa: S314 - written by pytest, a moment ago
         name = "::".join([*case.get("classname", "").split(".")[1:], case.get("name", "")])
-        told = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        verdict = {"failure": "failed"}.get(told[0].tag, told[0].tag) if told else "passed"
-        found.append((name, Told(verdict, "\n".join(f"{child.get('message')}\n{child.text}" for child in told))))
+        result = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        verdict = {"failure": "failed"}.get(result[0].tag, result[0].tag) if result else "passed"
+        found.append(
+            (name, CaseResult(verdict, "\n".join(f"{child.get('message')}\n{child.text}" for child in result)))
+        )
     return found

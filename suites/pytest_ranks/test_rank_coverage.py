@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from suites import inner
-from suites.items.sessions import PYTEST, forked, started
+from suites.pytest_ranks.sessions import PYTEST, run_forked, run_started
 
 pytest.importorskip("pytest_cov")
 
@@ -102,7 +102,9 @@ def session(tmp_path: Path) -> Session:
         options = ("-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}", "--basetemp=tmp", "test_it.py")
         arguments = [*options, *args]
         # What coverage itself starts has to be new; pytest-cov begins in a process that is there already.
-        under = started(tmp_path, arguments, {}, command) if command != PYTEST else forked(tmp_path, arguments, "")
+        under = (
+            run_started(tmp_path, arguments, {}, command) if command != PYTEST else run_forked(tmp_path, arguments, "")
+        )
         text = under.text
         assert "Warning" not in text, text
         return Measured(text, tmp_path)
@@ -115,10 +117,10 @@ WITH_COVERAGE = ("--cov=measured", "--cov-report=term-missing")
 
 @pytest.mark.parametrize("isolation", ["fresh", "pooled"])
 def test_lines_of_one_rank_are_counted_and_so_are_those_of_a_rank_that_failed(session: Session, isolation: str) -> None:
-    told = session(*WITH_COVERAGE, "--cov-branch", f"--isolation={isolation}")
-    assert " 1 failed, 2 passed in " in told.text
-    assert told.missing == ['return "never"']
-    assert told.files == [".coverage"]
+    result = session(*WITH_COVERAGE, "--cov-branch", f"--isolation={isolation}")
+    assert " 1 failed, 2 passed in " in result.text
+    assert result.missing == ['return "never"']
+    assert result.files == [".coverage"]
 
 
 def test_workers_of_xdist_measure_their_ranks_as_the_configuration_says(session: Session, tmp_path: Path) -> None:
@@ -126,11 +128,11 @@ def test_workers_of_xdist_measure_their_ranks_as_the_configuration_says(session:
     (tmp_path / "coverage.ini").write_text(
         "[run]\nbranch = true\ndata_file = data/.covered\n[report]\nexclude_also = def unused\n", encoding="utf-8"
     )
-    told = session(*WITH_COVERAGE, "-n2", "--cov-config=coverage.ini")
-    assert " 1 failed, 2 passed in " in told.text
-    assert told.missing == []
-    assert "Branch" in told.text
-    assert told.files == ["data/.covered"]
+    result = session(*WITH_COVERAGE, "-n2", "--cov-config=coverage.ini")
+    assert " 1 failed, 2 passed in " in result.text
+    assert result.missing == []
+    assert "Branch" in result.text
+    assert result.files == ["data/.covered"]
 
 
 def test_contexts_and_tests_that_are_not_to_be_measured_are_those_of_pytest_cov(session: Session) -> None:
@@ -148,26 +150,26 @@ def test_contexts_and_tests_that_are_not_to_be_measured_are_those_of_pytest_cov(
         def test_both(rank):
             library.both(rank)
     """
-    told = session(*WITH_COVERAGE, "--cov-context=test", "--isolation=pooled", tests=tests)
-    assert " 2 passed in " in told.text
-    assert 'return "no rank"' in told.missing
-    assert 'number = "one"' not in told.missing
-    assert b"test_it.py::test_both[w2]|run" in (told.directory / ".coverage").read_bytes()
+    result = session(*WITH_COVERAGE, "--cov-context=test", "--isolation=pooled", tests=tests)
+    assert " 2 passed in " in result.text
+    assert 'return "no rank"' in result.missing
+    assert 'number = "one"' not in result.missing
+    assert b"test_it.py::test_both[w2]|run" in (result.directory / ".coverage").read_bytes()
 
 
 def test_a_rank_that_is_killed_loses_what_it_measured_and_leaves_no_file(session: Session) -> None:
     tests = TESTS + "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    told = session(*WITH_COVERAGE, tests=tests.replace("        library.failing()\n", ""))
-    assert "SIGKILL" in told.text
-    assert "raise AssertionError" in told.missing
-    assert 'number = "one"' not in told.missing
-    assert told.files == [".coverage"]
+    result = session(*WITH_COVERAGE, tests=tests.replace("        library.failing()\n", ""))
+    assert "SIGKILL" in result.text
+    assert "raise AssertionError" in result.missing
+    assert 'number = "one"' not in result.missing
+    assert result.files == [".coverage"]
 
 
 @pytest.mark.parametrize(("option", "files"), [("--branch", 1), ("--parallel-mode", 5)])
 def test_under_coverage_alone_ranks_write_files_where_somebody_is_to_combine_them(
     session: Session, option: str, files: int
 ) -> None:
-    told = session(command=("coverage", "run", option, "-m", "pytest"))
-    assert " 1 failed, 2 passed in " in told.text
-    assert len(told.files) == files, told.files
+    result = session(command=("coverage", "run", option, "-m", "pytest"))
+    assert " 1 failed, 2 passed in " in result.text
+    assert len(result.files) == files, result.files
