@@ -1,4 +1,4 @@
-"""Runs a pytest file in a process of its own, and tells what became of each of its tests."""
+"""Run a pytest file in a process of its own and read the result of each test from its JUnit report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from zharness.compat.deepspeed import DistributedFixture, DistributedTest
 """
-# A package that sys.modules has as None is not found by anybody.
+# With None in sys.modules, importing the package raises ModuleNotFoundError.
 WITHOUT_DEEPSPEED = 'import sys\n\nsys.modules["deepspeed"] = None\n'
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One test's verdict (passed, failed, error, skipped), and what the report says."""
+    """The verdict of one test (passed, failed, error, skipped) and the text of its report."""
 
     verdict: str
     text: str
@@ -35,25 +35,25 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class SessionRun:
-    """A finished run: its tests by ``Class::name[id]``, its exit status and its output."""
+    """A finished session: results by ``Class::name[id]``, exit status and output."""
 
     tests: dict[str, CaseResult]
     status: int
     output: str
 
-    def verdicts(self, start: str) -> dict[str, str]:
-        """The verdicts of the tests whose names start so, without that start."""
+    def verdicts(self, prefix: str) -> dict[str, str]:
+        """Return the verdicts of the tests whose names start with ``prefix``, by the rest of the name."""
         return {
-            name.removeprefix(start): result.verdict for name, result in self.tests.items() if name.startswith(start)
+            name.removeprefix(prefix): result.verdict for name, result in self.tests.items() if name.startswith(prefix)
         }
 
     def text(self, name: str) -> str:
-        """What the report of one test says."""
+        """Return the text of one test's report."""
         return self.tests[name].text
 
 
 def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, **variables: str) -> SessionRun:
-    """Write the test file and run it; ``variables`` go into the environment."""
+    """Write the test file and run it with these environment ``variables``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conftest.py").write_text(conftest)
     (folder / "test_session.py").write_text(HEAD + textwrap.dedent(source))
@@ -65,15 +65,14 @@ def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSP
 
 
 def read_junit_xml(xml: Path) -> list[tuple[str, CaseResult]]:
-    """Every test of a JUnit file; an empty list where there is no file."""
+    """Return the name and result of every test in a JUnit file; an empty list if the file does not exist."""
     if not xml.exists():
         return []
-    found = []
-    for case in ElementTree.parse(xml).iter("testcase"):  # noqa: S314 - written by pytest, a moment ago
-        name = "::".join([*case.get("classname", "").split(".")[1:], case.get("name", "")])
-        result = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        verdict = {"failure": "failed"}.get(result[0].tag, result[0].tag) if result else "passed"
-        found.append(
-            (name, CaseResult(verdict, "\n".join(f"{child.get('message')}\n{child.text}" for child in result)))
-        )
-    return found
+    results = []
+    for element in ElementTree.parse(xml).iter("testcase"):  # noqa: S314 - written by our own pytest session
+        name = "::".join([*element.get("classname", "").split(".")[1:], element.get("name", "")])
+        problems = [child for child in element if child.tag in ("failure", "error", "skipped")]
+        verdict = {"failure": "failed"}.get(problems[0].tag, problems[0].tag) if problems else "passed"
+        text = "\n".join(f"{child.get('message')}\n{child.text}" for child in problems)
+        results.append((name, CaseResult(verdict, text)))
+    return results

@@ -1,4 +1,4 @@
-"""DistributedTest does what DeepSpeed's test files expect of the class of that name."""
+"""DistributedTest behaves as DeepSpeed's test files expect of their own class."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TestHangs(DistributedTest):
         dist.barrier()
 """
 
-# The hooks by which DeepSpeed's own conftest runs tests: they have to leave these classes alone.
+# The hooks by which DeepSpeed's own conftest runs tests; they must not act on the drop-in classes.
 ITS_CONFTEST = """
 import sys
 
@@ -178,7 +178,7 @@ class TestCounted(DistributedTest):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
-    """One run of most of the files above, without DeepSpeed."""
+    """One session with the tests of SIZES, VERDICTS and GROUPS, without DeepSpeed."""
     return run(tmp_path_factory.mktemp("session"), SIZES + VERDICTS + GROUPS)
 
 
@@ -187,7 +187,7 @@ def test_a_list_of_world_sizes_is_one_test_for_each(session: SessionRun) -> None
     assert session.verdicts("TestInherited::test_attribute") == {"[w2]": "passed"}
 
 
-def test_a_marker_or_a_parameter_comes_before_the_attribute(session: SessionRun) -> None:
+def test_a_marker_or_a_parameter_overrides_the_attribute(session: SessionRun) -> None:
     for name in ("TestSizes", "TestInherited"):
         assert session.verdicts(f"{name}::test_marker") == {
             "[w2]": "passed",
@@ -203,7 +203,7 @@ def test_parameters_fixtures_and_markers_work_inside_the_ranks(session: SessionR
     assert session.verdicts("TestSkippedByMarker") == {"::test_it[w2]": "skipped"}
 
 
-def test_a_failing_rank_is_named_and_the_others_are_told_apart(session: SessionRun) -> None:
+def test_a_failing_rank_is_named_and_the_other_is_reported_as_stopped(session: SessionRun) -> None:
     assert session.verdicts("TestVerdicts::test_") == {
         "one_rank_fails[w2]": "failed",
         "all_skip[w2]": "skipped",
@@ -214,7 +214,7 @@ def test_a_failing_rank_is_named_and_the_others_are_told_apart(session: SessionR
     assert "rank 0 was stopped because another rank had failed, waiting in barrier" in result
 
 
-def test_groups_and_variables_are_there_as_the_attributes_say(session: SessionRun) -> None:
+def test_attributes_decide_on_the_group_and_the_variables(session: SessionRun) -> None:
     for name in ("TestNoGroup", "TestNoVariables"):
         assert set(session.verdicts(name).values()) == {"passed"}
     result = session.text("TestOtherBackend::test_it[w2]")
@@ -234,12 +234,12 @@ def test_the_timeout_variable_ends_a_hang_and_not_the_session(tmp_path: Path) ->
     assert "rank 1 did not finish in time" in session.text("TestHangs::test_it[w2]")
 
 
-def test_a_timeout_variable_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_timeout_variable_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     session = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="soon")
     assert session.status == pytest.ExitCode.INTERRUPTED
     assert "got DS_UNITTEST_TIMEOUT=soon; expected a number of seconds above 0" in session.output
 
 
-def test_deepspeeds_own_conftest_does_not_run_anything_twice(tmp_path: Path) -> None:
+def test_deepspeeds_own_conftest_runs_nothing_twice(tmp_path: Path) -> None:
     session = run(tmp_path, COUNTED, conftest=ITS_CONFTEST)
     assert session.verdicts("TestCounted") == {"::test_it[w2]": "passed"}

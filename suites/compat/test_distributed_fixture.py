@@ -1,4 +1,4 @@
-"""DistributedFixture runs on ranks of its own before the test that asks for it, and what it leaves is found there."""
+"""DistributedFixture runs on ranks of its own before the test, which finds the files that it wrote."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class TestUngroupedFixture(DistributedTest):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
-    """One run of the tests above, without DeepSpeed."""
+    """One session with the tests of DIRECTORIES and FIXTURES, without DeepSpeed."""
     return run(tmp_path_factory.mktemp("session"), DIRECTORIES + FIXTURES)
 
 
@@ -159,7 +159,7 @@ def test_a_failing_fixture_fails_the_setup_and_names_itself_and_its_rank(session
     assert "the body ran" not in session.output
 
 
-def test_a_skip_and_an_expectation_reach_the_test_of_the_fixture(session: SessionRun) -> None:
+def test_a_skip_and_an_expected_failure_apply_to_the_test_of_the_fixture(session: SessionRun) -> None:
     assert session.tests["TestFixtures::test_of_a_skipping_one[w2]"].verdict == "skipped"
     assert "no such device" in session.text("TestFixtures::test_of_a_skipping_one[w2]")
     assert session.tests["TestFixtures::test_skipped_before_a_broken_one[w2]"].verdict == "skipped"
@@ -167,7 +167,7 @@ def test_a_skip_and_an_expectation_reach_the_test_of_the_fixture(session: Sessio
         assert "known" in session.text(f"TestFixtures::test_expected_to_fail_{name}[w2]")
 
 
-def test_what_a_fixture_printed_is_part_of_the_failing_test(session: SessionRun) -> None:
+def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun) -> None:
     assert session.tests["TestFixtures::test_that_fails_behind_a_fine_one[w2]"].verdict == "failed"
     assert "[rank 0] three of us" in session.output
 
@@ -175,12 +175,12 @@ def test_what_a_fixture_printed_is_part_of_the_failing_test(session: SessionRun)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("TestFixtures::test_that_asks_too_late[w2]", "asks for it as a parameter; got request.getfixturevalue"),
+        ("TestFixtures::test_that_asks_too_late[w2]", "must request it as a parameter; got request.getfixturevalue"),
         ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs it takes a parameter named fine"),
         ("test_outside_of_ranks", "got a test in pytest's own process"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(session: SessionRun, name: str, words: str) -> None:
+def test_wrong_uses_of_a_fixture_are_refused_with_the_remedy(session: SessionRun, name: str, words: str) -> None:
     assert words in session.text(name)
 
 

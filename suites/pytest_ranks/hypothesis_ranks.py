@@ -1,4 +1,4 @@
-"""Run a Hypothesis test file on several plain processes that act as ranks, to test hypothesis_sync.py without a server."""
+"""Run a Hypothesis test file on forked processes that act as ranks, to test hypothesis_sync.py without a server."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SyncPlugin:
         self.log = RankLog()
 
     def exchange(self, value: object) -> list[Any]:
-        """Return every rank's value. Raises WorldError if a rank has ended, ExchangeMismatchError for mixed exchanges."""
+        """Return every rank's value. Raises WorldError if a rank has ended, or ExchangeMismatchError."""
         self.pipe.send(("value", value))
         values = self.pipe.recv()
         if values is None:

@@ -1,4 +1,4 @@
-"""Sessions of pytest in which somebody, or a script, is at standard input."""
+"""Run pytest sessions whose standard input a test controls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SESSION_TIMEOUT = 240.0  # seconds for a session of pytest
 
 
 def write_test(directory: Path, source: str, args: tuple[str, ...]) -> list[str]:
-    """``source`` as a test file of ``directory``, away from the settings of this repository: pytest's arguments."""
+    """Write ``source`` as a test file with a pytest.ini of its own; return pytest's arguments to run it."""
     (directory / "pytest.ini").write_text(inner.settings(source), encoding="utf-8")
     (directory / "test_it.py").write_text(HEAD + dedent(source), encoding="utf-8")
     return [*OPTIONS, f"--rootdir={directory}", "test_it.py", *args]
@@ -29,46 +29,51 @@ def write_test(directory: Path, source: str, args: tuple[str, ...]) -> list[str]
 
 @dataclass(frozen=True)
 class SessionResult:
-    """What a session of pytest printed, and its status."""
+    """The output and the exit status of a pytest session."""
 
     text: str
     status: int
 
-    def count(self, words: str) -> int:
-        return self.text.count(words)
+    def count(self, text: str) -> int:
+        """Count how often the session printed ``text``."""
+        return self.text.count(text)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The last line's numbers: ``{"passed": 1}``."""
-        *_, last = (line for line in self.text.splitlines() if re.search(r" in [\d.]+s", line))
-        return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", last)}
+        """The number of tests by outcome, as in ``{"passed": 1}``, from the last line of the output."""
+        *_, summary = (line for line in self.text.splitlines() if re.search(r" in [\d.]+s", line))
+        return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|error)", summary)}
 
 
 Session = Callable[..., SessionResult]
 
 
 def make_session(directory: Path) -> Session:
-    """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input; or with another
-    one, by subprocess's arguments."""
+    """Return a function that runs pytest on a source with ``typed`` in its standard input.
 
-    def run(source: str, *args: str, typed: str = "", **given: Any) -> SessionResult:
+    With keyword arguments of ``subprocess.run`` instead, it starts a new process with these.
+    """
+
+    def run(source: str, *args: str, typed: str = "", **subprocess_options: Any) -> SessionResult:
         arguments = write_test(directory, source, args)
-        return run_started(directory, arguments, given) if given else run_forked(directory, arguments, typed)
+        if subprocess_options:
+            return run_subprocess(directory, arguments, subprocess_options)
+        return run_forked(directory, arguments, typed)
 
     return run
 
 
 def run_forked(directory: Path, arguments: list[str], typed: str) -> SessionResult:
-    """A session that has no imports to wait for, nor has its worker, where it is to have one."""
+    """Run a session, and its xdist worker if any, in forks of a process that has imported pytest and torch already."""
     with pytest(directory, arguments, {}, typed, spares=arguments.count("-n1")) as program:
         status = program.wait()
     return SessionResult((directory / "output.txt").read_text(), status)
 
 
-def run_started(
-    directory: Path, arguments: list[str], how: dict[str, Any], command: tuple[str, ...] = PYTEST
+def run_subprocess(
+    directory: Path, arguments: list[str], options: dict[str, Any], command: tuple[str, ...] = PYTEST
 ) -> SessionResult:
-    """A session in a process of its own, run_started with subprocess's arguments ``how``."""
+    """Run a session in a new process with these ``options`` of ``subprocess.run``."""
     done = subprocess.run(
         [sys.executable, "-m", *command, *arguments],
         cwd=directory,
@@ -77,7 +82,7 @@ def run_started(
         text=True,
         timeout=SESSION_TIMEOUT,
         check=False,
-        **how,
+        **options,
     )
     return SessionResult(done.stdout, done.returncode)
 

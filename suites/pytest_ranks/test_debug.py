@@ -1,4 +1,4 @@
-"""A debugger on one rank: who is stopped, who is not, and what is said where nobody can be."""
+"""A debugger on one rank: which rank stops, which rank skips its breakpoint, and what is reported if none can stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from suites.pytest_ranks.sessions import BREAKPOINT, HEAD, Session, make_session
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    """A function that runs pytest on a source, with ``typed`` in the pipe that is its standard input."""
+    """A function that runs pytest on a source with ``typed`` in its standard input."""
     return make_session(tmp_path)
 
 
@@ -41,7 +41,7 @@ def test_a_breakpoint_stops_the_chosen_rank_in_the_frame_of_the_test(session: Se
     assert result.count("stopped in") == 1
 
 
-def test_every_way_to_ask_for_a_debugger_stops_the_rank_and_no_line_is_lost_to_the_next_stop(session: Session) -> None:
+def test_all_ways_to_open_a_debugger_stop_the_rank_and_lose_no_line_of_input(session: Session) -> None:
     result = session(
         """
         @pytest.mark.world_size(2)
@@ -67,7 +67,7 @@ def test_every_way_to_ask_for_a_debugger_stops_the_rank_and_no_line_is_lost_to_t
     assert result.count("test_fixture[w2] (setup)") == result.count("test_fixture[w2] (teardown)") == 1
 
 
-def test_a_breakpoint_of_an_earlier_stop_has_the_terminal_again_and_capfd_what_it_captures(session: Session) -> None:
+def test_a_breakpoint_set_in_the_debugger_gets_the_terminal_and_capfd_keeps_its_output(session: Session) -> None:
     source = """
         @pytest.mark.world_size(2)
         def test_it(rank, capfd):
@@ -92,7 +92,7 @@ def test_a_breakpoint_of_an_earlier_stop_has_the_terminal_again_and_capfd_what_i
     assert result.count("stopped in") == 3
 
 
-def test_a_rank_can_be_looked_at_for_longer_than_the_time_of_the_test(session: Session) -> None:
+def test_the_debugger_suspends_the_rank_timeout(session: Session) -> None:
     result = session(
         """
         import torch
@@ -124,7 +124,7 @@ def test_a_rank_can_be_looked_at_for_longer_than_the_time_of_the_test(session: S
     assert "--pdb on rank 0 is skipped: --pdb-rank is 1" in result.text
 
 
-def test_an_expected_failure_opens_nothing_and_leaves_the_deadline_on(session: Session) -> None:
+def test_an_expected_failure_opens_no_debugger_and_keeps_the_timeout(session: Session) -> None:
     result = session(
         """
         @pytest.mark.world_size(2)
@@ -144,7 +144,7 @@ def test_an_expected_failure_opens_nothing_and_leaves_the_deadline_on(session: S
     assert " 1 xfailed in " in result.text
 
 
-def test_quitting_ends_the_session(session: Session) -> None:
+def test_quitting_the_debugger_ends_the_session(session: Session) -> None:
     result = session(
         """
         @pytest.mark.world_size(2)
@@ -162,7 +162,7 @@ def test_quitting_ends_the_session(session: Session) -> None:
     assert "AssertionError" not in result.text
 
 
-def test_the_end_of_the_input_fails_the_test_and_the_session_goes_on(session: Session) -> None:
+def test_the_end_of_the_input_fails_the_test_and_the_session_continues(session: Session) -> None:
     result = session(
         """
         @pytest.mark.world_size(2)
@@ -193,7 +193,7 @@ def test_the_end_of_the_input_fails_the_test_and_the_session_goes_on(session: Se
     assert "breakpoint() in a child process of rank 0 is skipped" in result.text
 
 
-def test_a_fixture_that_outlived_its_tests_can_be_looked_at(session: Session) -> None:
+def test_a_breakpoint_in_a_module_fixtures_teardown_stops(session: Session) -> None:
     result = session(
         """
         @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_trace_stops_the_chosen_rank_at_the_first_line(session: Session) -> None
     assert result.count("stopped in") == 1
 
 
-def test_what_ranks_print_is_echoed_but_for_the_time_of_the_stop(session: Session) -> None:
+def test_output_of_ranks_is_echoed_with_s_but_not_from_the_debugger(session: Session) -> None:
     result = session(
         """
         @pytest.mark.world_size(2)
@@ -256,7 +256,7 @@ def test_failing():
 """
 
 
-def test_a_rank_that_a_test_has_not_is_named(session: Session) -> None:
+def test_a_pdb_rank_above_the_world_size_is_reported(session: Session) -> None:
     result = session(BREAKPOINT + FAILING, "--pdb", "--pdb-rank=3", typed="c\n")
     assert result.counts == {"passed": 1, "failed": 1}, result.text
     for what in ("breakpoint()", "--pdb"):
@@ -264,7 +264,7 @@ def test_a_rank_that_a_test_has_not_is_named(session: Session) -> None:
     assert "(Pdb)" not in result.text
 
 
-def test_a_breakpoint_without_an_input_is_passed_over_with_a_warning(session: Session) -> None:
+def test_a_breakpoint_without_standard_input_is_skipped_with_a_warning(session: Session) -> None:
     result = session(BREAKPOINT, stdin=subprocess.DEVNULL)
     assert result.counts == {"passed": 1}, result.text
     words = "PytestWarning: breakpoint() is skipped: standard input is /dev/null"
@@ -283,13 +283,15 @@ def test_a_breakpoint_without_an_input_is_passed_over_with_a_warning(session: Se
         ("--pdb-rank=-1", {}, "--pdb-rank -1: expected the number of a rank, from 0 up"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(session: Session, option: str, how: dict[str, Any], words: str) -> None:
+def test_a_debugger_that_cannot_open_is_a_usage_error(
+    session: Session, option: str, how: dict[str, Any], words: str
+) -> None:
     result = session(FAILING, option, **how)
     assert result.status == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: {words}\n" in result.text
 
 
-def test_a_worker_of_xdist_has_no_terminal(session: Session) -> None:
+def test_an_xdist_worker_has_no_terminal(session: Session) -> None:
     pytest.importorskip("xdist")
     result = session(BREAKPOINT, "-n1", "--trace", typed="c\n")
     assert result.counts == {"passed": 1}, result.text

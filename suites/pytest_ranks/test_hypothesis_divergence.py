@@ -1,4 +1,4 @@
-"""A Hypothesis test on several ranks: what is logs when the ranks cannot stay in step."""
+"""A Hypothesis test on several ranks: the errors when the ranks run different examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_drawing_that_fails_on_one_rank_ends_the_test_on_all(ranks: RankProcesse
     assert "ExamplesDiverged" in logs[0].text
 
 
-def test_a_rank_that_fails_before_a_draw_of_its_peers_fails_unshrunk(ranks: RankProcesses) -> None:
+def test_a_failure_before_a_draw_of_other_ranks_is_not_shrunk(ranks: RankProcesses) -> None:
     logs = ranks.run(
         """
         @given(data=st.data())
@@ -74,7 +74,7 @@ def test_ranks_that_draw_differently_inside_the_test_are_reported(ranks: RankPro
         assert "ExamplesDiverged: the ranks drew different values inside the test" in rank.text
 
 
-def test_an_exchange_that_a_failing_rank_never_reaches_does_not_confuse_the_verdicts(ranks: RankProcesses) -> None:
+def test_a_rank_may_fail_before_an_exchange_of_the_test(ranks: RankProcesses) -> None:
     logs = ranks.run_equal(
         """
         @given(x=st.integers())
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_ends_the_test_of_its_peers_without_shrinking(ranks: Ra
     assert sum(x >= 100 for (x,) in logs[0].examples) == 1
 
 
-def test_a_rank_whose_test_ends_early_is_named_to_the_others(ranks: RankProcesses) -> None:
+def test_the_other_ranks_name_a_rank_whose_test_ends_early(ranks: RankProcesses) -> None:
     logs = ranks.run(
         """
         @given(x=st.integers())
@@ -119,7 +119,7 @@ def test_a_rank_whose_test_ends_early_is_named_to_the_others(ranks: RankProcesse
     assert "rank 1: ended its test with FailedHealthCheck" in logs[0].text
 
 
-def test_other_tests_and_wrong_uses_of_hypothesis_are_left_alone(ranks: RankProcesses) -> None:
+def test_other_tests_and_wrong_uses_of_given_are_unchanged(ranks: RankProcesses) -> None:
     logs = ranks.run(
         """
         def test_it():
@@ -141,7 +141,7 @@ def test_other_tests_and_wrong_uses_of_hypothesis_are_left_alone(ranks: RankProc
         ("@given(x=st.integers())\nasync def test_it(x): record()", "async"),
     ],
 )
-def test_what_cannot_run_in_step_is_refused(ranks: RankProcesses, source: str, reason: str) -> None:
+def test_stateful_and_async_tests_are_refused(ranks: RankProcesses, source: str, reason: str) -> None:
     for rank in ranks.run_equal(source, outcome="failed"):
         assert f"is a{'n' * (reason == 'async')} {reason} Hypothesis test" in rank.text
         assert not rank.examples

@@ -1,4 +1,4 @@
-"""A Hypothesis test on several ranks: the same examples everywhere, one verdict, the same minimal failure."""
+"""A Hypothesis test on several ranks: the same examples, one verdict and the same minimal failure on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_passing_test_runs_the_same_examples_on_every_rank(ranks: RankProcesse
     """
     seen = ranks.run_equal(source, world_size=world_size)[0].examples
     assert len(seen) == 40
-    assert ranks.run_equal(source, world_size=world_size)[0].examples == seen  # and by the next run
+    assert ranks.run_equal(source, world_size=world_size)[0].examples == seen  # the next run has the same examples
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -69,7 +69,7 @@ def test_ranks_that_fail_in_different_ways_are_each_named(ranks: RankProcesses) 
     assert all("ranks 0-2: ValueError: early; rank 3: AssertionError: assert 50 < 50" in rank.text for rank in logs)
 
 
-def test_a_failure_with_a_context_on_one_rank_only_is_one_failure(ranks: RankProcesses) -> None:
+def test_a_failure_with_an_exception_context_on_one_rank_only_is_one_failure(ranks: RankProcesses) -> None:
     logs = ranks.run_equal(
         """
         @given(x=st.integers())
@@ -89,7 +89,7 @@ def test_a_failure_with_a_context_on_one_rank_only_is_one_failure(ranks: RankPro
     assert all("ranks 0-1: RuntimeError: lost" in rank.text for rank in logs)
 
 
-def test_a_failure_that_all_ranks_share_is_shown_as_if_it_ran_alone(ranks: RankProcesses) -> None:
+def test_a_failure_on_all_ranks_is_shown_unchanged(ranks: RankProcesses) -> None:
     logs = ranks.run_equal(
         """
         @given(x=st.integers())
@@ -118,7 +118,7 @@ def test_an_assumption_that_fails_on_one_rank_rejects_on_all(ranks: RankProcesse
     assert len(logs[0].examples) > 30
 
 
-def test_an_assumption_that_no_example_meets_on_one_rank_is_unsatisfiable_on_all(ranks: RankProcesses) -> None:
+def test_an_unsatisfiable_assumption_on_one_rank_is_unsatisfiable_on_all(ranks: RankProcesses) -> None:
     logs = ranks.run_equal(
         """
         @given(x=st.integers())
@@ -131,7 +131,7 @@ def test_an_assumption_that_no_example_meets_on_one_rank_is_unsatisfiable_on_all
     assert all("Unsatisfiable" in rank.text or "FailedHealthCheck" in rank.text for rank in logs)
 
 
-def test_objects_without_a_repr_of_their_own_are_the_same_example(ranks: RankProcesses) -> None:
+def test_examples_whose_reprs_differ_only_in_addresses_are_equal(ranks: RankProcesses) -> None:
     ranks.run_equal(
         """
         class Thing:
@@ -146,7 +146,7 @@ def test_objects_without_a_repr_of_their_own_are_the_same_example(ranks: RankPro
     )
 
 
-def test_values_drawn_inside_the_test_are_the_same_and_shrink_together(ranks: RankProcesses) -> None:
+def test_values_drawn_with_data_are_the_same_and_shrink_together(ranks: RankProcesses) -> None:
     logs = ranks.run_equal(
         """
         @given(data=st.data())
@@ -161,14 +161,14 @@ def test_values_drawn_inside_the_test_are_the_same_and_shrink_together(ranks: Ra
     assert logs[0].examples[-1] == (7, [0])
 
 
-def test_a_test_without_randomness_of_its_own_choice_keeps_its_examples(ranks: RankProcesses) -> None:
+def test_a_derandomized_test_keeps_its_examples(ranks: RankProcesses) -> None:
     source = "@given(x=st.integers())\ndef test_it(x):\n    record(x)\n"
     derandomized = ranks.run_equal(f"@settings(derandomize=True, max_examples=20)\n{source}")[0].examples
     assert derandomized == ranks.run_equal(f"@settings(derandomize=True, max_examples=20)\n{source}")[0].examples
     assert derandomized != ranks.run_equal(source)[0].examples
 
 
-def test_a_seed_is_the_same_whatever_the_name_of_the_test(ranks: RankProcesses) -> None:
+def test_a_seed_gives_the_same_examples_for_another_test_name(ranks: RankProcesses) -> None:
     source = "@settings(max_examples=20)\n@given(x=st.integers())\ndef test_it(x):\n    record(x)\n"
     other = source.replace("test_it", "test_other")
     by_mark = ranks.run_equal(f"@seed(5)\n{source}")[0].examples
@@ -238,7 +238,7 @@ def test_an_explicit_example_that_fails_on_one_rank_fails_on_all(ranks: RankProc
     assert all("rank 1: AssertionError: assert" in rank.text for rank in logs)
 
 
-def test_fixtures_parameters_and_methods_may_differ_from_rank_to_rank(ranks: RankProcesses) -> None:
+def test_fixtures_may_differ_between_ranks_in_parametrized_methods(ranks: RankProcesses) -> None:
     logs = ranks.run(
         """
         @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_scores_that_differ_between_ranks_lead_to_the_same_examples(ranks: RankP
     assert len(logs[0].examples) == 300
 
 
-def test_modules_that_one_rank_alone_imports_change_no_example(ranks: RankProcesses) -> None:
+def test_a_module_imported_on_one_rank_only_changes_no_example(ranks: RankProcesses) -> None:
     (ranks.directory / "numbers_of_mine.py").write_text(f"CONSTANTS = {[7**power for power in range(20, 60)]}")
     logs = ranks.run_equal(
         """

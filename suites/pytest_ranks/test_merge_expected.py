@@ -1,4 +1,4 @@
-"""Skips and expected failures of N ranks: one verdict, and never one that hides what another rank did."""
+"""Merged reports of skips and expected failures: they never hide the failure of another rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_skip_in_setup_has_no_call(run_test: RunTest) -> None:
     assert ranks.outcomes == {"setup": "skipped", "teardown": "passed"}
 
 
-def test_reasons_that_differ_are_all_in_the_skip(run_test: RunTest) -> None:
+def test_a_skip_contains_the_different_reasons_of_all_ranks(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank): pytest.skip('odd' if rank == 1 else 'even')", 3)
     assert ranks.report("call").longrepr[2] == "Skipped: even (ranks 0, 2), odd (rank 1)"
 
@@ -58,7 +58,7 @@ def test_a_skip_on_some_ranks_only_is_a_failure(run_test: RunTest) -> None:
 
 
 @pytest.mark.parametrize(("at_ns", "message"), [(1, "rank 2: assert 2 != 2"), (30, "skipped on rank 1 of 3 only: ")])
-def test_between_a_skip_and_a_failure_time_decides(run_test: RunTest, at_ns: int, message: str) -> None:
+def test_the_earlier_of_a_skip_and_a_failure_is_the_cause(run_test: RunTest, at_ns: int, message: str) -> None:
     assert run_test(SKIPS_ON_1, 3, clock={(2, "call"): at_ns}).message().startswith(message)
 
 
@@ -66,7 +66,7 @@ def xfail(mark: str, body: str) -> str:
     return f"@pytest.mark.xfail({mark})\ndef test_it(rank):\n    {body}"
 
 
-def test_an_expected_failure_on_one_rank_is_the_joint_verdict(run_test: RunTest) -> None:
+def test_an_expected_failure_on_one_rank_makes_the_test_xfailed(run_test: RunTest) -> None:
     for strict in (True, False):
         ranks = run_test(xfail(f"reason='known', strict={strict}", "assert rank == 0"))
         assert ranks.outcomes == {**PASSED, "call": "xfailed"}
@@ -74,7 +74,7 @@ def test_an_expected_failure_on_one_rank_is_the_joint_verdict(run_test: RunTest)
         assert "1 xfailed in" in ranks.text
 
 
-def test_ranks_that_wait_for_an_expected_failure_do_not_make_it_a_real_one(run_test: RunTest) -> None:
+def test_ranks_that_wait_for_a_rank_that_failed_as_expected_are_no_failures(run_test: RunTest) -> None:
     source = xfail("reason='known', raises=AssertionError", "assert rank == 0")
     waits = make_end(RankEnd.HUNG, "setup", phase="call", site=SITE)
     for end in (STOPPED, waits):
@@ -82,13 +82,13 @@ def test_ranks_that_wait_for_an_expected_failure_do_not_make_it_a_real_one(run_t
     assert run_test(source, ends={0: {**waits, "site": ""}}).outcomes["call"] == "failed"
 
 
-def test_a_failure_that_the_mark_does_not_expect_is_real(run_test: RunTest) -> None:
+def test_a_failure_that_the_xfail_mark_does_not_expect_fails_the_test(run_test: RunTest) -> None:
     ranks = run_test(xfail("raises=ValueError", "raise ValueError() if rank == 0 else RuntimeError('other')"))
     assert ranks.message() == "rank 1: RuntimeError: other"
     assert "rank 0 failed as expected in call: ValueError" in ranks.section("Ranks")
 
 
-def test_an_expected_failure_of_one_ranks_setup_does_not_hide_a_real_one_in_the_call_of_another(
+def test_an_expected_failure_in_setup_does_not_hide_a_failure_in_the_call_of_another_rank(
     run_test: RunTest,
 ) -> None:
     ranks = run_test("""
@@ -101,7 +101,7 @@ def test_an_expected_failure_of_one_ranks_setup_does_not_hide_a_real_one_in_the_
     assert ranks.message() == "rank 1: ValueError: real"
 
 
-def test_a_teardown_that_fails_as_expected_does_not_expect_that_the_call_passed(run_test: RunTest) -> None:
+def test_an_expected_failure_in_teardown_does_not_hide_a_strict_xpass(run_test: RunTest) -> None:
     ranks = run_test("""
         @pytest.fixture
         def thing(rank):
@@ -121,7 +121,7 @@ def test_a_test_that_passes_unexpectedly_on_every_rank_is_xpassed(run_test: RunT
 
 
 @pytest.mark.parametrize("end", [KILLED, make_end(RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s")])
-def test_a_death_or_a_hang_under_a_mark_that_expects_anything_is_expected(
+def test_a_crash_or_a_hang_is_xfailed_if_the_mark_expects_any_failure(
     run_test: RunTest, end: dict[str, object]
 ) -> None:
     ranks = run_test(xfail("reason='known', strict=True", "pass"), ends={1: end})
@@ -132,7 +132,7 @@ def test_a_death_or_a_hang_under_a_mark_that_expects_anything_is_expected(
     assert run_test(xfail("", "pass"), ends={1: end}, args=["--runxfail"]).outcomes["call"] == "failed"
 
 
-def test_a_test_that_is_not_to_be_run_is_xfailed_and_its_deaths_are_not_expected(run_test: RunTest) -> None:
+def test_xfail_without_run_does_not_expect_a_crash(run_test: RunTest) -> None:
     assert run_test(xfail("run=False", "pass")).outcomes == {"setup": "xfailed", "teardown": "passed"}
     end = make_end(RankEnd.EXITED, phase="setup", cause="exit status 1")
     assert run_test(xfail("run=False", "pass"), ends={0: end, 1: end}).outcomes == SETUP_FAILED

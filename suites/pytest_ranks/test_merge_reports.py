@@ -1,4 +1,4 @@
-"""The verdict of N ranks reads like that of any test: the cause first, by rank, and nothing that failed is green."""
+"""Merged reports of N ranks: the cause comes first with its ranks, and no failure is reported as passed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_style_of_traceback_works(run_test: RunTest, style: str) -> None:
     assert "FAILED test_simulated" in run_test(FAILS_ON_1, args=[f"--tb={style}"]).text
 
 
-def test_colours_survive(run_test: RunTest) -> None:
+def test_colours_of_tracebacks_are_kept(run_test: RunTest) -> None:
     assert "\x1b[31mE       assert [1, 1] == [1, 0]" in run_test(FAILS_ON_1, args=["--color=yes"]).text.replace(
         "\x1b[1m", ""
     )
@@ -73,7 +73,7 @@ def test_a_chain_of_exceptions_is_kept(run_test: RunTest) -> None:
     assert "direct cause" in ranks.report("call").longreprtext
 
 
-def test_the_first_failure_in_time_is_the_cause_and_others_follow_in_sections(run_test: RunTest) -> None:
+def test_the_earliest_failure_is_the_cause_and_others_are_sections(run_test: RunTest) -> None:
     source = """
         def test_it(rank):
             if rank == 1: raise ValueError("planted")
@@ -88,14 +88,14 @@ def test_the_first_failure_in_time_is_the_cause_and_others_follow_in_sections(ru
     assert 'raise RuntimeError("connection closed")' in ranks.section("ranks 0, 2: also failed in call")
 
 
-def test_equal_failures_are_told_once_though_addresses_differ(run_test: RunTest) -> None:
+def test_failures_that_differ_only_in_addresses_are_reported_once(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank): raise ValueError(f'of {hex(id(rank) + rank)}')", 4)
     assert ranks.message().startswith("ranks 0-3: ValueError: of 0x")
     assert ranks.section("Ranks").startswith("ranks 0-3 failed first, in call: ")
     assert ranks.text.count("ValueError: of") == 3, "in the failure, in the line of the ranks and in the summary"
 
 
-def test_a_failure_whose_ranks_have_a_gap_is_named_with_it(run_test: RunTest) -> None:
+def test_ranks_that_are_not_contiguous_are_listed(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank):\n    if rank != 1: raise ValueError('odd')", 5)
     assert ranks.message() == "ranks 0, 2-4: ValueError: odd"
 
@@ -124,7 +124,7 @@ def test_a_failed_setup_has_no_call_and_a_passed_teardown(run_test: RunTest) -> 
     assert "1 error in" in ranks.text
 
 
-def test_a_missing_fixture_is_told_though_its_report_is_plain_text(run_test: RunTest) -> None:
+def test_a_missing_fixture_is_reported_from_its_plain_text(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank, nonexistent): pass")
     assert ranks.message("setup") == "ranks 0-1: fixture 'nonexistent' not found"
     assert "available fixtures" in ranks.report("setup").longreprtext
@@ -147,22 +147,22 @@ def test_a_failed_teardown_alone_leaves_a_passed_call(run_test: RunTest) -> None
     assert "1 passed, 1 error in" in ranks.text
 
 
-def test_a_teardown_that_fails_beside_the_call_of_its_rank_is_told_on_its_own(run_test: RunTest) -> None:
+def test_a_teardown_that_fails_after_the_call_of_its_rank_is_reported_in_teardown(run_test: RunTest) -> None:
     ranks = run_test(teardown("rank == 1", "assert rank == 0"))
     assert ranks.outcomes == {**CALL_FAILED, "teardown": "failed"}
     assert "1 failed, 1 error in" in ranks.text
     assert "; then failed in teardown: ValueError: down" in ranks.section("Ranks")
 
 
-def test_a_teardown_that_fails_because_of_a_peer_is_a_section_of_the_call(run_test: RunTest) -> None:
+def test_a_teardown_that_fails_because_of_another_rank_is_a_section_of_the_call(run_test: RunTest) -> None:
     ranks = run_test(teardown("rank == 0", "assert rank == 0"))
     assert ranks.outcomes == CALL_FAILED
     assert "ValueError: down" in ranks.section("rank 0: also failed in teardown")
 
 
-def test_a_call_that_a_teardown_kept_a_rank_from_finishing_is_not_told_as_passed(run_test: RunTest) -> None:
+def test_a_call_that_one_rank_did_not_finish_is_not_reported_as_passed(run_test: RunTest) -> None:
     ranks = run_test(teardown("rank == 0"), ends={1: {**STOPPED, "stack": "in spin"}})
-    assert ranks.text.count("stack of rank 1") == 1, "it stands beside the cause"
+    assert ranks.text.count("stack of rank 1") == 1, "the stack is shown with the cause only"
     assert ranks.outcomes == {**CALL_FAILED, "teardown": "failed"}
     assert ranks.message("teardown") == "rank 0: ValueError: down"
     assert ranks.message() == f"rank 1 was stopped because another rank had failed, waiting in {SITE}"
@@ -174,7 +174,7 @@ def test_a_stop_in_setup_does_not_hide_the_call_that_caused_it(run_test: RunTest
     assert ranks.message().startswith("rank 1: assert")
 
 
-def test_a_death_comes_before_a_failure_that_was_told_earlier(run_test: RunTest) -> None:
+def test_a_crash_comes_before_a_failure_that_was_reported_earlier(run_test: RunTest) -> None:
     fatal = 'Fatal Python error: Segmentation fault\n\n  File "/x/test_x.py", line 3 in boom\n'
     printed = (CapturedOutput("call", "stderr", f"hello\n{fatal}"),)
     ranks = run_test(
@@ -190,7 +190,7 @@ def test_a_death_comes_before_a_failure_that_was_told_earlier(run_test: RunTest)
     assert ranks.report("call").longrepr.reprcrash.lineno == 3
 
 
-def test_what_a_rank_failed_of_before_it_died_is_the_cause_of_its_death(run_test: RunTest) -> None:
+def test_a_failure_before_the_crash_of_the_same_rank_is_the_cause(run_test: RunTest) -> None:
     ranks = run_test(FAILS_ON_1, ends={1: {**KILLED, "reported": ("setup", "call"), "phase": "teardown"}})
     assert ranks.outcomes == {**CALL_FAILED, "teardown": "failed"}
     assert ranks.message().startswith("rank 1: assert")
@@ -198,7 +198,7 @@ def test_what_a_rank_failed_of_before_it_died_is_the_cause_of_its_death(run_test
     assert ranks.section("Ranks").startswith("rank 1 failed first, in call: ")
 
 
-def test_a_teardown_that_failed_before_a_peer_died_is_told_on_its_own(run_test: RunTest) -> None:
+def test_a_teardown_that_failed_before_another_rank_crashed_is_reported_in_teardown(run_test: RunTest) -> None:
     ranks = run_test(teardown("rank == 0"), ends={1: KILLED})
     assert ranks.outcomes == {**CALL_FAILED, "teardown": "failed"}
     assert ranks.message("teardown") == "rank 0: ValueError: down"
@@ -211,7 +211,7 @@ def test_a_rank_that_fails_and_then_waits_in_its_teardown_has_one_failure(run_te
 
 
 @pytest.mark.parametrize("phase", ["", "setup"])
-def test_machinery_that_raises_before_any_phase_fails_setup(run_test: RunTest, phase: str) -> None:
+def test_a_harness_error_before_any_phase_fails_setup(run_test: RunTest, phase: str) -> None:
     end = make_end(RankEnd.RAISED, cause="RuntimeError: no rendezvous", traceback="Traceback: join_group", phase=phase)
     ranks = run_test(PASSES, ends={0: end, 1: end})
     assert ranks.outcomes == SETUP_FAILED
@@ -220,14 +220,14 @@ def test_machinery_that_raises_before_any_phase_fails_setup(run_test: RunTest, p
     assert "Traceback: join_group" in ranks.report("setup").longreprtext
 
 
-def test_a_barrier_that_breaks_behind_the_last_phase_is_not_blamed_for_a_failure_before(run_test: RunTest) -> None:
+def test_a_harness_error_after_the_last_phase_is_not_the_cause_of_an_earlier_failure(run_test: RunTest) -> None:
     end = {"end": RankEnd.RAISED, "cause": "RuntimeError: closed by peer", "at_ns": 99}
     ranks = run_test(FAILS_ON_1, ends={0: end})
     assert ranks.outcomes == CALL_FAILED
     assert ranks.message().startswith("rank 1: assert")
 
 
-def test_collectives_that_differ_are_the_cause_of_what_they_did_to_the_ranks(run_test: RunTest) -> None:
+def test_different_collectives_are_the_cause_of_the_failures_that_follow(run_test: RunTest) -> None:
     words = "collective 1 differs: rank 0 calls all_reduce, rank 1 calls barrier"
     end = {"end": RankEnd.RAISED, "cause": words, "exception": MISMATCH_EXCEPTION, "phase": "teardown"}
     ranks = run_test("def test_it(rank): raise RuntimeError(f'gloo on {rank}')", ends={0: end, 1: end})
@@ -235,7 +235,7 @@ def test_collectives_that_differ_are_the_cause_of_what_they_did_to_the_ranks(run
     assert ranks.message() == f"ranks 0-1 disagreed: {words}"
 
 
-def test_a_rank_that_hangs_alone_comes_before_those_that_wait_for_it(run_test: RunTest) -> None:
+def test_a_rank_that_hangs_outside_of_a_collective_is_blamed_first(run_test: RunTest) -> None:
     waits = make_end(
         RankEnd.HUNG, "setup", phase="call", site=SITE, cause=f"no end within 9 s; waits in {SITE}", at_ns=1
     )
@@ -247,10 +247,10 @@ def test_a_rank_that_hangs_alone_comes_before_those_that_wait_for_it(run_test: R
     assert ranks.message() == "rank 1 did not finish in time, in call: no end within 9 s; stands in spin"
     assert ranks.section("stack of rank 1") == "in spin"
     assert ranks.section("Ranks").splitlines()[1].startswith("ranks 0, 2 did not finish in time, in call: ")
-    assert ranks.report("call").duration > 1.0, "what the group took, for no rank told how long its call was"
+    assert ranks.report("call").duration > 1.0, "the time of the whole group, because no rank reported its call"
 
 
-def test_the_line_of_the_collective_is_the_line_of_the_failure(run_test: RunTest, tmp_path) -> None:
+def test_the_location_of_a_hang_is_the_line_of_the_collective(run_test: RunTest, tmp_path) -> None:
     end = make_end(RankEnd.HUNG, "setup", phase="call", site="barrier (FILE, line 42)")
     ranks = run_test(PASSES, 1)
     name = ranks.report("call").nodeid.partition("::")[0]
@@ -259,7 +259,7 @@ def test_the_line_of_the_collective_is_the_line_of_the_failure(run_test: RunTest
     assert run_test(PASSES, 1, ends={0: end}).report("call").longrepr.reprcrash.lineno == 42
 
 
-def test_output_is_told_by_rank_and_never_folded(run_test: RunTest) -> None:
+def test_output_has_the_rank_in_front_of_each_line(run_test: RunTest) -> None:
     parts = (
         CapturedOutput("", "stdout", "early\n"),
         CapturedOutput("call", "stdout", "a\nb"),
@@ -281,13 +281,13 @@ def test_output_of_a_call_that_has_no_report_is_shown_with_setup(run_test: RunTe
     assert dict(ranks.report("setup").sections) == {"Captured stdout call": "[rank 0] on\n"}
 
 
-def test_logs_are_told_by_rank_too(run_test: RunTest) -> None:
+def test_logs_have_the_rank_in_front_of_each_line(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank):\n    logging.getLogger().error('at %d', rank)\n    assert 0")
     text = dict(ranks.report("call").sections)["Captured log call"]
     assert [line.partition(" ERROR")[0].rstrip() for line in text.splitlines()] == ["[rank 0]", "[rank 1]"]
 
 
-def test_properties_that_differ_carry_their_rank(run_test: RunTest) -> None:
+def test_different_user_properties_have_the_rank_in_their_keys(run_test: RunTest) -> None:
     ranks = run_test("""
         def test_it(rank, record_property):
             record_property("same", 1)
@@ -299,7 +299,7 @@ def test_properties_that_differ_carry_their_rank(run_test: RunTest) -> None:
     assert ranks.report("setup").user_properties == []
 
 
-def test_what_a_rank_left_behind_fails_its_teardown(run_test: RunTest) -> None:
+def test_leftover_threads_fail_the_teardown(run_test: RunTest) -> None:
     left = {"leftovers": ("thread 'w', in spin (x.py, line 3)",)}
     ranks = run_test(PASSES, ends={1: left})
     assert ranks.outcomes == TEARDOWN_FAILED
@@ -309,7 +309,7 @@ def test_what_a_rank_left_behind_fails_its_teardown(run_test: RunTest) -> None:
     assert failed.section("left behind by rank 1") == left["leftovers"][0]
 
 
-def test_an_exit_behind_the_last_phase_fails_the_teardown(run_test: RunTest) -> None:
+def test_an_exit_after_the_last_phase_fails_the_teardown(run_test: RunTest) -> None:
     ranks = run_test(
         PASSES, ends={1: {"end": RankEnd.EXITED, "cause": "exit status 3, after its function had returned"}}
     )
@@ -319,7 +319,7 @@ def test_an_exit_behind_the_last_phase_fails_the_teardown(run_test: RunTest) -> 
 
 
 @pytest.mark.parametrize("missing", ["setup", "call", "teardown"])
-def test_a_rank_that_returns_without_telling_of_a_phase_has_failed(run_test: RunTest, missing: str) -> None:
+def test_a_rank_that_returns_without_the_report_of_a_phase_has_failed(run_test: RunTest, missing: str) -> None:
     told = tuple(phase for phase in PASSED if phase != missing)
     ranks = run_test(PASSES, ends={1: make_end(RankEnd.RETURNED, *told)})
     assert ranks.outcomes[missing] == "failed"
@@ -327,7 +327,7 @@ def test_a_rank_that_returns_without_telling_of_a_phase_has_failed(run_test: Run
 
 
 @pytest.mark.parametrize("world_size", [0, 1, 3])
-def test_ranks_that_tell_nothing_at_all_have_failed(run_test: RunTest, world_size: int) -> None:
+def test_ranks_without_any_report_have_failed(run_test: RunTest, world_size: int) -> None:
     ranks = run_test(PASSES, world_size, ends={rank: make_end(RankEnd.RETURNED) for rank in range(world_size)})
     assert ranks.outcomes == SETUP_FAILED
 
@@ -345,7 +345,7 @@ def test_setup_alone_is_shown_without_a_call(run_test: RunTest) -> None:
     assert run_test(PASSES, args=["--setup-only"]).outcomes == {"setup": "passed", "teardown": "passed"}
 
 
-def test_a_plugins_attribute_of_a_report_is_handed_on(run_test: RunTest, tmp_path) -> None:
+def test_an_attribute_that_a_plugin_sets_on_a_report_is_kept(run_test: RunTest, tmp_path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import pytest\n@pytest.hookimpl(wrapper=True)\ndef pytest_runtest_makereport():\n"
         "    report = yield\n    report.extras = ['x']\n    return report\n"
@@ -362,15 +362,15 @@ def test_a_failure_without_a_traceback_stays_without_one(run_test: RunTest) -> N
 @pytest.mark.parametrize(
     ("ranks", "words"), [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 3], "ranks 0, 2-3, 5")]
 )
-def test_ranks_are_named_in_runs(ranks: list[int], words: str) -> None:
+def test_contiguous_ranks_are_formatted_as_ranges(ranks: list[int], words: str) -> None:
     assert format_ranks(ranks) == words
 
 
-def test_what_is_said_of_several_ranks_is_said_in_the_plural() -> None:
+def test_sentences_about_several_ranks_use_the_plural() -> None:
     assert format_rank_sentence([1], "failed", "was stopped") == "rank 1 failed; then was stopped"
     assert format_rank_sentence([0, 1], "failed", "was stopped") == "ranks 0-1 failed; then were stopped"
     assert format_rank_sentence([0, 1], "sent no report of its call") == "ranks 0-1 sent no report of their call"
 
 
-def test_every_line_has_its_rank_in_front() -> None:
+def test_prefix_lines_puts_the_rank_in_front_of_every_line() -> None:
     assert prefix_lines(3, "a\n\nb") == "[rank 3] a\n[rank 3] \n[rank 3] b\n"
