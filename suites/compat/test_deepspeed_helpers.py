@@ -89,16 +89,16 @@ def flags_of_two_ranks() -> tuple[bool, bool, str]:
     rank = world.current_rank().rank
     try:
         compat.allclose_on_all_ranks(torch.tensor(float(rank)), torch.tensor(0.0), "not close")
-        words = ""
+        message = ""
     except AssertionError as error:
-        words = str(error)
-    return compat.reduce_boolean_flags(rank == 0), compat.reduce_boolean_flags(rank == 0, any), words
+        message = str(error)
+    return compat.reduce_boolean_flags(rank == 0), compat.reduce_boolean_flags(rank == 0, any), message
 
 
 def test_ranks_agree_on_flags_and_fail_a_comparison_together() -> None:
-    for everyone, someone, words in world.run(flags_of_two_ranks, world_size=2):
+    for everyone, someone, message in world.run(flags_of_two_ranks, world_size=2):
         assert (everyone, someone) == (False, True)
-        assert "1 of 2 ranks: rank 1: not close" in words
+        assert "1 of 2 ranks: rank 1: not close" in message
 
 
 def test_without_a_group_a_comparison_fails_locally() -> None:

@@ -267,12 +267,12 @@ def test_a_pdb_rank_above_the_world_size_is_reported(session: Session) -> None:
 def test_a_breakpoint_without_standard_input_is_skipped_with_a_warning(session: Session) -> None:
     result = session(BREAKPOINT, stdin=subprocess.DEVNULL)
     assert result.counts == {"passed": 1}, result.text
-    words = "PytestWarning: breakpoint() is skipped: standard input is /dev/null"
-    assert re.search(rf"test_it.py:\d+: {re.escape(words)}", result.text)
+    message = "PytestWarning: breakpoint() is skipped: standard input is /dev/null"
+    assert re.search(rf"test_it.py:\d+: {re.escape(message)}", result.text)
 
 
 @pytest.mark.parametrize(
-    ("option", "how", "words"),
+    ("option", "options", "message"),
     [
         ("--pdb", {"stdin": subprocess.DEVNULL}, "--pdb cannot open a debugger on a rank: standard input is /dev/null"),
         (
@@ -284,17 +284,17 @@ def test_a_breakpoint_without_standard_input_is_skipped_with_a_warning(session: 
     ],
 )
 def test_a_debugger_that_cannot_open_is_a_usage_error(
-    session: Session, option: str, how: dict[str, Any], words: str
+    session: Session, option: str, options: dict[str, Any], message: str
 ) -> None:
-    result = session(FAILING, option, **how)
+    result = session(FAILING, option, **options)
     assert result.status == pytest.ExitCode.USAGE_ERROR
-    assert f"ERROR: {words}\n" in result.text
+    assert f"ERROR: {message}\n" in result.text
 
 
 def test_an_xdist_worker_has_no_terminal(session: Session) -> None:
     pytest.importorskip("xdist")
     result = session(BREAKPOINT, "-n1", "--trace", typed="c\n")
     assert result.counts == {"passed": 1}, result.text
-    words = "breakpoint() is skipped: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
-    assert result.count(words) == 1
+    message = "breakpoint() is skipped: an xdist worker has no terminal; run with -n 0 or -p no:xdist"
+    assert result.count(message) == 1
     assert session(FAILING, "-n0", "--pdb", typed="c\n").count("rank 0 of 2 stopped in") == 1

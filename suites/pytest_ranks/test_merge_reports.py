@@ -228,11 +228,11 @@ def test_a_harness_error_after_the_last_phase_is_not_the_cause_of_an_earlier_fai
 
 
 def test_different_collectives_are_the_cause_of_the_failures_that_follow(run_test: RunTest) -> None:
-    words = "collective 1 differs: rank 0 calls all_reduce, rank 1 calls barrier"
-    end = {"end": RankEnd.RAISED, "cause": words, "exception": MISMATCH_EXCEPTION, "phase": "teardown"}
+    cause = "collective 1 differs: rank 0 calls all_reduce, rank 1 calls barrier"
+    end = {"end": RankEnd.RAISED, "cause": cause, "exception": MISMATCH_EXCEPTION, "phase": "teardown"}
     ranks = run_test("def test_it(rank): raise RuntimeError(f'gloo on {rank}')", ends={0: end, 1: end})
     assert ranks.outcomes == CALL_FAILED
-    assert ranks.message() == f"ranks 0-1 disagreed: {words}"
+    assert ranks.message() == f"ranks 0-1 disagreed: {cause}"
 
 
 def test_a_rank_that_hangs_outside_of_a_collective_is_blamed_first(run_test: RunTest) -> None:
@@ -314,8 +314,8 @@ def test_an_exit_after_the_last_phase_fails_the_teardown(run_test: RunTest) -> N
         PASSES, ends={1: {"end": RankEnd.EXITED, "cause": "exit status 3, after its function had returned"}}
     )
     assert ranks.outcomes == TEARDOWN_FAILED
-    words = "rank 1 exited without a result: exit status 3, after its function had returned"
-    assert ranks.message("teardown") == words
+    message = "rank 1 exited without a result: exit status 3, after its function had returned"
+    assert ranks.message("teardown") == message
 
 
 @pytest.mark.parametrize("missing", ["setup", "call", "teardown"])
@@ -359,11 +359,9 @@ def test_a_failure_without_a_traceback_stays_without_one(run_test: RunTest) -> N
     assert "def test_it" not in ranks.report("call").longreprtext
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"), [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 3], "ranks 0, 2-3, 5")]
-)
-def test_contiguous_ranks_are_formatted_as_ranges(ranks: list[int], words: str) -> None:
-    assert format_ranks(ranks) == words
+@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 3], "ranks 0, 2-3, 5")])
+def test_contiguous_ranks_are_formatted_as_ranges(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
 
 
 def test_sentences_about_several_ranks_use_the_plural() -> None:

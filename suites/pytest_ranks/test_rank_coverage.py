@@ -77,8 +77,8 @@ class CoverageResult:
         found = re.search(r"library\.py .*%(.*)$", self.text, re.MULTILINE)
         assert found, self.text
         lines = (self.directory / "measured" / "library.py").read_text(encoding="utf-8").splitlines()
-        words = found[1].replace(",", " ").split()
-        return [lines[int(word) - 1].strip() if word.isdigit() else word for word in words]
+        entries = found[1].replace(",", " ").split()
+        return [lines[int(entry) - 1].strip() if entry.isdigit() else entry for entry in entries]
 
     @property
     def files(self) -> list[str]:
