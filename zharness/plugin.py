@@ -40,8 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--excuses",
         action="append",
         default=[],
+        dest="excuses",
         metavar="FILE",
-        help="TOML file with expected failures of your engine; may be repeated",
+        help="a file of your expected failures (TOML); may be repeated",
     )
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order that SEED determines")

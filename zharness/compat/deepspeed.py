@@ -130,6 +130,7 @@ class DistributedTest(DistributedExec):
     @pytest.fixture(autouse=True)
     @staticmethod
     def _prepared_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+        """Prepare the rank as the attributes of the class say."""
         # On the ranks of a DistributedFixture, the fixture itself prepares the rank with its own settings.
         if request.node.stash.get(remote_fixtures.RUNNING_FIXTURE, ""):
             yield

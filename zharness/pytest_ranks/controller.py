@@ -158,6 +158,7 @@ class RankTestController:
         return remote_reports
 
     def _new_test_dir(self) -> Path:
+        """Return the path of a directory for one test; ranks create it if they need it."""
         return self._base_dir / f"ranks-{next(self._test_numbers)}"
 
     def _call_ranks(
@@ -219,6 +220,7 @@ class RankTestController:
             replay_warning(item, warning)
 
     def _tear_down_pools(self, nextitem: pytest.Item | None) -> None:
+        """Tear down what ``nextitem`` does not need in every pool and log failures."""
         for report in self._iter_pool_teardowns(nextitem):
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)

@@ -295,7 +295,7 @@ def _make_draw_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiver
 
 
 def _make_example_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiverged:
-    """Make the error for ranks of which some have ended the test and others run another example."""
+    """Make the error for a test that some ranks have ended while others run another example."""
     by_rank = describe_by_rank(
         verdicts, lambda verdict: verdict.text if verdict.status is ExampleStatus.ENDED else f"ran {verdict.arguments}"
     )

@@ -105,6 +105,7 @@ class RankResult:
 
     @property
     def rank(self) -> int:
+        """The number of the rank."""
         return self.outcome.rank
 
     @property
