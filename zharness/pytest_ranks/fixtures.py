@@ -40,7 +40,7 @@ def make_comm() -> Comm:
 
 
 def make_device() -> torch.device:
-    """Return the device of this rank; in pytest's own process, that of rank 0 of one."""
+    """Return the device of this rank; in pytest's own process, the device that a single rank would have."""
     from zharness.world.rank import rank_device
 
     return rank_device(current_rank().rank, current_rank().world_size) if is_rank() else rank_device(0, 1)

@@ -35,7 +35,10 @@ def silence_worker_coverage() -> None:
 
 
 def set_up_rank_coverage(channel: ServerChannel) -> None:
-    """Make this rank save its coverage data when it exits, if the pytest process measures in parallel mode."""
+    """Make this rank save its coverage data when it exits, if the pytest process measures in parallel mode.
+
+    Without parallel mode, stop measuring on this rank.
+    """
     coverage = get_current_coverage()
     if coverage is None:
         return

@@ -169,7 +169,7 @@ def is_skipped(rank_result: RankResult, phase: str) -> bool:
 
 
 def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> RankProblem | None:
-    """Make the problem of a report that is not passed; return None for one that is."""
+    """Make the problem that a failed or skipped report describes; return None for a passed report."""
     report = timed_report.report
     if report.passed:
         return None
