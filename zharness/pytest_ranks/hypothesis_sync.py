@@ -202,7 +202,7 @@ class _Peers:
         self.exchange = exchange
 
     def compare(self, own_verdict: ExampleVerdict) -> list[ExampleVerdict]:
-        """Return every rank's verdict on the current example. Raises _EngineAborted if the ranks ran different examples."""
+        """Return every rank's verdict on the example. Raises _EngineAborted if the ranks ran different examples."""
         __tracebackhide__ = True
         try:
             verdicts = self._exchange_verdicts(own_verdict)
