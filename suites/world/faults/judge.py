@@ -132,7 +132,7 @@ def check_session_end(
 
 def check_headline(fault: Fault, placement: FaultPlacement, headline: str) -> Iterator[str]:
     """Yield wrongly blamed ranks and a wrong cause in the failure's message."""
-    headline = headline.removeprefix("in ranks that lived on, after this test, which was the last one that they ran:\n")
+    headline = headline.removeprefix("while the rank pool was torn down; this was the last test that it ran:\n")
     all_ranks = set(range(placement.world_size))
     expected = {
         "culprit": {placement.culprit},
