@@ -146,7 +146,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         start_torchrun_runner(session, get_release_environment)
         return
-    if any(item.get_closest_marker("world_size") for item in session.items) and is_test_process(session.config):
+    if not is_test_process(session.config):
+        return
+    if any(item.get_closest_marker("world_size") for item in session.items):
         from zharness.pytest_ranks.controller import RankTestController
         from zharness.world.server import refuse_cuda
 

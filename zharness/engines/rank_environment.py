@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zharness.engines.registry import info, is_factory_path
 from zharness.world.server import RankEnvironment
+
+GetEnvironment = Callable[[str], RankEnvironment]  # by engine
 
 
 def build_rank_environment(

@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 from tqdm import tqdm
 
 from zharness.cell import Cell, is_cell_id
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import outcome_name
@@ -28,8 +29,6 @@ from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation
 from zharness.world.launch import detect_launch
 from zharness.world.server import RankEnvironment
-
-GetEnvironment = Callable[[str], RankEnvironment]
 
 
 class RunReporter(Protocol):

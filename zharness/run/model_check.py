@@ -13,11 +13,11 @@ from itertools import chain
 import click
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
 from zharness.laws import get_law
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import (
-    GetEnvironment,
     RunOptions,
     RunReporter,
     open_optional_record_file,

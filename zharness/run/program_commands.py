@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 import click
 
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import SearchOptions, search_programs
 from zharness.run.record import Verdict
 from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
-from zharness.world.server import RankEnvironment
 
 
 def run_given_programs(
@@ -24,7 +24,7 @@ def run_given_programs(
     dtypes: Sequence[str],
     settings: Program,
     timeout: float,
-    get_environment: Callable[[str], RankEnvironment],
+    get_environment: GetEnvironment,
 ) -> int:
     """Parse ``texts`` as programs with ``settings``, run them at each stage, world size and dtype, and print outcomes.
 
@@ -48,9 +48,7 @@ def programs_exit_code(outcomes: Sequence[ProgramOutcome]) -> int:
     return 3 if Verdict.ERROR in verdicts else int(verdicts != {Verdict.PASS})
 
 
-def run_program_search(
-    engine: str, options: SearchOptions, timeout: float, get_environment: Callable[[str], RankEnvironment]
-) -> int:
+def run_program_search(engine: str, options: SearchOptions, timeout: float, get_environment: GetEnvironment) -> int:
     """Draw programs, print the smallest that fails, and return the exit code. Raises UsageError."""
     with ProgramRunner(get_environment(engine), timeout) as runner:
         result = search_programs(runner, engine, options)

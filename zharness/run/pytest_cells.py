@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 
 from zharness.cell import parse_integers
 from zharness.engines import Capabilities
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
 from zharness.run.claims import get_claims
 from zharness.run.expected_failures import ExpectedFailure, read_expected_failures
@@ -19,15 +20,12 @@ from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation, RankServer
-from zharness.world.server import RankEnvironment
-
-EnvironmentLookup = Callable[[str], RankEnvironment]
 
 RUNNER_KEY = pytest.StashKey[Runner]()
 
 
 @cache
-def make_claims_lookup(get_environment: EnvironmentLookup) -> ClaimsLookup:
+def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
     """Return a cached lookup of claims, which starts a rank server if an engine has to be built to read them."""
 
     @cache
@@ -39,7 +37,7 @@ def make_claims_lookup(get_environment: EnvironmentLookup) -> ClaimsLookup:
 
 
 def plan_marked_cells(
-    markers: Iterable[pytest.Mark], config: pytest.Config, get_environment: EnvironmentLookup
+    markers: Iterable[pytest.Mark], config: pytest.Config, get_environment: GetEnvironment
 ) -> list[PlannedCell]:
     """Plan the cells of all ``cells`` markers of one test, narrowed by the options ``--engine`` and ``--stage``.
 
@@ -114,10 +112,8 @@ def narrow_to_engines(requests: list[Request], engine_names: tuple[str, ...]) ->
     return marked + [build_request(engine) for engine in engine_names if not any(engine in r.engines for r in marked)]
 
 
-def start_servers(session: pytest.Session, get_environment: EnvironmentLookup) -> None:
-    """Start the runner of the collected cells, unless this process runs no tests or no cell is supported."""
-    if session.config.option.collectonly or is_xdist_controller(session.config):
-        return
+def start_servers(session: pytest.Session, get_environment: GetEnvironment) -> None:
+    """Start the runner of the collected cells. Call it only in a process that runs tests."""
     cells = [cell for cell in map(get_planned_cell, session.items) if cell is not None]
     names = sorted({planned.cell.engine for planned in cells if not planned.unsupported_reason})
     if names:
@@ -136,11 +132,6 @@ def get_planned_cell(item: pytest.Item) -> PlannedCell | None:
     callspec = getattr(item, "callspec", None)
     planned = callspec.params.get("cell") if callspec is not None else None
     return planned if isinstance(planned, PlannedCell) else None
-
-
-def is_xdist_controller(config: pytest.Config) -> bool:
-    """Return whether this is the process of pytest-xdist that runs no tests itself."""
-    return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 def stop_servers(config: pytest.Config) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import click
 
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
 from zharness.run import Record, Request, plan
 from zharness.run.check_loop import (
-    GetEnvironment,
     RunOptions,
     RunReporter,
     open_optional_record_file,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.parity.snapshot import evidence_path
@@ -145,7 +146,7 @@ def observe_and_read_evidence(cell: Cell, salt: int, capabilities: Capabilities,
         return evidence_path(Path(evidence_dir), dist.get_rank()).read_bytes()
 
 
-def start_torchrun_runner(session: pytest.Session, get_environment: Callable[[str], RankEnvironment]) -> None:
+def start_torchrun_runner(session: pytest.Session, get_environment: GetEnvironment) -> None:
     """On rank 0 of a torchrun launch: start the runner for the cells of a pytest session."""
     plugin = get_torchrun_plugin(session.config)
     if plugin is None or plugin.leader is None:
