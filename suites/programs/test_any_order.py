@@ -13,14 +13,10 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
-from zharness.law_kit.program_executor import (
-    ACT_FEATURES,
-    MARK_FEATURES,
-    ForwardResult,
-    apply_input_marks,
-    find_required_features,
-    inject_interruption,
-)
+from zharness.law_kit.program_executor import ForwardResult
+from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
+from zharness.law_kit.program_interruption import inject_interruption
+from zharness.law_kit.program_steps import apply_input_marks
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part

@@ -12,10 +12,10 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners, models_without_modules, smaller_models
-from zharness.law_kit.program_executor import explain_unsupported
+from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
+from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.laws import get_law
-from zharness.laws.training_trajectory import STALE_FORWARD_HINT
 from zharness.run.plan import plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import PASS_OUTCOME, SearchOptions, SearchResult, search_programs, shrink_batch

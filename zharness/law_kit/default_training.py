@@ -1,4 +1,4 @@
-"""A training as a user configures it: the optimizer, and what is done to gradients before its step."""
+"""A training as a user configures it: the optimizer, clipping and accumulation."""
 
 from __future__ import annotations
 

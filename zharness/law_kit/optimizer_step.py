@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
+from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
-from zharness.parity.bounds import BoundedTensor, gamma, unit_roundoff
+from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
     CHUNK_ELEMENTS,
     attach_plain_values,
@@ -30,49 +31,6 @@ from zharness.parity.comparison import TensorLocation
 from zharness.parity.replay import replay_step
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
-
-CLIP_ROUNDINGS = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the norm, of norm + 1e-6, of the quotient
-
-
-@dataclass(frozen=True)
-class ClipFactor:
-    """By what gradients are clipped: 1 where they are not, NaN where the norm is, as torch's.
-
-    ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the rounding of a norm that it does not
-    report.
-    """
-
-    value: float = 1.0
-    uncertainty: float = 0.0
-
-    @classmethod
-    def from_norm(cls, limit: float, norm: Tensor, error: Tensor, reported_norm: Tensor | None) -> ClipFactor:
-        """That of torch.nn.utils.clip_grad_norm_ to ``limit``, by the norm ``reported``; where there is none, by
-        ``norm``, which an engine's may be off by ``error``."""
-        if reported_norm is not None:
-            return cls(float(compute_clip_factor(limit, reported_norm)))
-        value, norms = compute_clip_factor(limit, norm), ((norm - error).clamp(min=0.0), norm + error)
-        return cls(
-            float(value),
-            float(torch.stack([(compute_clip_factor(limit, one) - value).abs() for one in norms]).max() / value),
-        )
-
-    def apply_to(self, grad: BoundedTensor) -> BoundedTensor:
-        """``grad`` times the factor; ``grad`` itself where nobody clips."""
-        if self == ClipFactor():
-            return grad
-        value = torch.tensor(self.value, dtype=torch.float64)
-        return grad * BoundedTensor(
-            value, value * (gamma(CLIP_ROUNDINGS - 1, grad.dtype) + self.uncertainty), grad.dtype
-        )
-
-
-def compute_clip_factor(limit: float, norm: Tensor) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
-    return (limit / (norm.double() + 1e-6)).clamp(max=1.0)
-
-
-NO_CLIPPING = ClipFactor()
 
 
 @dataclass(frozen=True)
@@ -352,24 +310,6 @@ def compare_step_counts(
                 yield add_hint(compare_bitwise(place, clean, tensor), "the optimizer has stepped before the first step")
             elif key == "step":
                 yield compare_bitwise(place, torch.tensor(float(made)), tensor.double().reshape(()))
-
-
-def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
-    """Say so when the wrong weight is a weight that did not move at all."""
-    return add_hint(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
-
-
-def add_hint(comparison: Comparison, hint: str) -> Comparison:
-    """``comparison`` with ``hint``, where it is a mismatch."""
-    if comparison.mismatch is None:
-        return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
-
-
-def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Say so when a norm is wrong because there is none: it is recorded as NaN."""
-    absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
-    return add_hint(comparison, "the engine reports none") if absent else comparison
 
 
 def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:

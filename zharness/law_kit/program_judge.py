@@ -1,9 +1,4 @@
-"""Plain PyTorch along a program: each verb that an engine was asked for, judged as the laws of training are.
-
-Each verb starts from the engine's own weights, gradients and state: local gradients are plain PyTorch's at the weights
-that the engine reports, summed over the backwards since the last step; the update is a replay of the optimizer's
-formula.
-"""
+"""Judge a program verb by verb against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,19 +9,19 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import OptimizerSpec, Reduction
+from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
+from zharness.law_kit.engine_facts import compare_engine_facts
+from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
-    ClipFactor,
     RecordedStep,
-    add_hint,
     compare_published_weights,
     compare_ranks_after_step,
     compare_step_counts,
-    hint_unmoved,
     step_hyperparameters,
     unflatten,
 )
-from zharness.law_kit.program_executor import (
+from zharness.law_kit.program_steps import (
     EDITED_VALUE,
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
@@ -38,12 +33,14 @@ from zharness.law_kit.program_executor import (
     get_grad_mode,
     make_model_kwargs,
 )
+from zharness.law_kit.rank_actions import second_loss
+from zharness.law_kit.record_comparisons import (
+    STALE_FORWARD_HINT,
+    UNBOUNDED_ERROR,
+    compare_initial_weights,
+    compare_records,
+)
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
-from zharness.laws.double_backward import second_loss
-from zharness.laws.state import compare_records
-from zharness.laws.training_accumulation import judge_reported_norm
-from zharness.laws.training_free_running import UNBOUNDED_ERROR
-from zharness.laws.training_trajectory import STALE_FORWARD_HINT, compare_engine_facts, compare_initial_weights
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
@@ -52,9 +49,13 @@ from zharness.parity.replay import replay_step
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
 SUMMED_AGAIN_HINT = "the sum of all, those before the last summed over the ranks once more"
+
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
+
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
+
 CALLER_TENSOR_CHANGED_HINT = "a tensor of the caller's is another than before the backward"
+
 EARLY_STEP_HINT = "a step was made before the window was full"
 
 

@@ -1,8 +1,4 @@
-"""What callers say in the laws of any order: phrases for programs, and an engine of which configuration hears them.
-
-A phrase that is known to go wrong on some engine stands in a variant of its own, so that in whatever order a seed draws
-them, the others are judged to their end there, and what goes wrong is always that.
-"""
+"""The templates from which the programs of the any-order laws are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from zharness.engines.protocol import Capabilities, Feature
-from zharness.law_kit.program_executor import ACT_FEATURES, MARK_FEATURES
+from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES
 from zharness.workload.legal_programs import legal_verbs
 from zharness.workload.program_text import parse_verb
 from zharness.workload.programs import Mark, Program, Verb
@@ -148,6 +144,7 @@ MLP_TEMPLATES = {
         closing="f b s",
     ),
 }
+
 # Of a model with a part that is used in every second micro-batch, one that never is, a frozen and a tied one.
 CHANGING_TEMPLATES = {
     "": ProgramTemplate(
@@ -163,4 +160,5 @@ CHANGING_TEMPLATES = {
         opening="f b s save",
     ),
 }
+
 TEMPLATES_BY_MODEL = {"changing": CHANGING_TEMPLATES, "mlp": MLP_TEMPLATES}

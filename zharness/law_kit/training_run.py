@@ -1,4 +1,4 @@
-"""A training of several steps: what is asked of the engine, and how it went there and with the plain model."""
+"""A training of several steps: its settings, and its curves on the engine and on plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
+from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.judge_context import JudgeContext, get_grad_or_zeros
 from zharness.parity.bounds import gamma_or_probabilistic
 from zharness.parity.mismatch_report import TrainingCurve, round_for_json
@@ -113,3 +114,8 @@ def total_norm_and_bound(
     own = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
     wide = reduce(torch.promote_types, own, torch.float32)
     return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
+
+
+def make_training_run(training: TrainingConfig, steps: str) -> TrainingRun:
+    """So many steps of a training as configured."""
+    return TrainingRun(training.optimizer, int(steps), training.clip, training.accumulation)

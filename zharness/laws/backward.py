@@ -1,4 +1,4 @@
-"""The laws of backward in PyTorch's own spellings: what vanilla allows with an output or a loss, an engine allows."""
+"""The laws of backward in PyTorch's own spellings: what plain PyTorch allows with an output or a loss."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.autograd import backward, grad
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.law import Law
-from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
-
-REQUIRED_FEATURES = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
+from zharness.law_kit.raising_backward import backward_raises, run_with_raising_backward
+from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 
 
 def engine_backward(participant: Participant) -> NamedTensors:
@@ -188,37 +188,6 @@ def backward_in_forward(participant: Participant) -> None:
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
-class DeliberateError(Exception):
-    """Raised within a backward."""
-
-
-class RaisingBackward(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise DeliberateError
-
-
-def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The block on something whose backward raises, so that the layers behind it have their gradients already."""
-    broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
-    return block(broken)
-
-
-def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """1 where the backward of ``loss`` raises what was raised within it, 0 where that is lost."""
-    try:
-        backward(loss, retain_graph=retain_graph)
-    except DeliberateError:
-        return torch.ones(1)
-    return torch.zeros(1)
-
-
 def abort_and_retry(participant: Participant) -> NamedTensors:
     """A backward raises halfway, a retained one twice; after zero_grad the micro-batch is trained again."""
     once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
@@ -235,7 +204,7 @@ def backward_law(
     """The check of one play, under the play's name; ``needs`` are features on top of this group's."""
     name = scenario_fn.__name__
     return scenario_law(
-        f"backward.{name}", statement, Scenario(scenario_fn, engines, accumulation), (*REQUIRED_FEATURES, *needs)
+        f"backward.{name}", statement, Scenario(scenario_fn, engines, accumulation), (*BACKWARD_FEATURES, *needs)
     )
 
 

@@ -1,7 +1,7 @@
 """The laws of activation checkpointing: the gradients are those of the same model without it.
 
-The plain model does not checkpoint at all (``Side.recompute``), but where vanilla's reentrant form itself gives other
-gradients.
+The plain model does not checkpoint at all (``Participant.recompute``), except where torch's reentrant form itself gives
+other gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.law import Law
-from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
-from zharness.laws.backward import DeliberateError
+from zharness.law_kit.raising_backward import DeliberateError
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 
 Block = Callable[[Tensor], Tensor]
+
 BlockRunner = Callable[[Block, Tensor], Tensor]
+
 REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
 
 

@@ -14,30 +14,18 @@ from zharness.errors import HarnessFault
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.raising_backward import DeliberateError, backward_raises
+from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import (
-    NamedTensors,
-    Participant,
-    Scenario,
-    ScenarioScript,
-    collect_grads,
-    judge_after_effects,
-    make_plain_participant,
-    make_scenario_judge,
-    run_scenario_on_all_ranks,
-    scenario_law,
-)
-from zharness.laws.backward import REQUIRED_FEATURES, DeliberateError, backward_raises
-from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.law_kit.scenario_baseline import collect_grads, make_plain_participant, run_scenario_on_all_ranks
+from zharness.law_kit.scenario_judge import judge_after_effects, make_scenario_judge
+from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import Baseline
 from zharness.parity.compare import check_names
 from zharness.workload import Batch
-
-
-def second_loss(output: Tensor) -> Tensor:
-    """Another loss on the same forward: linear in the output with integer factors, so exact on the exact model."""
-    return 2 * output.sum(dim=-1).mean()
 
 
 def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
@@ -208,7 +196,7 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
 def retained_law(scenario_fn: ScenarioScript, statement: str) -> Law:
     name = scenario_fn.__name__
     return scenario_law(
-        f"double_backward.{name}", statement, Scenario(scenario_fn), (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH)
+        f"double_backward.{name}", statement, Scenario(scenario_fn), (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
     )
 
 
@@ -225,7 +213,7 @@ LAWS = (
             "double_backward.weight_penalty",
             "a penalty on gradients of weights is vanilla's: on a rank's own, or on all ranks', as the engine claims",
             WEIGHT_PENALTY_SCENARIO,
-            (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH),
+            (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
             variants=(
                 (OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
                 (REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,)),

@@ -1,4 +1,4 @@
-"""The laws of anyone's model that the models of the workload need not: its own configuration, its own checkpointing."""
+"""The laws of a user's model: its configured training, and its own activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.engines.protocol import Engine, Feature
 from zharness.errors import UsageError
-from zharness.law_kit.default_training import TrainingConfig
+from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients, select_accumulation_owner
+from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizer_step import (
-    NO_CLIPPING,
     RecordedStep,
     compare_published_weights,
     compare_ranks_after_step,
     judge_step,
 )
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.training_run import TrainingRun
-from zharness.laws.training_accumulation import accumulate, judge_clip_factor, judge_engine_divided_gradients
-from zharness.laws.training_trajectory import compare_forward, compare_initial_weights
+from zharness.law_kit.record_comparisons import compare_forward, compare_initial_weights
+from zharness.law_kit.training_run import make_training_run
 from zharness.parity import Comparison, Tier
 from zharness.workload import ModelSpec
 
 DEFAULT_STEPS = "3"
+
 CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
-
-
-def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Who owns the accumulation of a training as configured: the engine, where it can."""
-    engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
-    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER
 
 
 def build_configured_engine(ctx: RankContext) -> Engine:
@@ -66,11 +60,6 @@ def observe_configured(ctx: RankContext) -> None:
         ctx.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
     ctx.record_training_state(engine, int(ctx.variant))
     engine.close()
-
-
-def make_training_run(training: TrainingConfig, steps: str) -> TrainingRun:
-    """So many steps of a training as configured."""
-    return TrainingRun(training.optimizer, int(steps), training.clip, training.accumulation)
 
 
 def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:

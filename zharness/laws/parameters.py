@@ -1,4 +1,4 @@
-"""The laws of parameters of every kind, and of what becomes of them after construction."""
+"""The laws of parameters of every kind, and of changes to them after construction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from zharness.engines.protocol import Engine, Feature, Reduction
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads, collect_grads, scenario_law
-from zharness.laws.training_trajectory import ADAMW, compare_initial_weights
+from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.scenario_baseline import collect_grads
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
@@ -94,6 +97,7 @@ def sparse(participant: Participant) -> None:
 
 # Whether each step uses the branch; None: a step without any backward before it.
 IDLE_VARIANT = "idle"
+
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
 
 

@@ -13,20 +13,24 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
+from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, scenario_law
-from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript
 from zharness.parity import Comparison, Tier
 from zharness.workload import Batch, ModelSpec
 
 # Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
 DIFFERENTIABLE = ("mlp", "conv", "exact")
+
 ACCUMULATIONS = (1, 4)
+
 # A product of a matrix and a vector is summed in an order that depends on where the matrix lies between two of these
 # bytes, and an engine may keep weights as views of one flat buffer: the baseline's are put where the engine's lie.
 ALIGNMENT = 64
 
 Call = Callable[[Tensor], Tensor]
+
 Transform = Callable[[Call, ModelSpec, Batch], Mapping[str, Tensor]]
 
 
@@ -273,8 +277,11 @@ def transform_training_law(script: ScenarioScript, statement: str, *needs: Featu
 
 
 TORCH_FUNC_NEEDS = (Feature.TORCH_FUNC,)
+
 EXACT_MODELS = ("exact",)
+
 VECTOR_MODELS = ("mlp", "exact")
+
 LAWS = (
     transform_law(
         "grad",

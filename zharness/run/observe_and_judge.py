@@ -20,9 +20,8 @@ from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.judge_context import stop_at_first_mismatch
-from zharness.law_kit.training_run import build_curves
+from zharness.law_kit.training_run import build_curves, make_training_run
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
-from zharness.laws.model import make_training_run
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch

@@ -1,0 +1,56 @@
+"""Interrupt a forward or a backward halfway, and check that the exception reaches the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.errors import EngineContractError, HarnessFault
+from zharness.workload.programs import Act
+
+
+@contextmanager
+def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
+    """A block that an InterruptedError ends: behind the forward of the second of the module's children that runs, or of
+    the only one; or, where a backward is to fail, in front of the backward of that one, or of the next that has one.
+
+    Raises EngineContractError where the engine kept the exception from its caller, or ran no backward through that
+    child; HarnessFault where no such child ran, so that nothing was there to be interrupted.
+    """
+    children = [*module.children()]
+    calls, chosen, raised = count(1), list[nn.Module](), list[Act]()
+
+    def interrupt(*_: object) -> None:
+        raised.append(act)
+        raise InterruptedError
+
+    def forward_hook(child: nn.Module, _inputs: object, output: Any) -> None:
+        if next(calls) < min(2, len(children)) or chosen:
+            return
+        if act is Act.FAILED_FORWARD:
+            interrupt()
+        if isinstance(output, Tensor) and output.requires_grad:
+            chosen.append(child)
+            output.register_hook(interrupt)  # type: ignore[no-untyped-call]
+
+    hooks = [child.register_forward_hook(forward_hook) for child in children]
+    try:
+        yield
+    except InterruptedError:
+        if not raised:
+            raise
+        return
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if raised:
+        raise EngineContractError("an exception within a forward or a backward did not reach the engine's caller")
+    if chosen:
+        raise EngineContractError("a backward returned without having run through the module's children")
+    raise HarnessFault(
+        f"of {len(children)} children of the engine's module none ran that could fail, so nothing was interrupted"
+    )

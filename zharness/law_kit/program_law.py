@@ -1,0 +1,55 @@
+"""The any-order laws: a long legal program, drawn from the cell's seed, in which every verb is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.process_state import compare_process_state, read_process_state
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison
+from zharness.workload.program_text import parse_verb
+from zharness.workload.programs import Verb, join_words
+
+
+def observe_any_order(ctx: RankContext) -> None:
+    """The program, on ranks whose generators differ; what was played is recorded beside what was seen."""
+    wanted = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
+    program = wanted.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
+    ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.rank)
+        ctx.record("switches", read_process_state(), 0)
+        observe_program(ctx, program, wanted.other_engine_count)
+        ctx.record("switches", read_process_state(), 1)
+
+
+def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Verb by verb, and what a caller has switched for the process at the end."""
+    wanted = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
+    text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
+    verbs = tuple(parse_verb(word) for word in text.split())
+    for comparison in judge_program(ctx, wanted.make_program_of_verbs(verbs)):
+        yield add_program_hint(comparison, verbs)
+    yield from compare_process_state(ctx, "switches", range(2))
+
+
+def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
+    """``comparison`` with the verbs up to the one that went wrong, where it did."""
+    wrong = comparison.mismatch
+    if wrong is None or not wrong.step:
+        return comparison
+    hint = f"{wrong.hint}; " * bool(wrong.hint) + f"at the end of {join_words(verbs[: wrong.step])!r}"
+    return replace(comparison, mismatch=replace(wrong, hint=hint))
+
+
+def variants_of(repertoires: Mapping[str, ProgramTemplate]) -> tuple[tuple[str, tuple[Feature, ...]], ...]:
+    """The variants of a check, each with what it needs."""
+    return tuple((name, repertoire.needs) for name, repertoire in repertoires.items())

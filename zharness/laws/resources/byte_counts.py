@@ -1,0 +1,171 @@
+"""Laws of bytes: what a rank stores, sends and gathers.
+
+Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi is the bytes of one full set of parameters, N the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zharness.engines.protocol import AccumulationOwner, Feature, Resources, Traffic
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import PLAIN_ADAMW, ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.resources.common import (
+    ACCUMULATIONS,
+    read_stage,
+    record_stage,
+    require_observation,
+    resource_law,
+    two_largest_modules_bytes,
+)
+from zharness.parity import Comparison, Part, compare_bitwise, compare_within_range
+
+
+def observe_memory_per_rank(ctx: RankContext) -> None:
+    record_stage(ctx)
+    engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
+    for step in range(2):
+        loss = ctx.loss(engine, step)
+        between_passes = require_observation(engine, "resources", Resources)
+        engine.backward(loss)
+        engine.backward(ctx.loss(engine, 2 + step))  # a second one: what is added up takes no more than one
+        before = require_observation(engine, "resources", Resources)
+        engine.step()
+        engine.zero_grad()
+    after = require_observation(engine, "resources", Resources)
+    held = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
+    held[PARAMETERS_AFTER_FORWARD] = between_passes.parameters
+    ctx.record("held", {name: scalar(value) for name, value in held.items()})
+    engine.close()
+
+
+PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
+
+
+def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts.
+
+    Where parameters are sharded, no more of them than two modules' stays gathered between a forward and its backward.
+    """
+    stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    shards = [largest_shard_numel(ctx, name, shape) for name, shape in shapes.items()]
+    for name, copies, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
+        ranks = ctx.world_size if stage >= shards_from else 1
+        share = copies * 4 * sum(sizes) / ranks
+        padding = copies * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
+        counts = 4 * len(sizes) if name == "optimizer_state" else 0
+        for rank, copy in enumerate(ctx.rank_records("held")):
+            place = ctx.location(name, Part.GATHER, 0, rank)
+            at_most = share + padding + counts
+            # A last shard may be short by as much as the others are padded.
+            least = share - padding * max(1, ranks - 1)
+            yield compare_within_range(place, scalar(least), copy[name], scalar(at_most))
+            if name == "parameters" and stage >= shards_from:
+                used = ctx.location(PARAMETERS_AFTER_FORWARD, Part.GATHER, 0, rank)
+                yield compare_within_range(
+                    used, scalar(0), copy[PARAMETERS_AFTER_FORWARD], scalar(at_most + two_largest_modules_bytes(ctx))
+                )
+
+
+def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
+    """Elements of the largest shard of a parameter, padded: cut evenly, or by rows where the layout says so."""
+    even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
+    declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
+    return by_rows if max(declared, default=0) == by_rows else even
+
+
+def observe_comm_volume(ctx: RankContext) -> None:
+    record_stage(ctx)
+    for steps in ACCUMULATIONS:
+        engine = ctx.build_engine(
+            optimizer=ZERO_LR_SGD, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE
+        )
+        start = require_observation(engine, "traffic", Traffic).sent
+        for micro in range(steps):
+            batch = ctx.batch(micro)
+            engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+        ctx.record("sent", {"sent": scalar(require_observation(engine, "traffic", Traffic).sent - start)}, steps)
+        engine.close()
+
+
+def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Stage 0 and 1: 2 psi; stage 2: (A+1) psi; stage 3: 3A psi, less what backward does not read again."""
+    stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
+    ranks = ctx.world_size
+    psi = 4.0 * sum(sizes)
+    for steps in ACCUMULATIONS:
+        passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
+        padding = 4 * ranks * len(sizes) * passes
+        agreement = (
+            2 * (2 * len(sizes) + 8) * (steps + 1)
+        )  # one byte per parameter, bucket and loss, reduced, each time
+        least = 2 * steps * psi if stage == 3 else passes * psi
+        most = passes * psi + padding + agreement
+        share = (ranks - 1) / ranks
+        for rank, copy in enumerate(ctx.rank_records("sent", steps)):
+            place = ctx.location("sent", Part.REDUCTION, steps, rank)
+            yield compare_within_range(place, scalar(share * least), copy["sent"], scalar(share * most))
+
+
+PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers together
+
+
+def observe_gathered_bytes(ctx: RankContext) -> None:
+    record_stage(ctx)
+    for bucket in PREFETCH_BUCKET_SIZES:
+        zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}
+        engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=zero)
+        for step in range(2):
+            batch = ctx.batch(step)
+            engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            engine.zero_grad()
+        found = {
+            "rest": require_observation(engine, "gathered_bytes", int),
+            "peak": require_observation(engine, "traffic", Traffic).peak_gathered,
+        }
+        ctx.record("gathered", {name: scalar(value) for name, value in found.items()}, bucket)
+        engine.close()
+
+
+def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
+    """0 between steps; at the peak at most the two largest modules and a bucket, and nothing at all below stage 3."""
+    for bucket in PREFETCH_BUCKET_SIZES:
+        padded = bucket * ctx.world_size  # each of its parameters may have one element, and a shard on every rank
+        most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
+        for rank, copy in enumerate(ctx.rank_records("gathered", bucket)):
+            yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), copy["rest"])
+            yield compare_within_range(
+                ctx.location("peak", Part.GATHER, 0, rank), scalar(0), copy["peak"], scalar(most)
+            )
+
+
+LAWS = (
+    resource_law(
+        "memory_per_rank",
+        "parameters, gradients and optimizer state take the bytes that the stage's formula says, on every rank",
+        observe_memory_per_rank,
+        judge_memory_per_rank,
+        Feature.RESOURCES,
+    ),
+    resource_law(
+        "comm_volume",
+        "a step of A micro-batches sends 2 psi (stages 0, 1), (A+1) psi (2), at most 3A psi (3), times (N-1)/N",
+        observe_comm_volume,
+        judge_comm_volume,
+        Feature.TRAFFIC,
+        Feature.ENGINE_ACCUMULATION,
+    ),
+    resource_law(
+        "gathered_bytes",
+        "nothing stays gathered between steps, and never more than the two largest modules and a bucket",
+        observe_gathered_bytes,
+        judge_gathered_bytes,
+        Feature.TRAFFIC,
+    ),
+)

@@ -1,0 +1,75 @@
+"""The law of kernels: local gradients are as near to float64 as torch's, and the reduced ones are their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_within_bound
+from zharness.parity.bounds import gamma, mean_and_bound
+from zharness.parity.calibration import calibrate, compare_calibrated
+from zharness.parity.certificate import is_power_of_two
+from zharness.parity.compare import attach_plain_values, check_names
+
+
+def observe_kernels(ctx: RankContext) -> None:
+    """Each rank's loss alone, which gives its local gradient over the world size, and then all of them."""
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for chosen in range(ctx.world_size + 1):
+        counts = chosen in (ctx.rank, ctx.world_size)
+        engine.backward(ctx.loss(engine, 0, f"loss-{chosen}") * float(counts))
+        ctx.record("grads", engine.full_grads(), chosen)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
+    """What plain torch computes on one rank's micro-batch."""
+    return ctx.baseline.run_rank(rank, 0).grads[name]
+
+
+def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Local gradients by tier C, their reduction by tier S against the engine's own."""
+    size = ctx.world_size
+    own = []
+    for rank in range(size):
+        calibrated = calibrate(ctx.baseline, rank)
+        alone = ctx.rank_records("grads", rank)[0]
+        check_names("full_grads", calibrated.oracle, alone)
+        own.append({name: grad.double() * size for name, grad in alone.items()})
+        found = compare_calibrated(ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, own[rank])
+        if found.mismatch is not None:
+            found = attach_plain_values(found, partial(get_plain_gradient, ctx, rank, found.mismatch.parameter))
+        yield found
+    everyone = ctx.rank_records("grads", size)
+    for name in own[0]:
+        terms = [grads[name] for grads in own]
+        held = everyone[0][name].dtype
+        wire = ctx.get_reduce_dtype(name, held)
+        mean, bound = mean_and_bound(terms, wire, held)
+        if not is_power_of_two(size):  # then a gradient alone was rounded when it was divided
+            bound = bound + gamma(1, wire) * sum(term.abs() for term in terms) / size
+        for rank, copy in enumerate(everyone):
+            yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, copy[name], bound)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [copy[name] for copy in everyone])
+
+
+LAWS = (
+    Law(
+        name="training.kernels",
+        statement="local gradients are as near to float64 as torch's own kernels give them; the reduced ones are their mean",
+        tier=Tier.CALIBRATED,
+        models=("mlp", "transformer"),
+        observe=observe_kernels,
+        judge=judge_kernels,
+        dtypes=("fp32",),
+        user_model_variants=("",),
+    ),
+)

@@ -1,0 +1,134 @@
+"""The law of several backwards before one step: of several losses, and in windows that the engine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import AccumulationOwner, Feature, Reduction
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_actions import second_loss
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import variation_law
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.workload import Batch
+
+ABANDONED_WINDOWS = ((0, 1, 2), (3, 4, 5))  # of two micro-batches, each behind one that is given up
+
+
+def observe_several_backwards(ctx: RankContext) -> None:
+    """Two forwards, three losses, three backwards, one step."""
+    if ctx.variant:
+        (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
+        return
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for step in range(2):
+        batch = ctx.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(ctx.spec.loss(output, batch.target), retain_graph=step == 1)
+    engine.backward(second_loss(output))
+    ctx.record("grads", engine.full_grads())
+    engine.step()
+    engine.zero_grad()
+    engine.backward(ctx.loss(engine, 2))
+    ctx.record("grads", engine.full_grads(), 1)
+    engine.close()
+
+
+def observe_window(ctx: RankContext) -> None:
+    """Two losses, and so two backwards, in each of the two micro-batches of an engine that counts them itself."""
+    owner = AccumulationOwner.ENGINE
+    engine = ctx.build_engine(
+        optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
+    )
+    for step in range(2):
+        batch = ctx.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(ctx.spec.loss(output, batch.target), retain_graph=True)
+        engine.backward(second_loss(output))
+        if step == 1:
+            ctx.record("grads", engine.full_grads())
+        engine.step()
+        ctx.record_optimizer_state("state", engine, step)
+    engine.close()
+
+
+def observe_abandoned_windows(ctx: RankContext) -> None:
+    """A window that is given up after its first micro-batch, and a whole one; twice."""
+    owner = AccumulationOwner.ENGINE
+    engine = ctx.build_engine(
+        optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
+    )
+    for at, (given_up, first, last) in enumerate(ABANDONED_WINDOWS):
+        engine.backward(ctx.loss(engine, given_up))
+        engine.step()
+        engine.zero_grad()
+        engine.backward(ctx.loss(engine, first))
+        engine.step()
+        ctx.record_optimizer_state("state", engine, at)
+        engine.backward(ctx.loss(engine, last))
+        ctx.record("grads", engine.full_grads(), at)
+        engine.step()
+    engine.close()
+
+
+def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
+    """The state recorded within the first window is that of an optimizer that has not stepped."""
+    for rank, copy in enumerate(ctx.rank_records("state")):
+        for name, kept in copy.items():
+            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(kept), kept)
+            yield add_hint(found, "a step was made before the window was full")
+
+
+def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
+    """What zero_grad forgets counts for nothing: the window behind it has all of its micro-batches, and one step."""
+    yield from judge_no_step_made(ctx)
+    for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
+        micros = [ctx.compute_local_grads(step) for step in steps]
+        yield from ctx.compare_reduced_grads("grads", micros, at, ctx.certify_exactness(range(steps[0], steps[-1] + 1)))
+
+
+def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
+    """No step is made, and no momentum kept, before the second micro-batch."""
+    yield from judge_no_step_made(ctx)
+    losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
+    yield from ctx.compare_reduced_grads(
+        "grads",
+        losses,
+        exact=ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(2), second_objective),
+        scale=2,
+    )
+
+
+def second_objective(output: Tensor, _batch: Batch) -> Tensor:
+    return second_loss(output)
+
+
+def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
+    if ctx.variant:
+        yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)
+        return
+    losses = [
+        ctx.compute_local_grads(0),
+        ctx.compute_local_grads(1),
+        ctx.compute_local_grads(1, objective=second_objective),
+    ]
+    exact = ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(1, 2), second_objective)
+    yield from ctx.compare_reduced_grads("grads", losses, exact=exact, scale=len(losses))
+    yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads(2)], 1, ctx.certify_exactness(range(2, 3)))
+
+
+LAWS = (
+    variation_law(
+        "several_backwards",
+        "several forwards, losses and backwards before one step accumulate, at accumulation 1 too",
+        observe_several_backwards,
+        judge_several_backwards,
+        needs=(Feature.RETAIN_GRAPH,),
+        variants=(("", ()), *((name, (Feature.ENGINE_ACCUMULATION,)) for name in ("window", "given_up"))),
+    ),
+)
