@@ -218,7 +218,7 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
     if is_user_model(cell.model):  # what is the engine's fault shows in any model, what is the model's in none of these
-        names = names[:MAX_OTHER_MODELS] if cell.variant in [name for name, _ in check.variants] else []
+        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in check.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     if cell.engine_variant:
         yield replace(cell, engine_variant="")

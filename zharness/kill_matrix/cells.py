@@ -39,11 +39,11 @@ def plan_kill_attempts(
     own = [make_target_cell(mutant, target) for target in mutant.targets if target.check == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
-        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
+        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant.name)
         for world_size in world_sizes
         for model in chosen
         for stage in mutant.stages
-        for variant, _ in law.variants
+        for variant in law.variants
     ]
     others = [case for case in dict.fromkeys(rest) if case not in own]
     # A target names the part and the parameter that the engine around it, whatever is known of it there, has right.

@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.program_executor import observe_program
 from zharness.law_kit.program_judge import judge_program
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.law_kit.rank_context import RankContext
-from zharness.parity import Comparison
+from zharness.parity import Comparison, Tier
 from zharness.workload.program_text import parse_verb
 from zharness.workload.programs import Verb, join_words
 
@@ -50,6 +52,28 @@ def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Compari
     return replace(comparison, mismatch=replace(wrong, hint=hint))
 
 
-def variants_of(repertoires: Mapping[str, ProgramTemplate]) -> tuple[tuple[str, tuple[Feature, ...]], ...]:
-    """The variants of a check, each with what it needs."""
-    return tuple((name, repertoire.needs) for name, repertoire in repertoires.items())
+def any_order_law(
+    group: str,
+    statement: str,
+    model: str,
+    templates: Mapping[str, ProgramTemplate],
+    *,
+    kept_because: str,
+    features: tuple[Feature, ...],
+    dtypes: tuple[str, ...] = tuple(DTYPES),
+) -> Law:
+    """Build the any-order law of ``group``, with one variant for each of ``templates``."""
+    return Law(
+        name=f"{group}.any_order",
+        statement=statement,
+        tier=Tier.STAGED,
+        models=(model,),
+        observe=observe_any_order,
+        judge=judge_any_order,
+        kept_because=kept_because,
+        features=features,
+        variants=tuple(Variant(name, template.features) for name, template in templates.items()),
+        dtypes=dtypes,
+        weights_stay_integers=False,
+        steps_are_verbs=True,
+    )

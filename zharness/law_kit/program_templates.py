@@ -16,7 +16,7 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 
 @dataclass(frozen=True)
 class ProgramTemplate:
-    """What a caller of one variant says, and to an engine of which configuration; ``needs`` as in Check.
+    """What a caller of one variant says, and to an engine of which configuration; ``features`` as in Check.
 
     ``others`` are further engines in the process, of the plainest configuration, that train in turn with this one.
     """
@@ -26,7 +26,7 @@ class ProgramTemplate:
     clip: float | None = None
     window: int = 1
     reduction: str = "mean"
-    needs: tuple[Feature, ...] = ()
+    features: tuple[Feature, ...] = ()
     opening: str = ""
     closing: str = "z f b s"
     other_engine_count: int = 0
@@ -68,7 +68,7 @@ MLP_TEMPLATES = {
         ("f:kw z b:scale s", "f:few e b:tensor s", "f v b:unseen s", "f b l s", "f b z", "e", "i", "l", "vg"),
         "adamw",
         clip=0.2,
-        needs=(Feature.CLIP,),
+        features=(Feature.CLIP,),
         opening="f b s",
         other_engine_count=1,
     ),
@@ -81,7 +81,7 @@ MLP_TEMPLATES = {
         "nesterov",
         clip=1.0,
         reduction="sum",
-        needs=(CALLER_ACCUMULATION, Feature.SUM, Feature.CLIP),
+        features=(CALLER_ACCUMULATION, Feature.SUM, Feature.CLIP),
     ),
     "graphs": ProgramTemplate(
         (
@@ -89,57 +89,57 @@ MLP_TEMPLATES = {
             "f f f b:old e b:old,other,retain b b:scale s",
         ),
         "sgd",
-        needs=(Feature.RETAIN_GRAPH, CALLER_ACCUMULATION),
+        features=(Feature.RETAIN_GRAPH, CALLER_ACCUMULATION),
     ),
     "inputs": ProgramTemplate(
         ("g", "t", "f g b s", "f t b:unseen s"),
         "sgd",
-        needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
+        features=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
         opening="f b s f b s",
     ),
     # DDP lays out its buckets anew in the forward after the first backward.
-    "second_forward": ProgramTemplate(("t",), "sgd", needs=(Feature.TRANSFORMS,), opening="f b s", closing="f b s"),
+    "second_forward": ProgramTemplate(("t",), "sgd", features=(Feature.TRANSFORMS,), opening="f b s", closing="f b s"),
     "saved": ProgramTemplate(
         ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
         "adam",
-        needs=(Feature.CHECKPOINT,),
+        features=(Feature.CHECKPOINT,),
         opening="f b s save",
         closing="f b l s",
     ),
-    "saved_first": ProgramTemplate(("f b s", "load"), "adamw", needs=(Feature.CHECKPOINT,), opening="save f b s"),
+    "saved_first": ProgramTemplate(("f b s", "load"), "adamw", features=(Feature.CHECKPOINT,), opening="save f b s"),
     "windows": ProgramTemplate(
         ("f b:scale s e f:few b:unseen s", "n s f b l s", "load"),
         "nesterov",
         clip=0.1,
         window=2,
-        needs=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
+        features=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
         opening="f b s f b s save",
         closing="v l f b s f b s",
     ),
     "given_up": ProgramTemplate(
-        ("f b s z",), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
+        ("f b s z",), "sgd", window=2, features=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
     ),
     "forgotten": ProgramTemplate(
-        ("f b z", "f b s f b s"), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
+        ("f b z", "f b s f b s"), "sgd", window=2, features=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
     ),
     "two_losses": ProgramTemplate(
         ("f b:retain b:other s f b:retain b:other s",),
         "sgd",
         window=2,
-        needs=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
+        features=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
         closing="",
     ),
     "interrupted": ProgramTemplate(
         ("xb f b s", "f b xb f b s", "n xb"),
         "sgd",
-        needs=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
+        features=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
         opening="f b s f b s",
     ),
     # FSDP2's stage 3 gathers ahead of a backward, and the next forward takes that, whatever was loaded meanwhile.
     "interrupted_load": ProgramTemplate(
         ("xb load",),
         "sgd",
-        needs=(Feature.AUTOGRAD, Feature.CHECKPOINT),
+        features=(Feature.AUTOGRAD, Feature.CHECKPOINT),
         opening="f b s save f b s",
         closing="f b s",
     ),
@@ -151,12 +151,12 @@ CHANGING_TEMPLATES = {
         ("f b s", "f b f b s", "n n f b:unseen s", "f b z", "v", "idle", "edit", "e f b l s"),
         "adamw",
         clip=8.0,
-        needs=(Feature.NO_GRADIENT, Feature.CLIP, CALLER_ACCUMULATION),
+        features=(Feature.NO_GRADIENT, Feature.CLIP, CALLER_ACCUMULATION),
     ),
     "saved": ProgramTemplate(
         ("f b s e save", "load f b s", "edit", "f b l s"),
         "adamw",
-        needs=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
+        features=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
         opening="f b s save",
     ),
 }

@@ -116,6 +116,6 @@ def total_norm_and_bound(
     return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
 
 
-def make_training_run(training: TrainingConfig, steps: str) -> TrainingRun:
-    """So many steps of a training as configured."""
-    return TrainingRun(training.optimizer, int(steps), training.clip, training.accumulation)
+def make_training_run(training: TrainingConfig, steps: int) -> TrainingRun:
+    """Return ``steps`` steps of the configured training."""
+    return TrainingRun(training.optimizer, steps, training.clip, training.accumulation)

@@ -199,45 +199,93 @@ def abort_and_retry(participant: Participant) -> NamedTensors:
 
 
 def backward_law(
-    scenario_fn: ScenarioScript, statement: str, *needs: Feature, engines: int = 1, accumulation: int = 1
+    script: ScenarioScript,
+    statement: str,
+    *features: Feature,
+    kept_because: str,
+    engines: int = 1,
+    accumulation: int = 1,
 ) -> Law:
-    """The check of one play, under the play's name; ``needs`` are features on top of this group's."""
-    name = scenario_fn.__name__
+    """Build the law of one scenario; ``features`` are required in addition to those of the group."""
+    scenario = Scenario(script, engines, accumulation)
     return scenario_law(
-        f"backward.{name}", statement, Scenario(scenario_fn, engines, accumulation), (*BACKWARD_FEATURES, *needs)
+        "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)
     )
 
 
 LAWS = (
-    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward(), and retains no graph"),
-    backward_law(tensor_backward, "loss.backward() is vanilla's"),
-    backward_law(non_scalar, "out.backward(g) is vanilla's"),
+    backward_law(
+        engine_backward,
+        "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
+        kept_because="the spelling of DeepSpeed's users: engines that count micro-batches count in it",
+    ),
+    backward_law(
+        tensor_backward,
+        "loss.backward() is plain PyTorch's",
+        kept_because="torch's own spelling, which an engine notices by its hooks alone",
+    ),
+    backward_law(
+        non_scalar,
+        "out.backward(g) is plain PyTorch's",
+        kept_because="the only backward that starts from a gradient of the caller's",
+    ),
     backward_law(
         joint_loss,
         "a loss over two engines gives each its gradients",
         engines=2,
+        kept_because="the only backward that runs through two engines",
     ),
     backward_law(
         bypass,
         "a loss over two engines, with a branch that bypasses both, gives each its gradients",
         Feature.SUBMODULES,
         engines=2,
+        kept_because="the only loss with a term that does not depend on any output of an engine",
     ),
-    backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
-    backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),
+    backward_law(
+        auxiliary_loss,
+        "a loss that the forward computes on the side gives plain PyTorch's gradients too",
+        kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
+    ),
+    backward_law(
+        without_grad,
+        "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
+        kept_because="forwards under no_grad between a forward and its backward: state kept by module breaks",
+    ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output is vanilla's, unscaled by accumulation, and leaves training as it was",
+        "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
         accumulation=4,
+        kept_because="gradients that train nothing: engines that count backwards count them too",
     ),
-    backward_law(backward_inputs, "loss.backward(inputs=[x]) is vanilla's and adds nothing to a parameter's gradient"),
-    backward_law(recurrent, "an output fed back, and several forwards under one backward, give vanilla's gradients"),
     backward_law(
-        outputs, "gradients are vanilla's whatever container the outputs come in, and whichever of them are used"
+        backward_inputs,
+        "loss.backward(inputs=[x]) is plain PyTorch's and adds nothing to a parameter's gradient",
+        kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
-    backward_law(two_outputs_two_backwards, "one backward for each of two outputs gives the sum of both gradients"),
     backward_law(
-        backward_in_forward, "a Function that runs a backward within its forward does not disturb the caller's own"
+        recurrent,
+        "an output fed back, and several forwards under one backward, give plain PyTorch's gradients",
+        kept_because="one module called several times before one backward",
     ),
-    backward_law(abort_and_retry, "after an exception within backward and zero_grad the gradients are vanilla's"),
+    backward_law(
+        outputs,
+        "gradients are plain PyTorch's for every container of outputs, and whichever outputs are used",
+        kept_because="the only law that returns outputs in containers, some of them unused",
+    ),
+    backward_law(
+        two_outputs_two_backwards,
+        "one backward for each of two outputs gives the sum of both gradients",
+        kept_because="two backwards of one forward: hooks that fire once fire too early",
+    ),
+    backward_law(
+        backward_in_forward,
+        "a Function that runs a backward within its forward does not disturb the caller's own backward",
+        kept_because="the only graph task within a forward, as in tiled losses",
+    ),
+    backward_law(
+        abort_and_retry,
+        "after an exception within backward and zero_grad the gradients are plain PyTorch's",
+        kept_because="the only backward that raises halfway through the hooks",
+    ),
 )

@@ -15,7 +15,7 @@ from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.raising_backward import DeliberateError
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
@@ -137,29 +137,68 @@ def dropout(participant: Participant) -> None:
     backward(loss)
 
 
-def checkpointing_law(scenario_fn: ScenarioScript, statement: str, *extra_needs: Feature) -> Law:
-    name = scenario_fn.__name__
-    needs = (Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *extra_needs)
+def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature, kept_because: str) -> Law:
+    """Build the law of one scenario, with a variant for each kind of checkpointing."""
     return scenario_law(
-        f"checkpointing.{name}",
+        "checkpointing",
+        Scenario(script),
         statement,
-        Scenario(scenario_fn),
-        needs,
-        variants=((REENTRANT, ()), (NON_REENTRANT, ())),
+        kept_because=kept_because,
+        features=(Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *features),
+        variants=(Variant(REENTRANT), Variant(NON_REENTRANT)),
     )
 
 
 LAWS = (
-    checkpointing_law(block, "checkpointing a block, a layer of which is used twice, changes no gradient"),
-    checkpointing_law(nested, "a checkpoint within a checkpoint changes no gradient"),
-    checkpointing_law(whole_model, "checkpointing the whole model changes no gradient"),
-    checkpointing_law(two_regions, "a layer in two checkpointed regions of one loss gets the sum of both gradients"),
-    checkpointing_law(frozen, "frozen layers within a region, and regions of nothing else, change no gradient"),
     checkpointing_law(
-        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.SUBMODULES
+        block,
+        "checkpointing a block, a layer of which is used twice, changes no gradient",
+        kept_because="the shortest checkpointed region: the first one to read in a report",
     ),
-    checkpointing_law(accumulation, "checkpointed micro-batches accumulate to the sum of their gradients"),
-    checkpointing_law(non_scalar, "out.backward(g) through a checkpointed region is vanilla's"),
-    checkpointing_law(exception, "after an exception within a recomputation and zero_grad the gradients are vanilla's"),
-    checkpointing_law(dropout, "a recomputation draws the random numbers that its forward drew"),
+    checkpointing_law(
+        nested,
+        "a checkpoint within a checkpoint changes no gradient",
+        kept_because="a recomputation within a recomputation",
+    ),
+    checkpointing_law(
+        whole_model,
+        "checkpointing the whole model changes no gradient",
+        kept_because="every module is gathered twice, none outside a checkpointed region",
+    ),
+    checkpointing_law(
+        two_regions,
+        "a layer in two checkpointed regions of one loss gets the sum of both gradients",
+        kept_because="one layer in two graph tasks: a reduction after the first one loses the second",
+    ),
+    checkpointing_law(
+        frozen,
+        "frozen layers within a region, and regions of frozen layers alone, change no gradient",
+        kept_because="regions without a single gradient, whose hooks never fire",
+    ),
+    checkpointing_law(
+        plain_inputs,
+        "a region whose inputs require no gradient does what plain PyTorch's does",
+        Feature.SUBMODULES,
+        kept_because="a region that autograd skips, as in plain PyTorch",
+    ),
+    checkpointing_law(
+        accumulation,
+        "checkpointed micro-batches accumulate to the sum of their gradients",
+        kept_because="checkpointed regions over several micro-batches",
+    ),
+    checkpointing_law(
+        non_scalar,
+        "out.backward(g) through a checkpointed region is plain PyTorch's",
+        kept_because="a region at the end of a graph, started with a gradient of the caller's",
+    ),
+    checkpointing_law(
+        exception,
+        "after an exception within a recomputation and zero_grad the gradients are plain PyTorch's",
+        kept_because="the only recomputation that raises",
+    ),
+    checkpointing_law(
+        dropout,
+        "a recomputation draws the random numbers that its forward drew",
+        kept_because="the only recomputation that draws random numbers",
+    ),
 )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Engine, Feature, Reduction
 from zharness.errors import HarnessFault
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.raising_backward import DeliberateError, backward_raises
@@ -193,47 +194,61 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
     return dict(collect_grads(module))
 
 
-def retained_law(scenario_fn: ScenarioScript, statement: str) -> Law:
-    name = scenario_fn.__name__
-    return scenario_law(
-        f"double_backward.{name}", statement, Scenario(scenario_fn), (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
-    )
+def retained_law(script: ScenarioScript, statement: str, *, kept_because: str) -> Law:
+    """Build the law of one scenario with a retained graph."""
+    features = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
+    return scenario_law("double_backward", Scenario(script), statement, kept_because=kept_because, features=features)
 
 
 LAWS = (
-    retained_law(retained_same_loss, "two backwards on one retained graph give exactly twice the gradient"),
-    retained_law(retain_leaks_nothing, "a retained backward, or one that raised, leaves nothing for the next step"),
+    retained_law(
+        retained_same_loss,
+        "two backwards on one retained graph give exactly twice the gradient",
+        kept_because="doubling is exact on every model, so a lost or a third share shows",
+    ),
+    retained_law(
+        retain_leaks_nothing,
+        "a retained backward, or one that raised, leaves nothing for the next step",
+        kept_because="compares the step after, where retained_same_loss compares gradients",
+    ),
     retained_law(
         step_between_retained_backwards,
-        "a backward over weights that a step has written since its forward raises, as vanilla's does",
+        "a backward raises if a step has written the weights since its forward, as in plain PyTorch",
+        kept_because="the only law of this group in which the right outcome is an error",
     ),
-    retained_law(gradient_penalty, "autograd.grad with create_graph, then backward of a penalty on it, is vanilla's"),
+    retained_law(
+        gradient_penalty,
+        "autograd.grad with create_graph, then backward of a penalty on it, is plain PyTorch's",
+        kept_because="the only backward through the gradient of an input",
+    ),
     replace(
         scenario_law(
-            "double_backward.weight_penalty",
-            "a penalty on gradients of weights is vanilla's: on a rank's own, or on all ranks', as the engine claims",
+            "double_backward",
             WEIGHT_PENALTY_SCENARIO,
-            (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
+            "a penalty on the gradients of weights is plain PyTorch's: on a rank's own, or on all ranks', as claimed",
+            features=(*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
             variants=(
-                (OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
-                (REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,)),
+                Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
+                Variant(REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,), exact_by_sum=True),
             ),
+            kept_because="the only backward through the gradients of weights",
         ),
         judge=judge_weight_penalty,
-        exact_by_sum_variants=(REDUCED_GRADIENTS,),
     ),
     Law(
         name="double_backward.retained_then_zero_grad",
-        statement="backward of one loss on a retained graph, zero_grad, backward of another: the other's gradient alone",
+        statement="backward of a loss on a retained graph, zero_grad, backward of another: the latter's gradient alone",
         tier=Tier.STAGED,
         models=("mlp", "transformer", "exact", "fused"),
         observe=observe_retained_then_zero_grad,
         judge=judge_retained_then_zero_grad,
-        needs=(Feature.RETAIN_GRAPH,),
+        features=(Feature.RETAIN_GRAPH,),
         variants=(
-            ("", (Feature.ENGINE_BACKWARD,)),
-            ("tensor", (Feature.TENSOR_BACKWARD,)),
-            ("scale", (Feature.SCALE_BACKWARD,)),
+            Variant("", (Feature.ENGINE_BACKWARD,)),
+            Variant("tensor", (Feature.TENSOR_BACKWARD,)),
+            Variant("scale", (Feature.SCALE_BACKWARD,)),
         ),
+        steps=LawSteps(observe_retained_then_zero_grad),
+        kept_because="every spelling of backward on every model: a released engine fails in it",
     ),
 )

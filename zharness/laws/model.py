@@ -15,7 +15,8 @@ from zharness.errors import UsageError
 from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients, select_accumulation_owner
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
@@ -49,7 +50,7 @@ def observe_configured(ctx: RankContext) -> None:
     own = ctx.config.stage in ctx.capabilities.own_kernels
     ctx.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
     engine = build_configured_engine(ctx)
-    course = make_training_run(training, ctx.variant)
+    course = make_training_run(training, int(ctx.variant))
     for step in range(course.steps):
         ctx.record_training_state(engine, step)
         accumulate(ctx, engine, owner, course.micro_steps(step), "loss", engine.backward)
@@ -79,7 +80,7 @@ def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
     """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
     parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
-    micros = make_training_run(ctx.training, ctx.variant).micro_steps(step)
+    micros = make_training_run(ctx.training, int(ctx.variant)).micro_steps(step)
     divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(parts)) for micro in micros]
     for micro, local in zip(micros, divided, strict=True):
         yield from compare_forward(ctx, step, local, micro)
@@ -141,10 +142,10 @@ LAWS = (
         observe=observe_configured,
         judge=judge_configured,
         weights_stay_integers=False,
-        variants=((DEFAULT_STEPS, ()),),
-        self_compared_variants=(DEFAULT_STEPS,),
-        user_model_variants=(DEFAULT_STEPS,),
-        accepts_step_count=True,
+        variants=(
+            Variant(DEFAULT_STEPS, compares_engine_with_itself=True, applies_to_user_models=True, is_step_count=True),
+        ),
+        steps=LawSteps(observe_configured),
     ),
     Law(
         name="model.checkpointing",
@@ -153,8 +154,7 @@ LAWS = (
         models=(),
         observe=observe_checkpointing,
         judge=judge_checkpointing,
-        needs=(Feature.RECOMPUTATION,),
-        variants=tuple((kind, ()) for kind in CHECKPOINT_KINDS),
-        user_model_variants=CHECKPOINT_KINDS,
+        features=(Feature.RECOMPUTATION,),
+        variants=tuple(Variant(kind, applies_to_user_models=True) for kind in CHECKPOINT_KINDS),
     ),
 )

@@ -11,7 +11,8 @@ from torch.autograd import backward
 
 from zharness.engines.protocol import Engine, Feature, Reduction
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
@@ -20,8 +21,6 @@ from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
-
-NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
 
 
 def every_kind(participant: Participant) -> None:
@@ -188,63 +187,87 @@ def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
 def parameter_law(
     script: ScenarioScript,
     statement: str,
-    *needs: Feature,
+    *features: Feature,
+    kept_because: str,
     unused_grads: UnusedGrads = UnusedGrads.NONE_IF_CLAIMED,
     model: str = "changing",
     variants: tuple[str, ...] = ("",),
 ) -> Law:
-    """The check of one play, by the mean where that is exact; other plays ask for the sum."""
-    name, scene = script.__name__, Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN)
-    spelled = tuple((variant, ()) for variant in variants)
-    return scenario_law(f"parameters.{name}", statement, scene, (*NEEDS, *needs), model, spelled)
+    """Build the law of one scenario. Gradients are averaged where that is exact; other groups sum them."""
+    return scenario_law(
+        "parameters",
+        Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN),
+        statement,
+        kept_because=kept_because,
+        features=(Feature.PARAMETERS, Feature.TENSOR_BACKWARD, *features),
+        model=model,
+        variants=tuple(map(Variant, variants)),
+    )
 
 
 LAWS = (
     parameter_law(
         every_kind,
-        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's",
+        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed-dtype parameters train as in plain PyTorch",
         model="odd",
+        kept_because="all kinds of parameters in one model, as in real models",
     ),
     parameter_law(
         branch,
-        "a parameter that a step does not use has no gradient in it, whatever step before did",
+        "a parameter that a step does not use has no gradient in it, whatever the step before did",
         unused_grads=UnusedGrads.ALWAYS_NONE,
+        kept_because="the only law that distinguishes no gradient from a gradient of zeros",
     ),
-    parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction", Feature.UNFREEZING),
+    parameter_law(
+        frozen_and_unfrozen,
+        "parameters may be frozen and unfrozen after construction",
+        Feature.UNFREEZING,
+        kept_because="the only law that changes requires_grad both ways",
+    ),
     parameter_law(
         outside_its_module,
         "a weight that is read outside its module's forward gets that gradient too",
         Feature.OUTSIDE_FORWARD,
+        kept_because="a weight that is read where no hook of its module runs",
     ),
     parameter_law(
         used_on_some_ranks,
-        "a parameter that only some ranks use, whichever they are, counts as zero on the others",
+        "a parameter that only some ranks use counts as zero on the others, whichever ranks they are",
         variants=("", OTHER_RANKS),
+        kept_because="the only law in which ranks take different branches",
     ),
     parameter_law(
         sparse,
-        "the sparse gradient of a table, rows of which were looked up several times, is the sum over them",
+        "the sparse gradient of a table whose rows were looked up several times is the sum over the look-ups",
         Feature.SPARSE_GRADIENTS,
         model="lookup",
+        kept_because="the only sparse gradients",
     ),
     parameter_law(
-        late_submodule, "a submodule that is attached late may use the model's parameters", Feature.OUTSIDE_FORWARD
+        late_submodule,
+        "a submodule that is attached late may use the model's parameters",
+        Feature.OUTSIDE_FORWARD,
+        kept_because="the only law whose modules change after construction",
     ),
     parameter_law(
-        edited, "full weights may be edited between steps, as one rank does it, and every rank sees it", Feature.EDITS
+        edited,
+        "full weights may be edited between steps; what rank 0 writes is what every rank has",
+        Feature.EDITS,
+        kept_because="the only law that writes weights from outside",
     ),
     Law(
         name="parameters.stay_put",
-        statement="a parameter that a step does not use stays put in it, though AdamW would decay it, and so do its counts",
+        statement="a parameter that a step does not use keeps its value and step count, though AdamW would decay it",
         tier=Tier.STAGED,
         models=("changing",),
         observe=observe_stay_put,
         judge=judge_stay_put,
-        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        features=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         weights_stay_integers=False,
-        variants=(("", ()), (IDLE_VARIANT, ())),
-        self_compared_variants=("", IDLE_VARIANT),
+        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BRANCH_USE_BY_VARIANT),
+        steps=LawSteps(observe_stay_put),
         dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
+        kept_because="decay and momentum can move a parameter without a gradient, which branch does not show",
     ),
     Law(
         name="parameters.unfrozen",
@@ -253,18 +276,21 @@ LAWS = (
         models=("odd",),
         observe=observe_unfrozen,
         judge=judge_unfrozen,
-        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
+        features=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
         weights_stay_integers=False,
-        self_compared_variants=("",),
+        variants=(Variant(compares_engine_with_itself=True),),
+        steps=LawSteps(observe_unfrozen),
         dtypes=("fp32",),  # as above
+        kept_because="the step after unfreezing, which gradients do not show",
     ),
     Law(
         name="parameters.deferred",
-        statement="a model built on the meta device starts where rank 0's eager one does, and trains as it",
+        statement="a model built on the meta device starts from rank 0's eager weights, and trains like the eager one",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_deferred,
         judge=judge_deferred,
-        needs=(Feature.DEFERRED,),
+        features=(Feature.DEFERRED,),
+        kept_because="the only law that builds on the meta device",
     ),
 )

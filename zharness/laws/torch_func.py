@@ -13,6 +13,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
+from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.scenario_law import scenario_law
@@ -254,9 +255,11 @@ def transform_law(
     statement: str,
     transform: Transform,
     models: tuple[str, ...] = ("mlp",),
-    needs: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+    features: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+    *,
+    kept_because: str,
 ) -> Law:
-    """A check of one transform."""
+    """Build the law of one transform."""
     return Law(
         name=f"torch_func.{name}",
         statement=statement,
@@ -264,16 +267,16 @@ def transform_law(
         models=models,
         observe=make_transform_observer(transform),
         judge=make_transform_judge(transform),
-        needs=needs,
+        kept_because=kept_because,
+        features=features,
+        steps=LawSteps(transform, StepsKind.TRANSFORM),
     )
 
 
-def transform_training_law(script: ScenarioScript, statement: str, *needs: Feature) -> Law:
-    """A check of training through a transform; ``needs`` are features on top of this group's."""
-    name = script.__name__
-    return scenario_law(
-        f"torch_func.{name}", statement, Scenario(script), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *needs)
-    )
+def transform_training_law(script: ScenarioScript, statement: str, *extra_features: Feature, kept_because: str) -> Law:
+    """Build the law of training through a transform."""
+    features = (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *extra_features)
+    return scenario_law("torch_func", Scenario(script), statement, kept_because=kept_because, features=features)
 
 
 TORCH_FUNC_NEEDS = (Feature.TORCH_FUNC,)
@@ -285,37 +288,77 @@ VECTOR_MODELS = ("mlp", "exact")
 LAWS = (
     transform_law(
         "grad",
-        "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed",
+        "torch.func.grad of the engine is plain PyTorch's, unscaled by accumulation; training goes on unharmed",
         grad,
         DIFFERENTIABLE,
         TORCH_FUNC_NEEDS,
+        kept_because="the shortest transform: the first one to read in a report",
     ),
     transform_law(
         "vmap_grad",
-        "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed",
+        "vmap(grad) of the engine is plain PyTorch's, sample by sample; training goes on unharmed",
         vmap_grad,
         DIFFERENTIABLE,
         TORCH_FUNC_NEEDS,
+        kept_because="per-sample gradients, the most common use of transforms",
     ),
     transform_law(
-        "grad_and_value", "grad_and_value of the engine is vanilla's, and its value is the forward's", grad_and_value
+        "grad_and_value",
+        "grad_and_value of the engine is plain PyTorch's, and its value is the forward's",
+        grad_and_value,
+        kept_because="the transform that fused losses call, with the value beside the gradient",
     ),
-    transform_law("has_aux", "grad with an auxiliary output is vanilla's in both", has_aux),
-    transform_law("vjp", "vjp of the engine is vanilla's, its pullback called when the forward is over", vjp),
-    transform_law("jvp", "forward mode through the engine is vanilla's", jvp, VECTOR_MODELS),
-    transform_law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev, VECTOR_MODELS),
-    transform_law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd, VECTOR_MODELS),
+    transform_law(
+        "has_aux",
+        "grad with an auxiliary output is plain PyTorch's in both",
+        has_aux,
+        kept_because="the only transform with an output that is not differentiated, and with inputs by keyword",
+    ),
+    transform_law(
+        "vjp",
+        "vjp of the engine is plain PyTorch's, also when its pullback is called after the forward is over",
+        vjp,
+        kept_because="its pullback runs after the forward, when a stage-3 engine has freed the full weights",
+    ),
+    transform_law(
+        "jvp",
+        "forward mode through the engine is plain PyTorch's",
+        jvp,
+        VECTOR_MODELS,
+        kept_because="forward mode alone: a Function without a jvp rule raises in it and in no other law",
+    ),
+    transform_law(
+        "jacrev",
+        "jacrev of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
+        jacrev,
+        VECTOR_MODELS,
+        kept_because="vmap over a pullback: a Function without a vmap rule raises",
+    ),
+    transform_law(
+        "jacfwd",
+        "jacfwd of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
+        jacfwd,
+        VECTOR_MODELS,
+        kept_because="vmap over forward mode",
+    ),
     transform_law(
         "hessian",
-        "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse",
+        "the Hessian of the engine is plain PyTorch's, forward over reverse and reverse over reverse",
         hessian,
         VECTOR_MODELS,
+        kept_because="one transform within another: two levels are active at once",
     ),
-    transform_law("vmap", "vmap of the engine is vanilla's", vmap),
+    transform_law(
+        "vmap",
+        "vmap of the engine is plain PyTorch's",
+        vmap,
+        kept_because="batching without differentiation",
+    ),
     transform_law(
         "functional_call",
         "parameter gradients by functional_call over full_params are this rank's own",
         functional_call,
+        kept_because="parameters that are not the engine's own reach its modules",
     ),
     transform_law(
         "identities",
@@ -323,11 +366,17 @@ LAWS = (
         identities,
         EXACT_MODELS,
         (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
+        kept_because="needs no baseline: transforms are compared with each other",
     ),
     transform_training_law(
         inside_forward,
-        "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's",
+        "a forward or a loss that uses torch.func itself, on a weight, trains as in plain PyTorch",
         Feature.OUTSIDE_FORWARD,
+        kept_because="a transform within training: a released engine failed in it and in no other law",
     ),
-    transform_training_law(through_transforms, "backward through a vmap and a vmap(grad) of the engine is vanilla's"),
+    transform_training_law(
+        through_transforms,
+        "backward through a vmap and a vmap(grad) of the engine is plain PyTorch's",
+        kept_because="a backward through a transform, which trains parameters",
+    ),
 )

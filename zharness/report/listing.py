@@ -39,7 +39,7 @@ def law_rows() -> Rows:
             "group": check.name.partition(".")[0],
             "law": check.statement,
             "tier": check.tier.value,
-            "variants": ", ".join(name for name, _ in check.variants if name),
+            "variants": ", ".join(variant.name for variant in check.variants if variant.name),
         }
         for check in LAWS.values()
     ]

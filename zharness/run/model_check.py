@@ -169,7 +169,7 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
     """A cell of so many steps, where the check counts them."""
-    if not get_law(planned.cell.law).accepts_step_count:
+    if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
 

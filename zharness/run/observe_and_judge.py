@@ -20,7 +20,7 @@ from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.judge_context import stop_at_first_mismatch
-from zharness.law_kit.training_run import build_curves, make_training_run
+from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
@@ -201,9 +201,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
 
 def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:
     """How the training went; nothing where the check has none, or where what is wrong keeps it from being told."""
-    course = (
-        make_training_run(ctx.training, ctx.variant) if law.accepts_step_count else law.training_runs.get(ctx.variant)
-    )
+    course = law.get_variant(ctx.variant).get_training_run(ctx.training)
     if course is None:
         return {}
     # A loss that was not recorded, is no tensor, or has another shape; gradients of which there are none.

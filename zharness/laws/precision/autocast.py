@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.rank_actions import eval_mode
@@ -182,18 +183,21 @@ LAWS = (
         "with torch_autocast all forwards run in torch.autocast's dtypes; weights, gradients and state stay fp32",
         observe_policy,
         judge_policy,
+        kept_because="the only law that records the dtype of every operation",
     ),
     precision_law(
         "autocast_states",
         "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
         observe_states,
         judge_states,
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="forward and backward in different autocast states, which shows a state that leaks",
     ),
     precision_law(
         "autocast_nested",
-        "a user's torch.autocast around the engine yields to the section, works where there is none; none is left on",
+        "the engine's section overrides a user's torch.autocast; without a section the user's applies; none stays on",
         observe_nested,
         judge_nested,
+        kept_because="the only law with a user's own autocast around the engine's",
     ),
 )

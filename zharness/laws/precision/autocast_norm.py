@@ -8,6 +8,7 @@ import torch
 
 from zharness.law_kit.clipping import hint_missing_norm
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.precision.common import (
@@ -60,6 +61,7 @@ LAWS = (
         "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
         observe_norm,
         judge_norm,
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="the only norm under autocast: a released engine divided it by a loss scale that it did not have",
     ),
 )

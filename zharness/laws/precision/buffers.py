@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.precision.common import (
     AUTOCAST_OPTIONS,
@@ -80,15 +80,19 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 LAWS = (
-    replace(
-        precision_law(
-            "buffers_keep_dtype",
-            "buffers and frozen parameters keep dtype and value",
-            observe_buffers,
-            judge_buffers,
+    precision_law(
+        "buffers_keep_dtype",
+        "buffers and frozen parameters keep dtype and value",
+        observe_buffers,
+        judge_buffers,
+        features=(),
+        variants=(
+            *(
+                Variant(mode, (feature,), compares_engine_with_itself=True)
+                for mode, (_, _, feature) in PRECISION_MODES.items()
+            ),
+            Variant("declared", compares_engine_with_itself=True),
         ),
-        needs=(),
-        variants=(*((mode, (needed,)) for mode, (_, _, needed) in PRECISION_MODES.items()), ("declared", ())),
-        self_compared_variants=(*PRECISION_MODES, "declared"),
+        kept_because="the only law that compares buffers and frozen parameters after a cast",
     ),
 )

@@ -58,9 +58,10 @@ def judge_comm_dtype(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "comm_dtype",
-        "gradients travel in exactly the configured dtype, of two engines in one process each in its own",
+        "gradients are reduced in exactly the configured dtype, also by two engines of different dtypes in one process",
         observe_comm_dtype,
         judge_comm_dtype,
-        needs=Feature.WIRES,
+        features=(Feature.WIRES,),
+        kept_because="two engines in one process, which shows process-wide state",
     ),
 )

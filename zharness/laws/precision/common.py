@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
 from zharness.parity.attribution import GradientTerms
@@ -142,11 +142,12 @@ def precision_law(
     statement: str,
     observe: Callable[[RankContext], None],
     judge: Callable[[JudgeContext], Iterator[Comparison]],
-    *variants: str,
-    needs: Feature = Feature.AUTOCAST,
-    user_model_variants: tuple[str, ...] = (),
+    *,
+    kept_because: str,
+    features: tuple[Feature, ...] = (Feature.AUTOCAST,),
+    variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
-    """A law of precision, on the model made for them."""
+    """Build a law of precision, on the workload's model of mixed modules."""
     return Law(
         name=f"precision.{name}",
         statement=statement,
@@ -154,9 +155,9 @@ def precision_law(
         models=("mixed",),
         observe=observe,
         judge=judge,
-        needs=(needs,),
+        kept_because=kept_because,
+        features=features,
         weights_stay_integers=False,
-        dtypes=("fp32",),  # the checks choose the sections of precision themselves
-        variants=tuple((variant, ()) for variant in variants) or (("", ()),),
-        user_model_variants=user_model_variants,
+        dtypes=("fp32",),  # these laws choose the engine's sections of precision themselves
+        variants=variants,
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.law_kit.engine_facts import collect_engine_facts
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
@@ -181,18 +182,17 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 LAWS = (
-    replace(
-        precision_law(
-            "grad_scaler",
-            "fp16's loss scale, saved and loaded too, is torch.amp.GradScaler's; one rank's overflow skips on all",
-            observe_scaler,
-            judge_scaler,
-        ),
-        needs=(),
+    precision_law(
+        "grad_scaler",
+        "fp16's loss scale, also after a load, is torch.amp.GradScaler's; an overflow on one rank skips the step on all",
+        observe_scaler,
+        judge_scaler,
+        features=(),
         variants=(
-            ("fp16", (Feature.LOSS_SCALER,)),
-            (RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
-            ("autocast", (Feature.AUTOCAST_SCALER,)),
+            Variant("fp16", (Feature.LOSS_SCALER,)),
+            Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
+            Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),
+        kept_because="the only law with overflows, skipped steps and a loss scale that changes",
     ),
 )

@@ -11,6 +11,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
@@ -139,11 +140,11 @@ def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "master_weights",
-        "the optimizer steps on masters, of which weights are the rounding; gradients add up in the dtype asked for",
+        "the optimizer steps on masters, which weights round; gradients accumulate in the configured dtype",
         observe_masters,
         judge_masters,
-        "fp32",
-        "low",
-        needs=Feature.MASTERS,
+        features=(Feature.MASTERS,),
+        variants=(Variant("fp32"), Variant("low")),
+        kept_because="the only law that configures the dtypes of masters, gradients and optimizer state",
     ),
 )

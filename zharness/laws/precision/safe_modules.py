@@ -10,6 +10,7 @@ from torch import nn
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.precision.common import (
@@ -64,10 +65,11 @@ def judge_safe_modules(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "safe_modules",
-        "only parameters of lower_precision_safe_modules travel in the low dtype, each gradient once",
+        "only parameters of lower_precision_safe_modules are reduced in the low dtype, each gradient once",
         observe_safe_modules,
         judge_safe_modules,
-        *SAFE_MODULE_LISTS,
-        needs=Feature.WIRES,
+        features=(Feature.WIRES,),
+        variants=tuple(map(Variant, SAFE_MODULE_LISTS)),
+        kept_because="the only law that counts the bytes in the network by parameter and dtype",
     ),
 )

@@ -1,6 +1,6 @@
 """Laws of bytes: what a rank stores, sends and gathers.
 
-Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi is the bytes of one full set of parameters, N the world size.
+Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi: the bytes of one full set of parameters. N: the world size.
 """
 
 from __future__ import annotations
@@ -148,10 +148,11 @@ def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "memory_per_rank",
-        "parameters, gradients and optimizer state take the bytes that the stage's formula says, on every rank",
+        "parameters, gradients and optimizer state take the bytes of the stage's formula on every rank",
         observe_memory_per_rank,
         judge_memory_per_rank,
         Feature.RESOURCES,
+        kept_because="the only law that counts the bytes that a rank stores",
     ),
     resource_law(
         "comm_volume",
@@ -160,6 +161,7 @@ LAWS = (
         judge_comm_volume,
         Feature.TRAFFIC,
         Feature.ENGINE_ACCUMULATION,
+        kept_because="the only law that counts the bytes that a rank sends",
     ),
     resource_law(
         "gathered_bytes",
@@ -167,5 +169,6 @@ LAWS = (
         observe_gathered_bytes,
         judge_gathered_bytes,
         Feature.TRAFFIC,
+        kept_because="the only law that limits the peak of gathered bytes",
     ),
 )

@@ -10,7 +10,7 @@ import torch
 from zharness.engines.protocol import Engine, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Tier
 
@@ -50,18 +50,23 @@ def resource_law(
     statement: str,
     observe: Callable[[RankContext], None],
     judge: JudgeFunction,
-    *needs: Feature,
+    *features: Feature,
     **law_fields: Any,
 ) -> Law:
-    """A check of this group, in the dtype of which formulas count the bytes; ``how`` are further fields of Check."""
-    fields = {"models": ("mlp",), "self_compared_variants": ("",), "dtypes": ("fp32",), **law_fields}
+    """Build a law of resources, in fp32, whose bytes the formulas count; ``law_fields`` are further fields of Law."""
+    fields = {
+        "models": ("mlp",),
+        "variants": (Variant(compares_engine_with_itself=True),),
+        "dtypes": ("fp32",),
+        **law_fields,
+    }
     return Law(
         f"resources.{name}",
         statement,
         Tier.EXACT,
         observe=observe,
         judge=judge,
-        needs=needs,
+        features=features,
         weights_stay_integers=False,
         **fields,
     )

@@ -128,5 +128,6 @@ LAWS = (
         observe_hook_count,
         judge_hook_count,
         Feature.STEADINESS,
+        kept_because="the only law that counts work instead of numbers",
     ),
 )

@@ -147,18 +147,20 @@ def judge_no_leak(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="resources.close",
-        statement="an engine that is closed and forgotten lets go of the model, and watches it no more",
+        statement="an engine that is closed and deleted releases the model and leaves no hook on it",
         tier=Tier.EXACT,
         models=("exact",),  # which an engine with kernels of its own can be asked about too
         observe=observe_close,
         judge=judge_close,
         dtypes=("fp32",),
+        kept_because="the only law that uses a model after its engine",
     ),
     resource_law(
         "no_leak",
-        "training on keeps no tensor, thread or open file more, and engines that were closed keep none",
+        "further training keeps no more tensors, threads or open files, and closed engines keep none",
         observe_no_leak,
         judge_no_leak,
         Feature.STEADINESS,
+        kept_because="the only law that counts threads, files, and tensors that no record names",
     ),
 )

@@ -10,6 +10,7 @@ import torch
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import train_and_record_step
@@ -56,6 +57,7 @@ LAWS = (
         judge_poisoned_memory,
         Feature.STEADINESS,
         models=("mlp", "conv"),
-        self_compared_variants=(),
+        variants=(Variant(),),
+        kept_because="the only law that distinguishes memory that was never written from zeros",
     ),
 )

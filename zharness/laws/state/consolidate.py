@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import CheckpointingEngine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import RESHARD_OPTIMIZER, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
@@ -68,13 +68,14 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.consolidate",
-        statement="the full state dict has vanilla's names and shapes and tied weights once, and a plain model loads it",
+        statement="the full state dict has plain PyTorch's names, shapes and tied weights, and a plain model loads it",
         tier=Tier.EXACT,
         models=("transformer", "mixed"),
         observe=observe_consolidate,
         judge=judge_consolidate,
-        needs=(Feature.CHECKPOINT,),
+        features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="the only law that gives the weights to a plain model",
     ),
 )

@@ -14,7 +14,8 @@ import torch
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import train_steps
@@ -78,8 +79,10 @@ LAWS = (
         models=("mlp",),
         observe=observe_refuse_pickle,
         judge=judge_refuse_pickle,
-        needs=(Feature.CHECKPOINT,),
+        features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
-        self_compared_variants=("",),
+        variants=(Variant(compares_engine_with_itself=True),),
+        steps=LawSteps(observe_refuse_pickle, StepsKind.SELF_COMPARISON, comparison_part="compare_refused_load"),
+        kept_because="the only law with a malicious file",
     ),
 )

@@ -50,12 +50,13 @@ def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.reshard",
-        statement="what one stage saved every other stage loads, bitwise, and its next step is vanilla's",
+        statement="what one stage saved every other stage loads, bitwise, and its next step is plain PyTorch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_reshard,
         judge=judge_reshard,
-        needs=(Feature.CHECKPOINT, Feature.RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.CHECKPOINT, Feature.RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
+        kept_because="the only law that loads at another stage",
     ),
 )

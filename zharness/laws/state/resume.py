@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.process_state import compare_process_state, read_process_state
@@ -90,15 +91,20 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.resume",
-        statement="save, load into another engine, continue: bitwise the engine that never stopped",
+        statement="save, load into another engine, continue: bitwise equal to the engine that never stopped",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_resume,
         judge=judge_resume,
-        needs=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        variants=(("adamw", ()), ("sgd", ()), ("buffers", (Feature.RANK_BUFFERS,)), ("idle", (Feature.NO_GRADIENT,))),
-        self_compared_variants=("adamw", "sgd", "buffers", "idle"),
-        user_model_variants=("adamw",),
+        variants=(
+            Variant("adamw", compares_engine_with_itself=True, applies_to_user_models=True),
+            Variant("sgd", compares_engine_with_itself=True),
+            Variant("buffers", (Feature.RANK_BUFFERS,), compares_engine_with_itself=True),
+            Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+        ),
+        steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
+        kept_because="bitwise, with schedule, generator and buffers, into another engine",
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import CheckpointingEngine, Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_published_weights
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
@@ -131,13 +131,14 @@ def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.universal",
-        statement="DeepSpeed's universal checkpoint loads and continues; without a piece it is refused, and nothing changes",
+        statement="a universal checkpoint of DeepSpeed loads and continues; an incomplete one changes nothing and raises",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_universal,
         judge=judge_universal,
-        needs=(Feature.UNIVERSAL_CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.UNIVERSAL_CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        variants=(("shaped", ()), ("flat", ())),
+        variants=(Variant("shaped"), Variant("flat")),
+        kept_because="the only law that reads another engine's files",
     ),
 )

@@ -11,7 +11,8 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
@@ -118,12 +119,17 @@ def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> 
 LAWS = (
     Law(
         name="training.accumulation",
-        statement="A micro-batches give the mean of their gradients and one step, boundary after boundary, whatever A is",
+        statement="A micro-batches give the mean of their gradients and one step, boundary after boundary, for every A",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_accumulation,
         judge=judge_accumulation,
-        variants=(("caller", (Feature.CALLER_ACCUMULATION,)), ("engine", (Feature.ENGINE_ACCUMULATION,))),
-        user_model_variants=("caller", "engine"),
+        variants=(
+            Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
+            Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),
+        ),
+        # A third rounds, and the later boundaries start from weights that are no integers any more.
+        steps=LawSteps(observe_accumulation, rounds=True),
+        kept_because="every accumulation owner and window length, over two boundaries",
     ),
 )

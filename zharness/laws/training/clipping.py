@@ -10,10 +10,12 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.training.common import MODELS, MOVING_WEIGHTS, variation_law
+from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part
 
 CLIP_NORMS = (1e-2, 1e6)
@@ -50,12 +52,14 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "clip_and_norm",
-        "the reported norm is that of all gradients together, and the step is made with the gradients clipped by it",
+        "the reported norm is that of all gradients together, and the step uses the gradients clipped by it",
         observe_clip_and_norm,
         judge_clip_and_norm,
         models=MODELS,
-        needs=(Feature.CLIP,),
-        **MOVING_WEIGHTS,
-        user_model_variants=("",),
+        features=(Feature.CLIP,),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        steps=LawSteps(observe_clip_and_norm),
+        kept_because="the only law that clips below the norm and compares the norm",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zharness.engines.protocol import Feature
@@ -19,20 +19,15 @@ JudgeFunction = Callable[[JudgeContext], Iterator[Comparison]]
 
 MODELS = ("mlp", "transformer")
 
-MOVING_WEIGHTS: Mapping[str, Any] = {
-    "weights_stay_integers": False,
-    "self_compared_variants": ("",),
-}  # weights that move, as the engine's numbers say
-
 STEPS = 2
 
 
 def variation_law(name: str, statement: str, observe: ObserveFunction, judge: JudgeFunction, **law_fields: Any) -> Law:
-    """A check of this group; ``how`` are further fields of Check."""
+    """Build a law that varies one thing in a training; ``law_fields`` are further fields of Law."""
     fields = {
         "tier": Tier.STAGED,
         "models": MODELS[:1],
         **law_fields,
-        "needs": (Feature.VARIATIONS, *law_fields.get("needs", ())),
+        "features": (Feature.VARIATIONS, *law_fields.get("features", ())),
     }
     return Law(name=f"training.{name}", statement=statement, observe=observe, judge=judge, **fields)

@@ -9,6 +9,8 @@ import torch
 
 from zharness.engines.protocol import Absent, Engine
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
@@ -63,7 +65,8 @@ LAWS = (
         "a forward without backward leaves nothing behind: in eval mode, under no_grad, in inference mode",
         observe_forward_alone,
         judge_forward_alone,
-        variants=tuple((name, ()) for name in FORWARD_MODES),
-        user_model_variants=("no_grad",),
+        variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),
+        steps=LawSteps(observe_forward_alone),
+        kept_because="forwards that train nothing, each in a mode of its own",
     ),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from zharness.engines.protocol import Feature
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import compare_step_counts, step_hyperparameters, unflatten
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
@@ -79,13 +79,14 @@ def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor
 LAWS = (
     Law(
         name="training.free_running",
-        statement="left to itself, the engine leaves vanilla's weights by no more than its gradients' differences explain",
+        statement="running freely, weights leave plain PyTorch's by no more than the gradients' differences explain",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_free_running,
         judge=judge_free_running,
-        needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        training_runs={"": TRAINING_RUN},
+        variants=(Variant(training_run=TRAINING_RUN),),
+        kept_because="needs gradients and weights alone, so it can judge an engine that shows no optimizer state",
     ),
 )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import ALL_MODELS
@@ -63,15 +64,19 @@ LAWS = (
         models=ALL_MODELS,
         observe=observe_grads,
         judge=judge_grads,
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        steps=LawSteps(observe_grads),
+        kept_because="the shortest law, which every engine can be held to: the first one to read in a report",
     ),
     Law(
         name="training.one_hot_rank",
-        statement="if only rank k has a non-zero loss, N x gradient is the vanilla gradient of rank k's batch, bitwise",
+        statement="if only rank k has a loss, N x gradient is plain PyTorch's gradient of rank k's batch, bitwise",
         tier=Tier.EXACT,
         models=ALL_MODELS,
         observe=observe_one_hot_rank,
         judge=judge_one_hot_rank,
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        steps=LawSteps(observe_one_hot_rank),
+        kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
     ),
 )

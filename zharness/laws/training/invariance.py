@@ -9,10 +9,12 @@ from torch import Tensor
 
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.training.common import MOVING_WEIGHTS, STEPS, variation_law
+from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 
@@ -78,16 +80,19 @@ LAWS = (
         observe_ranks_agree,
         judge_ranks_agree,
         tier=Tier.EXACT,
-        needs=(Feature.CLIP,),
-        **MOVING_WEIGHTS,
-        user_model_variants=("",),
+        features=(Feature.CLIP,),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        kept_because="needs no baseline: it holds for a model that no other law can run",
     ),
     variation_law(
         "config_invariance",
-        "the engine's variants, any two of them together where they can be, change no number",
+        "the engine's variants, alone and in compatible pairs, change no number",
         observe_config_invariance,
         judge_config_invariance,
-        needs=(Feature.VARIANTS,),
+        features=(Feature.VARIANTS,),
         models=("mlp", "exact"),
+        steps=LawSteps(observe_config_invariance),
+        kept_because="the only law that switches the engine's options",
     ),
 )

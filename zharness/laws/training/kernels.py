@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_within_bound
@@ -64,12 +64,13 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="training.kernels",
-        statement="local gradients are as near to float64 as torch's own kernels give them; the reduced ones are their mean",
+        statement="local gradients are as near to float64 as those of torch's kernels; reduced ones are their mean",
         tier=Tier.CALIBRATED,
         models=("mlp", "transformer"),
         observe=observe_kernels,
         judge=judge_kernels,
         dtypes=("fp32",),
-        user_model_variants=("",),
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="the only law for random weights on an engine with kernels of its own",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import MODELS, variation_law
@@ -48,5 +49,7 @@ LAWS = (
         tier=Tier.EXACT,
         models=MODELS,
         dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow, and then loses bits
+        steps=LawSteps(observe_loss_scale_power),
+        kept_because="needs neither baseline nor bound, so it also holds with kernels that are not torch's",
     ),
 )

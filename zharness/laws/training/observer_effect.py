@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from zharness.engines.protocol import Engine, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
-from zharness.laws.training.common import MOVING_WEIGHTS, variation_law
+from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, Tier
 
 ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2}, schedule=(1.0, 0.5))
@@ -59,10 +60,12 @@ def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "looked_at",
-        "an engine that is asked for all that it shows, at every turn and twice, trains as one that nobody looks at",
+        "an engine whose state is read twice at every point trains exactly as one whose state is never read",
         observe_looked_at,
         judge_looked_at,
         tier=Tier.EXACT,
-        **MOVING_WEIGHTS,
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        kept_because="the only law that reads everything twice, beside an engine that nothing reads",
     ),
 )

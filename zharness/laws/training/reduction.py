@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from zharness.engines.protocol import Feature, Reduction
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import variation_law
@@ -67,18 +68,22 @@ def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sum_or_mean",
-        "gradients are reduced by the mean over ranks or by the sum, as asked",
+        "gradients are reduced by the mean over ranks or by the sum, as configured",
         observe_sum_or_mean,
         judge_sum_or_mean,
         models=("mlp", "exact", "transformer"),
-        needs=(Feature.SUM,),
+        features=(Feature.SUM,),
+        steps=LawSteps(observe_sum_or_mean),
+        kept_because="the only law that trains with both reductions",
     ),
     variation_law(
         "no_sync",
-        "backwards inside no_sync count with the first one outside, and are forgotten with it",
+        "backwards inside no_sync accumulate into the first one outside, and zero_grad discards them",
         observe_no_sync,
         judge_no_sync,
         models=("mlp", "exact"),
-        needs=(Feature.NO_SYNC,),
+        features=(Feature.NO_SYNC,),
+        steps=LawSteps(observe_no_sync),
+        kept_because="the only law that postpones synchronization",
     ),
 )

@@ -10,6 +10,8 @@ from torch import Tensor
 from zharness.engines.protocol import AccumulationOwner, Feature, Reduction
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
@@ -125,10 +127,16 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "several_backwards",
-        "several forwards, losses and backwards before one step accumulate, at accumulation 1 too",
+        "several forwards, losses and backwards before one step accumulate, also with accumulation 1",
         observe_several_backwards,
         judge_several_backwards,
-        needs=(Feature.RETAIN_GRAPH,),
-        variants=(("", ()), *((name, (Feature.ENGINE_ACCUMULATION,)) for name in ("window", "given_up"))),
+        features=(Feature.RETAIN_GRAPH,),
+        variants=(
+            Variant(),
+            Variant("window", (Feature.ENGINE_ACCUMULATION,)),
+            Variant("given_up", (Feature.ENGINE_ACCUMULATION,)),
+        ),
+        steps=LawSteps(observe_several_backwards),
+        kept_because="accumulation without any notice to the engine: backwards with no step between them",
     ),
 )

@@ -11,12 +11,13 @@ from torch import Tensor
 from zharness.engines.protocol import Engine, Piece
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.training.common import MODELS, MOVING_WEIGHTS, variation_law
+from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 
 EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
@@ -99,11 +100,12 @@ def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sgd_step",
-        "SGD at a rate of 1 moves every weight by its reduced gradient, where layout() says, no generator, no switch",
+        "SGD at a rate of 1 moves each weight by its reduced gradient; layout(), generators and switches are right",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,
-        **MOVING_WEIGHTS,
-        user_model_variants=("",),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        kept_because="the only law that checks a rank's shards and its random number generator",
     ),
 )

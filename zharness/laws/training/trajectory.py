@@ -15,7 +15,8 @@ from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts, compare_engine_facts
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
@@ -132,22 +133,29 @@ LAWS = (
         models=ALL_MODELS,
         observe=observe_trajectory,
         judge=judge_trajectory,
-        needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        variants=(("adamw", ()), ("sgd", ())),
-        training_runs=TRAJECTORY_RUNS,
+        variants=tuple(Variant(name, training_run=run) for name, run in TRAJECTORY_RUNS.items()),
+        steps=LawSteps(observe_trajectory),
+        kept_because="several steps with parameter groups, momentum and a schedule, where other laws make one step",
     ),
     Law(
         name="training.optimizers",
-        statement="AMSGrad, SGD with Nesterov and dampening, ten clipped steps and all other optimizers replay torch.optim's",
+        statement="AMSGrad, Nesterov SGD with dampening, ten clipped steps and other optimizers replay torch.optim's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
         judge=judge_optimizers,
-        needs=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        variants=(("adam", ()), ("nesterov", ()), ("long", (Feature.CLIP,)), ("others", ()), ("rprop", ())),
-        self_compared_variants=("others", "rprop"),
-        training_runs=OPTIMIZER_RUNS,
+        variants=(
+            Variant("adam", training_run=OPTIMIZER_RUNS["adam"]),
+            Variant("nesterov", training_run=OPTIMIZER_RUNS["nesterov"]),
+            Variant("long", (Feature.CLIP,), training_run=OPTIMIZER_RUNS["long"]),
+            Variant("others", compares_engine_with_itself=True),
+            Variant("rprop", compares_engine_with_itself=True),
+        ),
+        steps=LawSteps(observe_optimizers),
+        kept_because="the only law with optimizers and options beyond the default ones",
     ),
 )
