@@ -11,7 +11,7 @@ from typing import Any
 from zharness.engines import registry
 from zharness.law_kit.scenarios import Scenario, make_scenario_observer
 from zharness.laws import Law
-from zharness.laws.torch_func import make_transform_observer as transforming
+from zharness.laws.torch_func import make_transform_observer
 
 
 class StepsKind(Enum):
@@ -33,7 +33,7 @@ class LawSteps:
     kind: StepsKind
     function: Callable[..., Any]
     scenario: Scenario | None = None
-    comparison_part: str = "beside"
+    comparison_part: str = "compare_with_plain"
 
 
 # Of those whose observer is a function of its own, these have a plain side in the script: everything that they record
@@ -57,7 +57,7 @@ LAWS_WITH_PLAIN_SIDE = (
     "model.configured",
 )
 # Those that hold the engine against itself, and the part of the script that says how.
-SELF_COMPARING_LAWS = {"state.resume": "own_resume", "state.refuse_pickle": "own_refuse"}
+SELF_COMPARING_LAWS = {"state.resume": "compare_resumed", "state.refuse_pickle": "compare_refused_load"}
 ENGINES_WITHOUT_SAVE = ("ddp", "zero1")  # saving is their caller's
 
 
@@ -66,10 +66,9 @@ def get_law_steps(check: Law) -> LawSteps | None:
     observe = check.observe
     held = inspect.getclosurevars(observe).nonlocals
     if observe.__qualname__ == f"{make_scenario_observer.__qualname__}.<locals>.observe":
-        if observe.__module__ == make_scenario_observer.__module__:
-            return LawSteps(StepsKind.SCENARIO, held["scene"].play, held["scene"])
-        if observe.__module__ == transforming.__module__:
-            return LawSteps(StepsKind.TRANSFORM, held["transform"])
+        return LawSteps(StepsKind.SCENARIO, held["scenario"].script, held["scenario"])
+    if observe.__qualname__ == f"{make_transform_observer.__qualname__}.<locals>.observe":
+        return LawSteps(StepsKind.TRANSFORM, held["transform"])
     if check.name in SELF_COMPARING_LAWS:
         return LawSteps(StepsKind.SELF_COMPARISON, observe, comparison_part=SELF_COMPARING_LAWS[check.name])
     return LawSteps(StepsKind.STEPS, observe) if check.name in LAWS_WITH_PLAIN_SIDE else None
