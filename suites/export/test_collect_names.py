@@ -104,18 +104,18 @@ def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: P
 
 def test_the_third_of_three_definitions_of_this_package_is_not_dropped() -> None:
     collection = DefinitionCollection()
-    modules = ("zharness.law_kit.optimizer_step", "zharness.doctor.command", "zharness.export.command")
-    called = [collection.add(module, "told") for module in modules]
-    assert called == ["told", "command_told", "command_told_2"]
+    modules = ("zharness.engines.reference", "zharness.engines.deepspeed_capabilities", "zharness.engines.fsdp2")
+    called = [collection.add(module, "capabilities_at") for module in modules]
+    assert called == ["capabilities_at", "deepspeed_capabilities_capabilities_at", "fsdp2_capabilities_at"]
     assert {f"def {name}" for name in called} <= {text.partition("(")[0] for text in collection.texts.values()}
 
 
 @pytest.mark.parametrize(
     ("part", "names"),
     [
-        ("taken", frozenset({"b_told"})),
-        ("given", frozenset({"b_told"})),
-        ("instead", {"b_told": "from math import pi as b_told"}),
+        ("reserved", frozenset({"b_told"})),
+        ("provided", frozenset({"b_told"})),
+        ("import_overrides", {"b_told": "from math import pi as b_told"}),
         ("imports", {"b_told": "from math import pi as b_told"}),
     ],
 )

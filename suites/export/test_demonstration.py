@@ -50,5 +50,5 @@ def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
     zharness(0, "export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
     script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
-    assert "reduced(factory(), {'num_hidden_layers': '1'" in script
-    assert "class Training" in script, "which the bench of the script names"
+    assert "lora(), {'num_hidden_layers': '1'" in script
+    assert "class TrainingConfig" in script, "which the bench of the script names"

@@ -24,7 +24,7 @@ from zharness.export.collect import DefinitionCollection, defined_names
 from zharness.export.command import render_law_table
 from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
 from zharness.export.judge_script import render_function
-from zharness.export.law_steps import SELF_COMPARING_LAWS, explain_long_script
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import ScriptWriter
 from zharness.export.source_text import prune_unused, render_imports
@@ -114,7 +114,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
     cases = cells_to_export(whole=False)
     assert len(cases) > 50
     for case, text in scripts_of(cases, tmp_path):
-        made = "Engine" if case.law in SELF_COMPARING_LAWS else "Plain"
+        made = "Engine" if is_self_comparison(LAWS[case.law].steps) else "Plain"
         assert asked_of_engines(text) <= methods_of(made, text), case.id
 
 
@@ -155,7 +155,7 @@ def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tm
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
     case = Cell.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
     scene = render_function(LAWS[case.law].observe, ScriptWriter(case.engine, WHOLE))
-    assert scene.startswith("observing(Scene(play=")
+    assert scene.startswith("make_scenario_observer(Scenario(script=")
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:
@@ -238,7 +238,7 @@ def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_t
     case = Cell.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
     text = render_cell_script(record_of(case), claims_of("fsdp2", 3), "x.py").text
     assert "OPTIONS = {'grouping': 'block'}" in text
-    assert "module.register_forward_pre_hook(joined, with_kwargs=True)" in text
+    assert "module.register_forward_pre_hook(insert_junction, with_kwargs=True)" in text
     assert "class Junction(torch.autograd.Function)" in text
 
 
@@ -258,19 +258,19 @@ def test_definitions_come_with_what_they_use_and_before_it() -> None:
     assert collection.imports["nn"] == "from torch import nn"
 
 
-def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() -> None:
+def test_the_second_of_two_definitions_with_one_name_gets_its_module_as_prefix() -> None:
     collection = DefinitionCollection()
-    assert collection.add("zharness.law_kit.rank_context", "flattened") == "flattened"
-    assert collection.add("zharness.laws.state_foreign_checkpoints", "flattened") == "foreign_state_flattened"
-    assert collection.texts["foreign_state_flattened"].startswith("def foreign_state_flattened(")
-    collection.add("zharness.laws.state_foreign_checkpoints", "attempted")
-    assert "foreign_state_flattened(engine)" in collection.texts["attempted"]
+    assert collection.add("zharness.law_kit.construction", "clone_tensors") == "clone_tensors"
+    assert collection.add("zharness.engines.torch_checkpoint", "clone_tensors") == "torch_checkpoint_clone_tensors"
+    assert collection.texts["torch_checkpoint_clone_tensors"].startswith("def torch_checkpoint_clone_tensors(")
+    collection.add("zharness.engines.torch_checkpoint", "load_shards")
+    assert "torch_checkpoint_clone_tensors(\n" in collection.texts["load_shards"]
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
-    collection = DefinitionCollection(_definition_sites={"FOLDER": ("elsewhere", "FOLDER")})
+    collection = DefinitionCollection(_definition_sites={"FOLDER_NAME": ("elsewhere", "FOLDER_NAME")})
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
-        collection.add("zharness.engines.torch_checkpoint", "FOLDER")
+        collection.add("zharness.engines.torch_checkpoint", "FOLDER_NAME")
 
 
 def test_what_nothing_uses_is_cut_out() -> None:

@@ -102,7 +102,10 @@ def test_a_program_becomes_modules_and_lines() -> None:
         "ddp", "2.13.0", program, ProgramOutcome(Verdict.FAIL, "step 1, reduction: x"), claims
     )
     compile(script.text, "script.py", "exec")
-    assert "Chain([nn.Identity(), Twice(Chain([nn.Linear(3, 3), nn.ReLU()])), Read(3, 2), Unused(1)])" in script.text
+    assert (
+        "Chain([nn.Identity(), RepeatedBlock(Chain([nn.Linear(3, 3), nn.ReLU()])), UncalledLinear(3, 2), UnusedParameter(1)])"
+        in script.text
+    )
     assert "with engine.no_sync():" in script.text
     assert "second_loss(output0)" in script.text
 
@@ -124,7 +127,7 @@ def test_a_program_that_a_caller_s_lines_do_not_tell_is_written_with_its_judge(p
     script = render_program_script("deepspeed", "0.19.8", program, outcome, claims)
     compile(script.text, "script.py", "exec")
     assert script.signature == "step 3, optimizer"
-    assert "judge = lambda trial: judge_program(trial, PROGRAM)" in script.text
+    assert "judge = lambda ctx: judge_program(ctx, PROGRAM)" in script.text
 
 
 def test_the_program_of_a_law_of_any_order_is_cut_down_before_any_is_drawn() -> None:

@@ -18,6 +18,7 @@ import torch
 from zharness.engines import Piece
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.kill_matrix import MutantRunner, make_target_cell
+from zharness.law_kit.default_training import DEFAULT_TRAINING
 from zharness.laws import LAWS
 from zharness.mutants import MUTANTS
 from zharness.parity import Comparison, Part, compare_bitwise, compare_within_bound, snapshot
@@ -115,10 +116,11 @@ def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytes
     def unrecorded(trial: object, course: object) -> None:
         raise EngineContractError("nothing was recorded under 'loss' at step 0")
 
-    monkeypatch.setattr(observe_and_judge, "curves", unrecorded)
-    check = next(check for check in LAWS.values() if check.training_runs)
-    for variant in check.training_runs:
-        assert observe_and_judge.training_curves(SimpleNamespace(variant=variant), check) == {}
+    monkeypatch.setattr(observe_and_judge, "build_curves", unrecorded)
+    law = next(law for law in LAWS.values() if all(variant.training_run for variant in law.variants))
+    for variant in law.variants:
+        ctx = SimpleNamespace(variant=variant.name, training=DEFAULT_TRAINING)
+        assert observe_and_judge.training_curves(ctx, law) == {}
 
 
 def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:

@@ -13,15 +13,20 @@ from zharness.errors import UsageError
 from zharness.export.collect import read_source
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
-from zharness.export.law_steps import SELF_COMPARING_LAWS, LawSteps, StepsKind, explain_long_script, get_law_steps
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
-from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, choose_exact_reduction
+from zharness.law_kit.law_steps import LawSteps, StepsKind
+from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer
 from zharness.laws import DTYPES, get_law
+from zharness.laws.torch_func import align_weights, measure_weight_alignment
 from zharness.parity.certificate import is_power_of_two
+from zharness.parity.junctions import insert_junction
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.record import Record, Verdict
-from zharness.workload import model_spec
+from zharness.workload import ModelSpec, model_spec, models
+from zharness.workload.shrink_model import shrink_factory_result
+from zharness.workload.transformers_batches import find_draw
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 
 
@@ -32,7 +37,7 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
     """
     case = record.cell
     check = get_law(case.law)
-    steps = get_law_steps(check)
+    steps = check.steps
     ok = f"repro: {case.law} on {case.engine_label} at stage {case.stage} OK."
     if steps is None or is_judged_by_law(case, claims):
         signature = extract_signature(record, is_judged=True)
@@ -46,9 +51,9 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
     steps_told = "\n\n\n".join(render_steps(writing, case, steps, claims))
     setting = build_settings(case, record.seed, steps, claims)
     if setting.has_junctions:
-        writing.collection.add("zharness.parity.junctions", "joined")
+        writing.add_definition(insert_junction)
     head = render_cell_docstring(
-        record, check, signature, ok, name, SELF_EXPLANATION if check.name in SELF_COMPARING_LAWS else PLAIN_EXPLANATION
+        record, check, signature, ok, name, SELF_EXPLANATION if is_self_comparison(steps) else PLAIN_EXPLANATION
     )
     return writing.render_script(head, setting, model, steps_told, signature, ok, steps.comparison_part)
 
@@ -81,7 +86,7 @@ def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities)
     """The constants of a cell's script."""
     zeros = claims.refusal(Feature.NO_GRADIENT) is not None
     if steps.scenario is not None:
-        zeros = zeros and steps.scenario.unused_grads.name == "CLAIMED"
+        zeros = zeros and steps.scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED
     return ScriptSettings(
         engine=cell.engine,
         stage=cell.stage,
@@ -128,12 +133,12 @@ def extract_signature(record: Record, is_judged: bool = False) -> str:
 
 def render_registered_model(writing: ScriptWriter, name: str) -> str:
     """The model, its batches and its loss, as the registry's own entry has them."""
-    module = "zharness.workload.models"
-    writing.collection.add(module, "ModelSpec")
+    module = models.__name__
+    writing.add_definition(ModelSpec)
     writing.collection.add(module, "SAMPLES")
     registry_ = read_source(module).definitions["MODELS"]
     for node in ast.walk(registry_):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ModelSpec":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == ModelSpec.__name__:
             fields = {keyword.arg: keyword.value for keyword in node.keywords}
             if getattr(fields["name"], "value", "") == name:
                 return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
@@ -142,31 +147,30 @@ def render_registered_model(writing: ScriptWriter, name: str) -> str:
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:
     """A user's own model, which the script imports."""
-    for module, needed in (("models", "ModelSpec"), ("models", "SAMPLES"), ("drawing", "drawn_from")):
-        writing.collection.add(f"zharness.workload.{module}", needed)
+    writing.collection.add(models.__name__, "SAMPLES")
+    for used in (ModelSpec, find_draw):
+        writing.add_definition(used)
     path, changes = parse_user_model_name(name)
     module, _, factory = path.partition(":")
-    text = writing.read_part("foreign")
+    text = writing.read_part("user_model")
     found = f'importlib.import_module("{module}").{factory}'
     if changes:
-        writing.collection.add("zharness.workload.shrink_model", "reduced")
-        text = f"def smaller(factory):\n    return reduced(factory(), {changes!r})\n\n\n{text}".replace(
-            "FACTORY()", "smaller(FACTORY)"
-        )
+        called = writing.add_definition(shrink_factory_result)
+        found = f"lambda: {called}({found}(), {changes!r})"
     return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {found}\n\n\n{text}'
 
 
 def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Capabilities) -> Iterator[str]:
     """What the caller does."""
     function = steps.function
-    writing.collection.add(function.__module__, function.__name__)
-    if steps.kind in (StepsKind.STEPS, StepsKind.SELF_COMPARISON):
+    writing.add_definition(function)
+    if steps.kind in (StepsKind.OBSERVER, StepsKind.SELF_COMPARISON):
         yield f"observe = {function.__name__}"
         return
-    writing.collection.add("zharness.laws.training_accumulation", "FROZEN")
+    writing.collection.add(make_scenario_observer.__module__, "ZERO_LR_SGD")
     if steps.kind is StepsKind.TRANSFORM:
-        writing.collection.add("zharness.laws.torch_func", "placed")
-        writing.collection.add("zharness.laws.torch_func", "placed_as")
+        for used in (measure_weight_alignment, align_weights):
+            writing.add_definition(used)
         owned = is_owner_claimed(AccumulationOwner.ENGINE, claims)
         yield f"ACCUMULATIONS = {(1, 4) if owned else (1,)}\nTRANSFORM = {function.__name__}"
         yield writing.read_part("transforms")
@@ -177,15 +181,11 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
     reduction = choose_exact_reduction(scene.reduction, cell.world_size, claims)
     yield "\n".join(
         [
-            f"PLAY, ENGINES, AFTER = {function.__name__}, {scene.engine_count}, {FOLLOW_UP_MICRO}",
+            f"SCRIPT, ENGINES, FOLLOW_UP = {function.__name__}, {scene.engine_count}, {FOLLOW_UP_MICRO}",
             f"DIVISOR, REDUCTION = {scene.accumulation_steps if owned else 1}, Reduction.{reduction.name}",
         ]
     )
-    yield writing.read_part("plays")
-
-
-# They divide by three, and their later steps begin at weights that are no integers any more.
-ROUNDED_LAWS = ("training.accumulation",)
+    yield writing.read_part("scenarios")
 
 
 def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
@@ -197,7 +197,7 @@ def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bo
         and cell.dtype == "fp32"
     ):
         return True
-    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and cell.law not in ROUNDED_LAWS
+    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and not steps.rounds
     return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities, EngineConfig, registry
+from zharness.errors import EngineContractError
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import (
     WRITTEN_ENGINES,
@@ -31,15 +32,28 @@ from zharness.export.script_writer import (
     render_prelude,
 )
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.rank_context import RankContext
 from zharness.laws import DTYPES, LOSS_SCALES, get_law
+from zharness.parity.attribution import attribute_mismatch
+from zharness.parity.baseline import Baseline
+from zharness.parity.contamination import ProcessConditions, read_process_conditions
+from zharness.parity.junctions import with_junctions
+from zharness.parity.snapshot import EvidenceWriter, RankEvidence
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.program_runner import SEED
+from zharness.workload.program_model import program_model_spec
 from zharness.workload.programs import Program
 from zharness.workload.user_model import is_user_model
 
 # What the part "judged" has of its own, the constants of the cell, and what only annotations name.
-JUDGE_SCRIPT_NAMES = frozenset({"Records", "conditions", "attribute", "Check", "SPEC"})
+JUDGE_SCRIPT_NAMES = frozenset(
+    {"SPEC", *(each.__name__ for each in (EvidenceWriter, read_process_conditions, attribute_mismatch, Law))}
+)
 # What the cell's constants are called, beside the names of the parts.
 CONSTANT_NAMES = frozenset(
     (
@@ -47,14 +61,7 @@ CONSTANT_NAMES = frozenset(
         *("CLAIMS", "MAKE", "BESIDE", "PROGRAM", "NAME", "FACTORY", "observe", "judge", "status"),
     )
 )
-ROOT_DEFINITIONS = (
-    ("zharness.law_kit.rank_context", "Bench"),
-    ("zharness.law_kit.judge_context", "Trial"),
-    ("zharness.parity.baseline", "Baseline"),
-    ("zharness.parity.snapshot", "Evidence"),
-    ("zharness.parity.contamination", "Conditions"),
-    ("zharness.errors", "EngineContractError"),
-)
+ROOT_DEFINITIONS = (RankContext, JudgeContext, Baseline, RankEvidence, ProcessConditions, EngineContractError)
 
 
 RenderText = Callable[[ScriptWriter], str]  # collects what a text takes, and returns the text
@@ -88,10 +95,10 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
     writing = ScriptWriter(
         script_spec.engine,
         JUDGE_SCRIPT_NAMES,
-        CONSTANT_NAMES | names_defined_in_parts("judged", "main", "foreign") - JUDGE_SCRIPT_NAMES,
+        CONSTANT_NAMES | names_defined_in_parts("judge", "main", "user_model") - JUDGE_SCRIPT_NAMES,
     )
     for root in ROOT_DEFINITIONS:
-        writing.collection.add(*root)
+        writing.add_definition(root)
     spec = script_spec.model(writing)
     constants = render_judge_constants(writing, script_spec)
     sections = [
@@ -99,7 +106,7 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
         join_definitions(writing.collection.texts.values()),
         spec,
         constants,
-        writing.read_part("judged"),
+        writing.read_part("judge"),
         writing.read_part("main"),
     ]
     # The adapter of a written engine imports it by itself.
@@ -157,15 +164,13 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
     """A program: its verbs are played and judged as those of the laws of any order are."""
     scale, wire = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
 
-    def render_lambda(name: str, module: str, parameter: str, writing: ScriptWriter) -> str:
-        writing.collection.add(module, name)
-        return f"lambda {parameter}: {name}({parameter}, PROGRAM)"
+    def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
+        return f"lambda ctx: {writing.add_definition(function)}(ctx, PROGRAM)"
 
     def model(writing: ScriptWriter) -> str:
-        writing.collection.add("zharness.workload.program_model", "spec_of")
-        return (
-            f"PROGRAM = {render_literal(program, writing.collection, writing.imports)}\nSPEC = spec_of(PROGRAM.layers)"
-        )
+        called = writing.add_definition(program_model_spec)
+        literal = render_literal(program, writing.collection, writing.imports)
+        return f"PROGRAM = {literal}\nSPEC = {called}(PROGRAM.layers)"
 
     return JudgeScriptSpec(
         engine=engine,
@@ -174,8 +179,8 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
         config=EngineConfig(program.stage, program.dtype, loss_scale=scale),
         model=model,
         baseline_model=lambda _: "SPEC",
-        observe=partial(render_lambda, "observe_program", "zharness.law_kit.program_executor", "bench"),
-        judge=partial(render_lambda, "judge_program", "zharness.law_kit.program_judge", "trial"),
+        observe=partial(render_lambda, observe_program),
+        judge=partial(render_lambda, judge_program),
         reduce_dtype=None if wire is None else DTYPES[wire],
     )
 
@@ -192,7 +197,7 @@ def render_baseline_model(cell: Cell, claims: Capabilities, writing: ScriptWrite
     """The plain model of the case; a user's own has the nodes in its graph that the engine puts there."""
     if claims.junctions is None or not is_user_model(cell.model):
         return "SPEC"
-    called = writing.collection.add("zharness.parity.junctions", "with_junctions")
+    called = writing.add_definition(with_junctions)
     return f"{called}(SPEC, {render_literal(claims.junctions, writing.collection, writing.imports)}, CONFIG.options)"
 
 

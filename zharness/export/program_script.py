@@ -8,11 +8,22 @@ from collections.abc import Iterator, Sequence
 from zharness.engines import Capabilities, Feature
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_docstring
 from zharness.export.judge_script import build_program_script_spec, render_judge_script
+from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
+from zharness.law_kit.program_executor import observe_program
 from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
-from zharness.workload.program_model import BLOCK_CLASSES, program_model_spec
+from zharness.workload.models import ModelSpec
+from zharness.workload.program_model import (
+    BLOCK_CLASSES,
+    Chain,
+    Conv,
+    FrozenLinear,
+    UncalledLinear,
+    UnusedParameter,
+    program_model_spec,
+)
 from zharness.workload.programs import (
     Act,
     CallerState,
@@ -26,7 +37,12 @@ from zharness.workload.programs import (
     shape_after_layer,
 )
 
-LAYERS_MODULE = "zharness.workload.program_model"
+PACKAGE_LAYERS = {
+    LayerKind.FROZEN: FrozenLinear,
+    LayerKind.READ: UncalledLinear,
+    LayerKind.CONV: Conv,
+    LayerKind.UNUSED: UnusedParameter,
+}
 UNWRITTEN_LAYERS = (LayerKind.TIED, LayerKind.SOMETIMES)
 WRITTEN_ACTS = (
     *(Act.FORWARD, Act.BACKWARD, Act.NO_SYNC, Act.STEP, Act.ZERO_GRAD, Act.NO_GRAD, Act.INFERENCE),
@@ -108,17 +124,17 @@ def extract_exception(cause: str) -> str:
 
 def render_program_model(writing: ScriptWriter, program: Program) -> str:
     """SPEC: the model, its micro-batches and its loss."""
-    writing.collection.add("zharness.workload.models", "ModelSpec")
-    writing.collection.add("zharness.workload.models", "SAMPLES")
+    writing.add_definition(ModelSpec)
+    writing.collection.add(ModelSpec.__module__, "SAMPLES")
     writing.imports += ["import torch", "from torch import nn"]
     widths, lines = ModelShape(), []
     for layer in program.layers:
         lines.append(render_layer(writing, layer, widths))
         widths = shape_after_layer(widths, layer)
-    held = "Chain" if any(layer.kind in BLOCK_CLASSES for layer in program.layers) else "nn.Sequential"
-    if held == "Chain":
-        writing.collection.add(LAYERS_MODULE, "Chain")
-    listed = f"[{', '.join(lines)}]" if held == "Chain" else ", ".join(lines)
+    if any(layer.kind in BLOCK_CLASSES for layer in program.layers):
+        model = f"{writing.add_definition(Chain)}([{', '.join(lines)}])"
+    else:
+        model = f"nn.Sequential({', '.join(lines)})"
     source = program.layers[0]
     inputs = (
         f"torch.randint({source.sizes[0]}, (SAMPLES,), generator=generator)"
@@ -126,7 +142,7 @@ def render_program_model(writing: ScriptWriter, program: Program) -> str:
         else f"torch.randn(SAMPLES, {source.sizes[0]}, generator=generator)"
     )
     return f"""def model():
-    return {held}({listed})
+    return {model}
 
 
 def micro_batch(generator):
@@ -141,23 +157,15 @@ def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str
     """The expression that builds one layer."""
     width, size = widths.width, (0, *layer.sizes)[-1]
     if layer.kind in BLOCK_CLASSES:
-        name = BLOCK_CLASSES[layer.kind].__name__
-        writing.collection.add(LAYERS_MODULE, name)
-        writing.collection.add(LAYERS_MODULE, "Chain")
+        name, chain = writing.add_definition(BLOCK_CLASSES[layer.kind]), writing.add_definition(Chain)
         inner = []
         for each in layer.inner:
             inner.append(render_layer(writing, each, widths))
             widths = shape_after_layer(widths, each)
-        return f"{name}(Chain([{', '.join(inner)}]))"
-    own = {
-        LayerKind.FROZEN: f"Frozen({width}, {size})",
-        LayerKind.READ: f"Read({width}, {size})",
-        LayerKind.CONV: f"Conv({size})",
-    }
-    own[LayerKind.UNUSED] = f"Unused({size})"
-    if layer.kind in own:
-        writing.collection.add(LAYERS_MODULE, own[layer.kind].partition("(")[0])
-        return own[layer.kind]
+        return f"{name}({chain}([{', '.join(inner)}]))"
+    if layer.kind in PACKAGE_LAYERS:
+        sizes = (width, size) if layer.kind in (LayerKind.FROZEN, LayerKind.READ) else (size,)
+        return f"{writing.add_definition(PACKAGE_LAYERS[layer.kind])}({', '.join(map(str, sizes))})"
     return {
         LayerKind.INPUTS: "nn.Identity()",
         LayerKind.TOKENS: f"nn.Embedding({layer.sizes[0] if layer.sizes else 0}, {size})",
@@ -171,36 +179,36 @@ def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str
 
 def render_observe(writing: ScriptWriter, program: Program) -> str:
     """observe: a line or two for each verb."""
-    writing.collection.add("zharness.laws.training_trajectory", program.optimizer.upper())
+    optimizer = render_literal(TRAJECTORY_OPTIMIZERS[program.optimizer], writing.collection, writing.imports)
     if any(Mark.OTHER in verb.marks for verb in program.verbs):
-        writing.collection.add("zharness.laws.double_backward", "second_loss")
-    lines = [f"engine = bench.engine(optimizer={program.optimizer.upper()})", "bench.record_trained(engine, 0)"]
+        writing.collection.add(observe_program.__module__, "second_loss")
+    lines = ["engine = ctx.build_engine(optimizer=OPTIMIZER)", "ctx.record_training_state(engine, 0)"]
     era = 0
     for place, verb, book in iter_verbs(program):
         lines.append(f"# {verb}")
         lines += render_verb(verb, book, place)
         if verb.act is Act.STEP:
             era += 1
-            lines.append(f"bench.record_trained(engine, {era})")
-    assert TRAJECTORY_OPTIMIZERS[program.optimizer], "a name of the steps' own"
-    return "def observe(bench):\n" + textwrap.indent("\n".join([*lines, "engine.close()"]), "    ")
+            lines.append(f"ctx.record_training_state(engine, {era})")
+    body = textwrap.indent("\n".join([*lines, "engine.close()"]), "    ")
+    return f"OPTIMIZER = {optimizer}\n\n\ndef observe(ctx):\n{body}"
 
 
 def render_verb(verb: Verb, book: CallerState, position: int) -> Iterator[str]:
     """What a caller writes for one verb; a gradient is recorded after each backward that reduces."""
     drawn = book.micro_batches_drawn
-    batch = f"bench.batch({drawn})"
+    batch = f"ctx.batch({drawn})"
     if verb.act is Act.FORWARD:
         yield f"output{drawn} = engine({batch}.inputs)"
-        yield f'bench.record("output", {{"output": output{drawn}}}, {position})'
+        yield f'ctx.record("output", {{"output": output{drawn}}}, {position})'
     elif verb.act in GRADLESS_FORWARDS:
         yield f"with {GRADLESS_FORWARDS[verb.act]}:"
         yield f"    output = engine({batch}.inputs)"
-        yield f'bench.record("output", {{"output": output.clone()}}, {position})'
+        yield f'ctx.record("output", {{"output": output.clone()}}, {position})'
     elif verb.act is Act.BACKWARD:
         chosen = book.select_output(verb)
         yield from render_backward(verb, f"output{chosen}", chosen)
-        yield f'bench.record("grads", engine.full_grads(), {position})'
+        yield f'ctx.record("grads", engine.full_grads(), {position})'
     elif verb.act is Act.NO_SYNC:
         yield "with engine.no_sync():"
         yield f"    output = engine({batch}.inputs)"
@@ -208,14 +216,14 @@ def render_verb(verb: Verb, book: CallerState, position: int) -> Iterator[str]:
     elif verb.act is Act.INPUT_GRAD:
         yield f"leaf = {batch}.inputs.clone().requires_grad_()"
         yield "(grad,) = torch.autograd.grad(engine(leaf).sum(), leaf)"
-        yield f'bench.record("input", {{"input": grad}}, {position})'
+        yield f'ctx.record("input", {{"input": grad}}, {position})'
     else:
         yield from ["engine.step()", "engine.zero_grad()"] if verb.act is Act.STEP else ["engine.zero_grad()"]
 
 
 def render_backward(verb: Verb, output: str, micro_step: int) -> Sequence[str]:
     """A backward in its spelling."""
-    loss = f"SPEC.loss({output}, bench.batch({micro_step}).target)"
+    loss = f"SPEC.loss({output}, ctx.batch({micro_step}).target)"
     loss = f"second_loss({output})" if Mark.OTHER in verb.marks else loss
     retain = f"retain_graph={Mark.RETAIN in verb.marks}"
     if Mark.TENSOR in verb.marks:

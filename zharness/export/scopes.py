@@ -27,6 +27,17 @@ def find_free_names(text: str) -> frozenset[str]:
     return frozenset(found | find_class_body_reads(text)[0])
 
 
+def find_global_reads(text: str) -> frozenset[str]:
+    """Return the names that any scope of ``text`` reads from its module; a local variable is not one of them."""
+    found: set[str] = set()
+    for table in iter_symbol_tables(text):
+        if table.get_type() == "module":
+            found |= referenced_names(table)
+        else:
+            found |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+    return frozenset(found)
+
+
 def all_comprehension_targets(text: str) -> set[str]:
     """The names that comprehensions give to what they run over."""
     return {name for node in ast.walk(ast.parse(text)) for name in comprehension_targets(node)}

@@ -14,15 +14,27 @@ from typing import Any
 import torch
 
 from zharness import engines
-from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
+from zharness.engines import AccumulationOwner, Capabilities, Engine, Feature, registry
 from zharness.export.collect import DefinitionCollection, defined_names, read_source
-from zharness.export.source_text import collect_names, prune_unused, render_imports, split_imports
+from zharness.export.scopes import find_global_reads
+from zharness.export.source_text import prune_unused, render_imports, split_imports
+from zharness.law_kit.default_training import TrainingConfig
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizer_step import step_hyperparameters
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.scenarios import Participant, Scenario
+from zharness.parity import formulas
+from zharness.parity.bounds import BoundedTensor, gamma, subnormal
 
 PARTS_FOLDER = Path(__file__).parent / "parts"
+PLAIN_COMPARISON_PART = "compare_with_plain"  # the part that runs the same steps on plain PyTorch
 WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines whose set-up is a part of its own
 PROTOCOL_MODULE = "zharness.engines.protocol"
 # What scripts have of their own, by the names that checks know it by.
-PLAIN_SCRIPT_NAMES = frozenset({"Bench", "Side", "Check", "Trial", "Feature", "Observe", "Scene", "SPEC"})
+PLAIN_SCRIPT_NAMES = frozenset(
+    {"SPEC", *(each.__name__ for each in (RankContext, Participant, Law, JudgeContext, Feature, Scenario))}
+)
 IMPORT_OVERRIDES = {
     # Of older torch alone it says more than torch's own.
     "_mse": "from torch.nn.functional import mse_loss as _mse",
@@ -31,7 +43,13 @@ BASE_IMPORTS = ("import os", "import sys", "import importlib", "from torch impor
 CONFIG_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
 # What an engine of somebody else is written with: a script has it from this package, as the engine does.
 PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
-STEP_STATE_METHODS = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
+STEP_STATE_METHODS = tuple(
+    method.__name__
+    for method in (
+        *(RankContext.record_training_state, RankContext.record_weights, RankContext.record_optimizer_state),
+        *(Engine.full_params, Engine.full_optimizer_state),
+    )
+)
 PRELUDES = {
     "deepspeed": """LINEAR = nn.functional.linear
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
@@ -131,6 +149,10 @@ class ScriptWriter:
         for name in CONFIG_CLASSES:
             self.collection.add(PROTOCOL_MODULE, name)
 
+    def add_definition(self, definition: type | Callable[..., Any]) -> str:
+        """Collect a class or function of this package and all that it uses; return its name in the script."""
+        return self.collection.add(definition.__module__, definition.__name__)
+
     def render_script(
         self,
         docstring: str,
@@ -139,7 +161,7 @@ class ScriptWriter:
         observe_text: str,
         signature: str,
         success_line: str,
-        comparison_part: str = "beside",
+        comparison_part: str = PLAIN_COMPARISON_PART,
     ) -> Script:
         """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe.
 
@@ -147,11 +169,11 @@ class ScriptWriter:
         """
         asked = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
         if ".training" in asked:  # of the bench, or of a module: names are all that decides what is kept
-            self.collection.add("zharness.law_kit.default_training", "Training")
-        plain = comparison_part == "beside"
+            self.add_definition(TrainingConfig)
+        plain = comparison_part == PLAIN_COMPARISON_PART
         stepping = plain and any(f".{word}(" in asked for word in STEP_STATE_METHODS)
-        for name in ("gamma", "subnormal"):
-            self.collection.add("zharness.parity.bounds", name)
+        for bound in (gamma, subnormal):
+            self.add_definition(bound)
         formulas = self.render_formulas(asked) if stepping else ""
         engine = engine_name(settings.engine)
         sections = [
@@ -159,13 +181,13 @@ class ScriptWriter:
             join_definitions(self.collection.texts.values()),
             formulas,
             self.read_part("optimizers"),
-            self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_outside"),
+            self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_imported"),
             self.render_constants(settings, asked),
             model,
             self.read_part("plain") if plain else "",
             self.read_part("stepping") if stepping else "",
             self.read_part("junctions") if plain and settings.has_junctions else "",
-            self.read_part("bench"),
+            self.read_part("rank_context"),
             observe_text,
             self.read_part(comparison_part),
             self.read_part("compare"),
@@ -181,10 +203,10 @@ class ScriptWriter:
         """The script of ``sections``, without what nothing in them uses; ``prelude_of`` is told the names that are."""
         head, signature, ok = header
         body = prune_unused("\n\n\n".join(filter(None, sections)))
-        used = collect_names(ast.parse(body))
+        used = find_global_reads(body)
         prelude = make_prelude(used)
         statements = [*self.collection.imports.values(), *self.imports, *BASE_IMPORTS]
-        block = render_imports(statements, used | collect_names(ast.parse(prelude)))
+        block = render_imports(statements, used | find_global_reads(prelude))
         text = "\n\n".join(part for part in (head, block, prelude) if part)
         return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
 
@@ -221,9 +243,9 @@ class ScriptWriter:
     def render_formulas(self, used_text: str) -> str:
         """The formulas of the optimizers that the steps name, with the options that are added to each."""
         named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
-        self.collection.add("zharness.parity.bounds", "Bounded")
-        self.collection.add("zharness.law_kit.optimizer_step", "hyper")
-        module, found = "zharness.parity.formulas", []
+        for used in (BoundedTensor, step_hyperparameters):
+            self.add_definition(used)
+        module, found = formulas.__name__, []
         table = read_source(module).definitions["FORMULAS"]
         assert isinstance(table, ast.AnnAssign), "a dictionary with its type"
         assert isinstance(table.value, ast.Dict), "a dictionary"

@@ -184,7 +184,7 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "grad_scaler",
-        "fp16's loss scale, also after a load, is torch.amp.GradScaler's; an overflow on one rank skips the step on all",
+        "fp16's loss scale, also when loaded, is torch.amp.GradScaler's; one rank's overflow skips every rank's step",
         observe_scaler,
         judge_scaler,
         features=(),

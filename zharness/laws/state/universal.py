@@ -131,7 +131,7 @@ def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.universal",
-        statement="a universal checkpoint of DeepSpeed loads and continues; an incomplete one changes nothing and raises",
+        statement="DeepSpeed's universal checkpoint loads and continues; an incomplete one raises and changes nothing",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_universal,
