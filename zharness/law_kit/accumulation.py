@@ -23,7 +23,11 @@ def accumulate(
     label: str,
     backward: Callable[[Tensor], object],
 ) -> None:
-    """Forward and ``backward`` of every micro-step of ``window``, up to the boundary but not over it."""
+    """Run forward and ``backward`` of every micro-step of ``window``, without the optimizer step at the boundary.
+
+    Losses are recorded under ``label``. A caller that owns the accumulation divides the loss; an engine that owns it
+    gets a step after each micro-batch.
+    """
     for micro in window:
         loss = ctx.loss(engine, micro, label)
         backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
@@ -40,10 +44,11 @@ def judge_engine_divided_gradients(
     divided_locals: Sequence[Sequence[LocalResult]],
     exact: bool | Exactness = False,
 ) -> Iterator[Comparison]:
-    """Gradients of the micro-steps ``window`` where the engine divides: the loss, as ``divided`` is, or the gradient.
+    """Compare the gradients of a window in which the engine divides either the loss or the gradient.
 
-    The undivided ones are computed only where the others do not fit. Where neither do, it is told of those with which
-    more agrees: an engine that is wrong in one place is right in others.
+    ``divided_locals`` are the plain local results of divided losses. Results of undivided losses are computed only if
+    those do not match. If neither matches, yield the comparisons of which more match: a wrong engine is usually right
+    in most gradients.
     """
     by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
     found = list(stop_at_first_mismatch(by_loss(explain=False)))
@@ -60,11 +65,11 @@ def judge_engine_divided_gradients(
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
-    """In how many comparisons nothing is wrong."""
+    """Return the number of comparisons without a mismatch."""
     return sum(comparison.mismatch is None for comparison in comparisons)
 
 
 def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Who owns the accumulation of a training as configured: the engine, where it can."""
+    """Return who owns the accumulation of the configured training: the engine if it claims that, else the caller."""
     engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER

@@ -20,10 +20,10 @@ CLIP_ROUNDINGS = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of t
 
 @dataclass(frozen=True)
 class ClipFactor:
-    """By what gradients are clipped: 1 where they are not, NaN where the norm is, as torch's.
+    """The factor by which gradients are clipped: 1 without clipping, NaN where the norm is NaN, as in torch.
 
-    ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the rounding of a norm that it does not
-    report.
+    ``uncertainty`` is the relative distance by which an engine's factor may differ beyond the roundings of torch's
+    formula, because the engine reports no norm.
     """
 
     value: float = 1.0
@@ -31,8 +31,11 @@ class ClipFactor:
 
     @classmethod
     def from_norm(cls, limit: float, norm: Tensor, error: Tensor, reported_norm: Tensor | None) -> ClipFactor:
-        """That of torch.nn.utils.clip_grad_norm_ to ``limit``, by the norm ``reported``; where there is none, by
-        ``norm``, which an engine's may be off by ``error``."""
+        """Return the factor of torch.nn.utils.clip_grad_norm_ to ``limit``.
+
+        It follows from ``reported_norm``; without one, from ``norm``, from which the engine's own norm may differ by
+        ``error``.
+        """
         if reported_norm is not None:
             return cls(float(compute_clip_factor(limit, reported_norm)))
         value, norms = compute_clip_factor(limit, norm), ((norm - error).clamp(min=0.0), norm + error)
@@ -42,7 +45,7 @@ class ClipFactor:
         )
 
     def apply_to(self, grad: BoundedTensor) -> BoundedTensor:
-        """``grad`` times the factor; ``grad`` itself where nobody clips."""
+        """Return ``grad`` times the factor; ``grad`` itself without clipping."""
         if self == ClipFactor():
             return grad
         value = torch.tensor(self.value, dtype=torch.float64)
@@ -52,7 +55,7 @@ class ClipFactor:
 
 
 def compute_clip_factor(limit: float, norm: Tensor) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
+    """Return torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
     return (limit / (norm.double() + 1e-6)).clamp(max=1.0)
 
 
@@ -60,7 +63,7 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Say so when a norm is wrong because there is none: it is recorded as NaN."""
+    """Add a hint to a mismatch of a norm that the engine did not report, which is recorded as NaN."""
     absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
@@ -68,11 +71,11 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
 def judge_clip_factor(
     ctx: JudgeContext, label: str, step: int, grads: Mapping[str, Tensor], limit: float
 ) -> Generator[Comparison, None, ClipFactor]:
-    """On every rank the norm recorded under ``label`` is that of all ``grads`` together; the factor by which
-    torch.nn.utils.clip_grad_norm_ clips them to ``limit``, 1 where it does not.
+    """Compare the norm recorded under ``label`` with that of all ``grads``, on every rank; return the clip factor.
 
-    That an engine which clips reports none is told by training.clip_and_norm, which records it as NaN. What it clips by
-    is then known as well as a norm is: DeepSpeed's stage 0 averages it over ranks, which rounds once more for each.
+    The factor is torch.nn.utils.clip_grad_norm_'s to ``limit``; 1 where no norm was recorded. An engine that clips and
+    reports no norm fails training.clip_and_norm; here its factor is known only as precisely as a norm is. DeepSpeed's
+    stage 0 averages the norm over ranks, which rounds once more for each rank.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
@@ -84,7 +87,7 @@ def judge_clip_factor(
 def judge_reported_norm(
     ctx: JudgeContext, label: str, step: int, norm: Tensor, error: Tensor
 ) -> Generator[Comparison, None, Tensor | None]:
-    """On every rank the norm recorded under ``label`` is ``norm``, within ``error``; rank 0's, if there is one."""
+    """Compare the norm recorded under ``label`` with ``norm``, within ``error``; return rank 0's norm, if any."""
     reported = [copy.get("norm") for copy in ctx.rank_records(label, step)]
     for rank, each in enumerate(reported):
         if each is not None:

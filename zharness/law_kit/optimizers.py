@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 
-# A step that moves nothing but its momentum, which tells how often it was made, and on which gradient.
+# Its step moves only the momentum, which shows how many steps were made, and with which gradients.
 ZERO_LR_SGD = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
 
 SCHEDULED_SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))
@@ -35,7 +35,7 @@ TRAJECTORY_OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
 
 FIRST_LAYER_GROUP = GroupSpec("first.*", {"lr": 3e-2, "maximize": True})
 
-# Of its own in all that Adam is told.
+# Overrides every argument of Adam.
 FIRST_LAYER_ADAM_GROUP = GroupSpec(
     "first.*", {**FIRST_LAYER_GROUP.overrides, "betas": (0.7, 0.9), "eps": 1e-4, "weight_decay": 0.2}
 )

@@ -32,32 +32,33 @@ from zharness.workload import Batch
 from zharness.workload.models import collect_tensors
 from zharness.workload.programs import Act, CallerState, Mark, Program, Verb, apply_verb, iter_verbs
 
-OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # of engines of which nothing is recorded
+OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # of the engines that are not recorded
 
-OVERWRITE_VALUE = 3  # what a caller writes over tensors that it was given
+OVERWRITE_VALUE = 3  # the caller overwrites returned tensors with it
 
 WEIGHT_CHANGING_ACTS = (Act.LOAD, Act.IDLE, Act.EDIT)
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """An output in a caller's hand, the micro-batch that it was made of, and a copy of that from before."""
+    """An output that the caller keeps, its micro-batch, and a copy of the micro-batch from before the forward."""
 
     output: Tensor
     batch: Batch
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Whether the micro-batch is another than it was, or wants gradients."""
+        """Return whether the micro-batch has other values than before, or requires gradients."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
 
 @dataclass
 class ProgramExecutor:
-    """One rank's caller: its engine, its outputs in hand by micro-batch, and how many weights there were (``era``).
+    """Executes a program on one rank's engine and records what the judge compares.
 
-    Behind every step it trains the engines ``beside``, of which nothing is recorded.
+    ``outputs`` are kept by micro-batch until their backward. ``weights_version`` counts the changes of the weights.
+    After every step the ``other_engines`` are trained too, without records.
     """
 
     ctx: RankContext
@@ -69,7 +70,7 @@ class ProgramExecutor:
     weights_version: int = 0
 
     def execute_verb(self, position: int, verb: Verb, book: CallerState) -> None:
-        """One verb, and records of what can be compared after it."""
+        """Execute one verb and record what can be compared after it; ``book`` is the state before it."""
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward(position, verb, book.micro_batches_drawn)
@@ -103,29 +104,30 @@ class ProgramExecutor:
             self.execute_between_steps(verb, book)
 
     def get_batch(self, verb: Verb, micro: int) -> Batch:
-        """This rank's micro-batch as the verb's marks have it."""
+        """Return this rank's micro-batch, changed as the verb's marks say."""
         return apply_input_marks(self.ctx.batch(micro), verb, self.ctx.rank, micro)
 
     def make_leaf_inputs(self, micro: int) -> Tensor:
-        """This rank's inputs, as a leaf that requires a gradient."""
+        """Return this rank's inputs as a leaf that requires a gradient."""
         inputs: Tensor = self.ctx.batch(micro).inputs
         return inputs.clone().requires_grad_()
 
     def model_kwargs(self, micro: int) -> dict[str, bool]:
+        """Return the extra keyword arguments of the model for a micro-batch."""
         return make_model_kwargs(self.program, self.ctx.spec, micro)
 
     def run_forward(self, batch: Batch, micro: int) -> Tensor:
-        """Forward of a micro-batch."""
+        """Run the forward of a micro-batch and return its output."""
         output: Tensor = call_with_extra_kwargs(batch, self.engine, self.model_kwargs(micro))
         return output
 
     def make_forward_result(self, batch: Batch, micro: int) -> ForwardResult:
-        """The same, with what a backward needs."""
+        """Run the forward of a micro-batch and return what its backward needs."""
         before = batch.map_tensors(torch.clone)
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """A forward in the verb's mode; the output of a plain one is kept."""
+        """Run a forward in the mode of the verb; keep the output of an ordinary one."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
             kept = self.make_forward_result(batch, micro)
@@ -134,7 +136,7 @@ class ProgramExecutor:
             self.outputs[micro] = kept
 
     def backward(self, position: int, verb: Verb, result: ForwardResult) -> None:
-        """Backward of the verb's loss in the verb's spelling; and what has become of the caller's own tensors."""
+        """Run the verb's backward, and record whether the caller's own tensors changed."""
         output = result.output
         loss = second_loss(output) if Mark.OTHER in verb.marks else self.ctx.spec.loss(output, result.batch.target)
         own = {"output": output, "loss": loss}
@@ -151,7 +153,7 @@ class ProgramExecutor:
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 
     def run_failing_micro_batch(self, verb: Verb, micro: int) -> None:
-        """A micro-batch that raises halfway; after a backward that did, what it has left is forgotten."""
+        """Run a micro-batch that raises halfway; after a failed backward, zero the gradients that it left."""
         batch = self.get_batch(verb, micro)
         with inject_interruption(self.engine.module, verb.act):
             output = self.run_forward(batch, micro)
@@ -160,7 +162,7 @@ class ProgramExecutor:
             self.engine.zero_grad()
 
     def inspect_engine(self, position: int, book: CallerState) -> None:
-        """Ask for everything, twice; what is shown the second time is recorded, and all of it written over."""
+        """Read all that the engine reports twice, record the second reading, and overwrite all returned tensors."""
         shown: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters
@@ -175,7 +177,7 @@ class ProgramExecutor:
             tensor.fill_(OVERWRITE_VALUE)
 
     def step(self, position: int, book: CallerState) -> None:
-        """A step; before a boundary nothing may move."""
+        """Call the engine's step. Before an accumulation boundary, record that nothing has moved."""
         self.outputs.clear()
         self.engine.step()
         if not book.is_boundary:
@@ -191,7 +193,7 @@ class ProgramExecutor:
         self.advance_weights_version()
 
     def execute_between_steps(self, verb: Verb, book: CallerState) -> None:
-        """The verbs that need neither a micro-batch nor a gradient."""
+        """Execute a verb that needs neither a micro-batch nor a gradient."""
         act = verb.act
         if act is Act.SAVE:
             self.engine.save(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else book.save_count))
@@ -206,29 +208,29 @@ class ProgramExecutor:
             self.advance_weights_version()
 
     def edit_weight(self) -> None:
-        """Rank 0 writes a weight; what the others write is not to last."""
+        """Fill a weight on rank 0; the other ranks write another value, which must not last."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
-        gathered: Any = self.engine
-        with gathered.gathered([name]) as weights, torch.no_grad():
+        engine: Any = self.engine
+        with engine.gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
 
     def advance_weights_version(self) -> None:
-        """Go on to the weights that there are now."""
+        """Record the weights after a change of them."""
         self.weights_version += 1
         self.record_weights_version()
 
     def record_weights_version(self) -> None:
-        """Record weights, optimizer state and what the engine tells of itself, as they are now."""
-        # What was gathered is counted behind other collectives: gloo lets go of what it has sent a moment later.
+        """Record the current weights, optimizer state and facts of the engine."""
+        # Count gathered bytes after other collectives: gloo frees what it has sent only a moment later.
         seen = self.ctx.record_training_state(self.engine, self.weights_version)
-        self.ctx.record("told", build_facts(seen), self.weights_version)
-        held = seen.gathered_bytes
-        counted = {} if isinstance(held, Absent) else {"gathered": torch.tensor(held)}
-        self.ctx.record("held", counted, self.weights_version)
+        self.ctx.record("facts", build_facts(seen), self.weights_version)
+        gathered = seen.gathered_bytes
+        counted = {} if isinstance(gathered, Absent) else {"gathered": torch.tensor(gathered)}
+        self.ctx.record("gathered", counted, self.weights_version)
 
 
 def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
-    """One micro-batch and its step."""
+    """Train one micro-batch and make its step."""
     batch = ctx.batch(micro)
     engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
     engine.step()
@@ -236,7 +238,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
-    """Run ``program`` on the engine, on every rank; ``others`` are how many more are in the process, and train too."""
+    """Run ``program`` on the engine, on every rank, beside ``other_engine_count`` more engines that train too."""
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zharness.engines.protocol import Capabilities, Feature, Reduction
 from zharness.workload.programs import GRAPH_ACTS, Act, LayerKind, Mark, Program, is_accumulating, iter_verbs
 
-# What an engine has to claim for a program to use these; everything else is part of any training.
+# Features that layers, acts and marks require; everything else is part of every training.
 LAYER_FEATURES = {
     LayerKind.READ: Feature.OUTSIDE_FORWARD,
     LayerKind.UNUSED: Feature.PARAMETERS,
@@ -34,7 +34,7 @@ MARK_FEATURES = {
 
 
 def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
-    """Why an engine that ``claims`` so cannot be asked to run ``program``; nothing where it can."""
+    """Return why an engine with these capabilities cannot run ``program``; the empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not claim stage {program.stage} in {program.dtype}"
     if program.stage in capabilities.own_kernels:
@@ -50,11 +50,11 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
 
 
 def find_required_features(program: Program) -> list[Feature]:
-    """What ``program`` asks of an engine beyond plain training."""
+    """Return the features that ``program`` requires beyond plain training."""
     used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
     used += [ACT_FEATURES.get(verb.act) for verb in program.verbs]
     used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]
-    # Where reduction is armed by the newest forward, a backward of an older one is not reduced, as a second one is not.
+    # An engine that prepares its reduction in the newest forward reduces neither an older one's nor a second backward.
     used += [Feature.RETAIN_GRAPH for _, verb, book in iter_verbs(program) if verb.act in GRAPH_ACTS and book.outputs]
     used += [Feature.CALLER_ACCUMULATION for _, verb, book in iter_verbs(program) if is_accumulating(book, verb)]
     used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)

@@ -15,20 +15,24 @@ from zharness.workload.programs import Act
 
 @contextmanager
 def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
-    """A block that an InterruptedError ends: behind the forward of the second of the module's children that runs, or of
-    the only one; or, where a backward is to fail, in front of the backward of that one, or of the next that has one.
+    """Raise InterruptedError halfway through a forward or backward within the block, and catch it at the block's end.
 
-    Raises EngineContractError where the engine kept the exception from its caller, or ran no backward through that
-    child; HarnessFault where no such child ran, so that nothing was there to be interrupted.
+    It is raised after the forward of the second child module that runs (or of the only one), or before the backward of
+    that child or of the next one that has a backward.
+
+    Raises EngineContractError if the exception did not reach the caller, or if no backward ran through that child;
+    HarnessFault if no child ran that could be interrupted.
     """
     children = [*module.children()]
     calls, chosen, raised = count(1), list[nn.Module](), list[Act]()
 
     def interrupt(*_: object) -> None:
+        """Raise InterruptedError and remember it."""
         raised.append(act)
         raise InterruptedError
 
     def forward_hook(child: nn.Module, _inputs: object, output: Any) -> None:
+        """Raise in the chosen child's forward, or register the hook that raises in its backward."""
         if next(calls) < min(2, len(children)) or chosen:
             return
         if act is Act.FAILED_FORWARD:

@@ -22,29 +22,29 @@ from zharness.workload.programs import Verb, join_words
 
 
 def observe_any_order(ctx: RankContext) -> None:
-    """The program, on ranks whose generators differ; what was played is recorded beside what was seen."""
-    wanted = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
-    program = wanted.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
+    """Run the drawn program on ranks whose random generators differ, and record its verbs."""
+    template = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
+    program = template.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
     ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
-        observe_program(ctx, program, wanted.other_engine_count)
+        observe_program(ctx, program, template.other_engine_count)
         ctx.record("switches", read_process_state(), 1)
 
 
 def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Verb by verb, and what a caller has switched for the process at the end."""
-    wanted = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
+    """Judge the program verb by verb, and the switches of the process at its end."""
+    template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
     text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
     verbs = tuple(parse_verb(word) for word in text.split())
-    for comparison in judge_program(ctx, wanted.make_program_of_verbs(verbs)):
+    for comparison in judge_program(ctx, template.make_program_of_verbs(verbs)):
         yield add_program_hint(comparison, verbs)
     yield from compare_process_state(ctx, "switches", range(2))
 
 
 def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
-    """``comparison`` with the verbs up to the one that went wrong, where it did."""
+    """Add a hint to a mismatch with the verbs up to the one that went wrong."""
     wrong = comparison.mismatch
     if wrong is None or not wrong.step:
         return comparison

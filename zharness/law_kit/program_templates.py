@@ -16,9 +16,11 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 
 @dataclass(frozen=True)
 class ProgramTemplate:
-    """What a caller of one variant says, and to an engine of which configuration; ``features`` as in Check.
+    """The phrases of one variant's program, and the configuration of the engine that runs it.
 
-    ``others`` are further engines in the process, of the plainest configuration, that train in turn with this one.
+    A phrase that is known to fail on some engine has a variant of its own, so that the other phrases are judged in full
+    whatever order a seed draws. ``features`` are those that the variant requires. ``other_engine_count`` more engines
+    of the simplest configuration train in turn with this one.
     """
 
     phrases: tuple[str, ...]
@@ -32,13 +34,13 @@ class ProgramTemplate:
     other_engine_count: int = 0
 
     def draw_verbs(self, seed: int) -> list[Verb]:
-        """All phrases in an order of ``seed``, between those with which it begins and ends."""
+        """Return all phrases in an order drawn from ``seed``, between the opening and the closing."""
         random = Random(f"{seed} {self.optimizer} {self.phrases}")  # noqa: S311 - an order, no secret
         drawn = random.sample(self.phrases, len(self.phrases))
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """What is spoken, without the verbs and marks that the engine does not claim, nor what they leave illegal."""
+        """Return the drawn program, without what the engine does not claim and what is illegal without that."""
         wishes = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)
@@ -47,17 +49,17 @@ class ProgramTemplate:
         return self.make_program_of_verbs(legal_verbs((), wishes, window=self.window), dtype)
 
     def make_program_of_verbs(self, verbs: tuple[Verb, ...], dtype: str = "fp32") -> Program:
-        """The program of these verbs in this repertoire's configuration."""
+        """Return the program of these verbs in this template's configuration."""
         return Program((), verbs, 0, 0, dtype, self.optimizer, self.clip, self.window, self.reduction)
 
 
 def is_act_claimed(verb: Verb, capabilities: Capabilities) -> bool:
-    """Whether the engine claims what the act of ``verb`` takes, its marks left aside."""
+    """Return whether the engine claims the act of ``verb``, regardless of its marks."""
     return verb.act not in ACT_FEATURES or capabilities.refusal(ACT_FEATURES[verb.act]) is None
 
 
 def drop_unclaimed_marks(verb: Verb, dtype: str, capabilities: Capabilities) -> Verb:
-    """``verb`` without the marks that the engine does not claim, or that mean something else in ``dtype``."""
+    """Return ``verb`` without marks that the engine does not claim or that mean something else in ``dtype``."""
     refused = {mark for mark, feature in MARK_FEATURES.items() if capabilities.refusal(feature) is not None}
     refused |= {Mark.TENSOR} if dtype == "fp16" else set()
     return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))
@@ -97,7 +99,7 @@ MLP_TEMPLATES = {
         features=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
         opening="f b s f b s",
     ),
-    # DDP lays out its buckets anew in the forward after the first backward.
+    # DDP rebuilds its buckets in the forward after the first backward.
     "second_forward": ProgramTemplate(("t",), "sgd", features=(Feature.TRANSFORMS,), opening="f b s", closing="f b s"),
     "saved": ProgramTemplate(
         ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
@@ -135,7 +137,7 @@ MLP_TEMPLATES = {
         features=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
         opening="f b s f b s",
     ),
-    # FSDP2's stage 3 gathers ahead of a backward, and the next forward takes that, whatever was loaded meanwhile.
+    # FSDP2's stage 3 prefetches for a backward, and the next forward uses that even after a load.
     "interrupted_load": ProgramTemplate(
         ("xb load",),
         "sgd",
@@ -145,7 +147,7 @@ MLP_TEMPLATES = {
     ),
 }
 
-# Of a model with a part that is used in every second micro-batch, one that never is, a frozen and a tied one.
+# For a model with a part used in every second micro-batch, an unused, a frozen and a tied one.
 CHANGING_TEMPLATES = {
     "": ProgramTemplate(
         ("f b s", "f b f b s", "n n f b:unseen s", "f b z", "v", "idle", "edit", "e f b l s"),

@@ -1,4 +1,4 @@
-"""A backward that raises halfway, on purpose."""
+"""A backward that raises halfway on purpose."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from torch.autograd import backward
 
 
 class DeliberateError(Exception):
-    """Raised within a backward."""
+    """Raised on purpose within a backward or a recomputation."""
 
 
 class RaisingBackward(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
+    """Returns its input unchanged; its backward raises DeliberateError."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Return a copy of ``hidden``."""
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Raise DeliberateError."""
         raise DeliberateError
 
 
 def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The block on something whose backward raises, so that the layers behind it have their gradients already."""
+    """Run ``block`` on an input whose backward raises, when later layers have their gradients already."""
     broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(broken)
 
 
 def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """1 where the backward of ``loss`` raises what was raised within it, 0 where that is lost."""
+    """Return 1 if the backward of ``loss`` raises the DeliberateError from within it, 0 if the exception is lost."""
     try:
         backward(loss, retain_graph=retain_graph)
     except DeliberateError:

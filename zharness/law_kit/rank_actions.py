@@ -1,4 +1,4 @@
-"""What several laws do with an engine on a rank."""
+"""Actions on a rank that several laws share."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from zharness.law_kit.rank_context import RankContext
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that every rank sees, gone afterwards. Collective."""
-    told = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(told)
+    """Create a folder that every rank sees, and remove it afterwards. Collective."""
+    paths = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(paths)
     try:
-        yield Path(told[0])
+        yield Path(paths[0])
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(told[0], ignore_errors=True)
+            shutil.rmtree(paths[0], ignore_errors=True)
 
 
 def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> None:
-    """One step, with everything recorded that ``judge_step`` asks for."""
+    """Train one step and record everything that ``judge_step`` needs."""
     ctx.record_training_state(engine, step)
     engine.backward(ctx.loss(engine, step))
     ctx.record("grads", engine.full_grads(), step)
@@ -42,6 +42,7 @@ def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> No
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
+    """Put the engine's module into eval mode within the block."""
     engine.module.eval()
     try:
         yield
@@ -50,12 +51,12 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Another loss on the same forward: linear in the output with integer factors, so exact on the exact model."""
+    """Return another loss of the same forward: linear with integer factors, so exact on the exact model."""
     return 2 * output.sum(dim=-1).mean()
 
 
 def run_on_rank_0(action: Callable[[], Any]) -> None:
-    """Let rank 0 change files while nobody reads them. Collective."""
+    """Run ``action`` on rank 0 between two barriers, so that no rank reads files while it changes them. Collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         action()
@@ -63,6 +64,7 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 
 
 def load_raises(load: Callable[[], None]) -> Tensor:
+    """Return 1 if ``load`` raises, else 0."""
     try:
         load()
     except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
@@ -71,6 +73,6 @@ def load_raises(load: Callable[[], None]) -> Tensor:
 
 
 def collect_training_state(engine: Engine) -> dict[str, Tensor]:
-    """Weights and optimizer state by name."""
+    """Return weights and optimizer state by name."""
     state = engine.full_optimizer_state()
     return {**engine.full_params(), **{f"{n}/{k}": value for n, entry in state.items() for k, value in entry.items()}}

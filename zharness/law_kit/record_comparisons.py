@@ -1,4 +1,4 @@
-"""Comparisons of recorded weights, losses and labels that several laws share."""
+"""Comparisons of recorded weights and losses that several laws share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALE_FORWARD_HINT = "the forward used the weights from before"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The engine starts from the weights of the model that it was given."""
+    """Compare the engine's first weights with those of the model that it was given."""
     wanted = dict(ctx.baseline.build_module().named_parameters())
     copy = ctx.rank_records("params", 0)[0]
     check_names("full_params", wanted, copy)
@@ -27,9 +27,10 @@ def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_forward(
     ctx: JudgeContext, step: int, local: list[LocalResult], micro: int | None = None
 ) -> Iterator[Comparison]:
-    """The engine's forward uses the weights that it reports; where it does not, perhaps the ones before the step.
+    """Compare losses with the baseline at the weights that the engine reports.
 
-    ``micro`` is the micro-batch, where it has not the number of the step.
+    A loss that fits the weights of a step before is attributed to the gather. ``micro`` is the micro-batch if it
+    differs from ``step``.
     """
     at = step if micro is None else micro
     for comparison in ctx.compare_losses(at, local):
@@ -40,7 +41,7 @@ def compare_forward(
 
 
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
-    """Blame the gather when the loss is the one that the weights before the last step give."""
+    """Move a mismatch to the gather if the loss is the one that the weights before the last step give."""
     before = ctx.rank_records("params", step - 1)[0]
     stale = ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss
     if float(stale) != mismatch.actual:
@@ -51,7 +52,7 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
 def compare_records(
     ctx: JudgeContext, expected_label: str, actual_label: str, expected_step: int, step: int, part: Part
 ) -> Iterator[Comparison]:
-    """What every rank recorded under ``got`` at ``step`` is bitwise what it recorded under ``wanted`` at ``at``."""
+    """Compare bitwise what every rank recorded under two labels: ``expected_label`` and ``actual_label``."""
     pairs = zip(ctx.rank_records(expected_label, expected_step), ctx.rank_records(actual_label, step), strict=True)
     for rank, (expected, found) in enumerate(pairs):
         check_names(f"what a rank reports as {actual_label}", expected, found)
@@ -59,6 +60,4 @@ def compare_records(
             yield compare_bitwise(ctx.location(name, part, step, rank), tensor, found[name])
 
 
-UNBOUNDED_ERROR = torch.finfo(
-    torch.float64
-).max  # the bound of what is not known at all: compared, it would always pass
+UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an unknown value, which every comparison passes

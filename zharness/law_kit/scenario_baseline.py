@@ -22,23 +22,27 @@ from zharness.workload import Batch
 def make_plain_participant(
     baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
 ) -> Participant:
+    """Return the participant of one rank that runs a plain model in ``dtype``."""
     module = baseline.build_module().to(dtype)
 
     def get_batch(step: int) -> Batch:
+        """Return the rank's micro-batch in ``dtype``."""
         batch = baseline.batch(rank, step)
         return Batch(batch.inputs.to(dtype), batch.target.to(dtype))
 
     def backward(loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Run torch's own backward."""
         torch.autograd.backward(loss, retain_graph=retain_graph)
 
     @torch.no_grad()
     def step() -> None:
-        """A step that moves nothing: what it leaves behind is that the weights were written."""
+        """Write all weights that have a gradient without changing them, as an optimizer step with a rate of 0 does."""
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.sub_(torch.zeros_like(parameter))
 
     def recompute(function: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+        """Call ``function`` without checkpointing."""
         return function(*args)
 
     return Participant(
@@ -61,11 +65,11 @@ def make_plain_participant(
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What a play on the plain model leaves: values, each model's gradients, and those of the training after it.
+    """What a scenario on the plain model gives: values, each model's gradients, and those of the follow-up training.
 
-    ``given`` is what each backward that reached a parameter gave it, in their order, each by its entries: a sparse one
-    has several of a row, a dense one is its only one. The last backward's are all that is left of its gradient in an
-    engine that drops the others, which is worth a hint. ``given_after`` is the same of the training after it.
+    ``backward_grads`` holds, for each parameter, the gradient of every backward in order, split into entries: a sparse
+    gradient may have several entries of one row, a dense one is a single entry. The last of them shows where an engine
+    drops the others. ``backward_grads_after`` is the same for the follow-up training.
     """
 
     values: NamedTensors
@@ -75,7 +79,7 @@ class ScenarioResult:
     backward_grads_after: tuple[RecordedGradients, ...]
 
     def flatten(self) -> dict[str, Tensor]:
-        """Everything, by a name of its own."""
+        """Return all values and gradients in one dictionary."""
         parts = [self.values, *self.grads, *self.after]
         return {f"{number}/{name}": tensor for number, part in enumerate(parts) for name, tensor in part.items()}
 
@@ -83,22 +87,28 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    sides: list[Participant] = []
+    """Run a scenario and the follow-up training on plain models, as one rank."""
+    participants: list[Participant] = []
     for _ in range(scenario.engine_count):
-        sides.insert(0, make_plain_participant(baseline, variant, rank, dtype, sides[0] if sides else None))
-    watched = [record_gradients(side.module) for side in sides]
-    values = {name: tensor.detach() for name, tensor in (scenario.script(sides[0]) or {}).items()}
-    given = tuple(drain_gradients(each) for each in watched)
+        participants.insert(
+            0, make_plain_participant(baseline, variant, rank, dtype, participants[0] if participants else None)
+        )
+    recorders = [record_gradients(participant.module) for participant in participants]
+    values = {name: tensor.detach() for name, tensor in (scenario.script(participants[0]) or {}).items()}
+    backward_grads = tuple(drain_gradients(each) for each in recorders)
     grads, after = [], []
-    for side in sides:
-        grads.append(collect_grads(side.module))
-        side.zero_grad()
-        train_follow_up(side)
-        after.append(collect_grads(side.module))
-    return ScenarioResult(values, tuple(grads), tuple(after), given, tuple(drain_gradients(each) for each in watched))
+    for participant in participants:
+        grads.append(collect_grads(participant.module))
+        participant.zero_grad()
+        train_follow_up(participant)
+        after.append(collect_grads(participant.module))
+    return ScenarioResult(
+        values, tuple(grads), tuple(after), backward_grads, tuple(drain_gradients(each) for each in recorders)
+    )
 
 
 def collect_grads(module: nn.Module) -> NamedTensors:
+    """Return the dense gradients of a module's parameters, by name."""
     return {name: densify(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -106,18 +116,21 @@ def collect_grads(module: nn.Module) -> NamedTensors:
 def run_exact_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    """The play in the cell's dtype. Raises HarnessFault when float64 says that a bit was rounded away.
+    """Run a scenario in the cell's dtype. Raises HarnessFault if float64 gives other values: then something was
+    rounded.
 
-    The same for every engine and stage, so a process plays it once; what it holds is some 20 KB.
+    The result is the same for every engine and stage, so it is cached; it takes some 20 KB.
     """
-    played, wide = (run_plain_scenario(baseline, variant, scenario, rank, each) for each in (dtype, torch.float64))
+    result, wide = (run_plain_scenario(baseline, variant, scenario, rank, each) for each in (dtype, torch.float64))
     double = wide.flatten()
-    for name, tensor in played.flatten().items():
+    for name, tensor in result.flatten().items():
         if not torch.equal(tensor.double(), double[name].double()):
-            raise HarnessFault(f"the play is not exact: {name} is rounded on rank {rank}, so it can judge no engine")
-    return played
+            raise HarnessFault(
+                f"the scenario is not exact: {name} is rounded on rank {rank}, so it can judge no engine"
+            )
+    return result
 
 
 def run_scenario_on_all_ranks(ctx: JudgeContext, scenario: Scenario) -> list[ScenarioResult]:
-    """What the play leaves on every rank's plain model, in rank order."""
+    """Return the scenario's result on every rank's plain model, in rank order."""
     return [run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype) for rank in range(ctx.world_size)]

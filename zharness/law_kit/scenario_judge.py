@@ -17,14 +17,15 @@ from zharness.parity.certificate import division_exactness
 
 
 def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Values bitwise on each rank; gradients the exact sum over ranks; the training after it likewise."""
+    """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        everyone = run_scenario_on_all_ranks(ctx, scenario)
-        yield from ctx.compare_values("values", [played.values for played in everyone])
+        """Compare values, gradients, and the follow-up training of every engine."""
+        results = run_scenario_on_all_ranks(ctx, scenario)
+        yield from ctx.compare_values("values", [result.values for result in results])
         for number in range(scenario.engine_count):
-            yield from compare_scenario_grads(ctx, everyone, "grads", number)
-            yield from judge_after_effects(ctx, everyone, number)
+            yield from compare_scenario_grads(ctx, results, "grads", number)
+            yield from judge_after_effects(ctx, results, number)
 
     return judge
 
@@ -32,19 +33,19 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
 def compare_scenario_grads(
     ctx: JudgeContext, results: Sequence[ScenarioResult], label: str, engine_index: int
 ) -> Iterator[Comparison]:
-    """The gradients that an engine recorded under ``label`` are the exact sum, or the mean, over ranks."""
+    """Compare the gradients that an engine recorded under ``label`` with the exact sum, or the mean, over ranks."""
     summed, setting = ctx.has_record(Reduction.SUM.value), ctx.rank_records("setting")[0]
     scale = (ctx.world_size if summed else 1) / int(setting["divisor"])
     exact = summed or division_exactness(ctx.world_size)
-    found = [getattr(played, label)[engine_index] for played in results]
+    found = [getattr(result, label)[engine_index] for result in results]
     if setting["zeros"]:
         found = [{**zeros_for_unused_params(ctx, label, engine_index), **grads} for grads in found]
     suspects = make_backward_suspects(results, engine_index, scale) if label == "grads" else {}
-    given = [
-        (played.backward_grads if label == "grads" else played.backward_grads_after)[engine_index] for played in results
+    backward_grads = [
+        (result.backward_grads if label == "grads" else result.backward_grads_after)[engine_index] for result in results
     ]
-    whole = exact or (label == "after" and not any(has_split_gradients(each) for each in given))
-    rows = [found] if whole else split_reduction_terms(found, given)
+    whole = exact or (label == "after" and not any(has_split_gradients(each) for each in backward_grads))
+    rows = [found] if whole else split_reduction_terms(found, backward_grads)
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in rows]
     yield from ctx.compare_reduced_grads(label, micros, engine_index, exact, scale * len(rows), suspects)
 
@@ -52,20 +53,20 @@ def compare_scenario_grads(
 def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
-    """The training after a play is as ever, and nothing stays gathered."""
+    """Compare the follow-up training; no parameter may stay gathered."""
     yield from compare_scenario_grads(ctx, results, "after", engine_index)
-    for rank, held in enumerate(ctx.rank_records("held", engine_index)):
-        for name, count in held.items():
+    for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
+        for name, count in counts.items():
             yield compare_bitwise(ctx.location(name, Part.GATHER, engine_index, rank), torch.zeros_like(count), count)
 
 
 def split_reduction_terms(
     rank_grads: Sequence[NamedTensors], backward_grads: Sequence[RecordedGradients]
 ) -> list[list[NamedTensors]]:
-    """Rows, each with one gradient for every rank, whose sum is ``found``: one row for each entry of each backward.
+    """Return rows of gradients by rank that add up to ``rank_grads``: one row for each entry of each backward.
 
-    An engine may reduce, and round, each by itself, so it is their sizes that bound the error: the sum of large ones
-    may be small. What a play has zeroed meanwhile is taken off again in a row of its own.
+    An engine may reduce and round each entry alone, so their sizes bound the error: the sum of large entries may be
+    small. The last row removes what the scenario zeroed in between.
     """
     parts = [
         {name: [part for grad in grads for part in grad] for name, grads in each.items()} for each in backward_grads
@@ -83,20 +84,23 @@ def split_reduction_terms(
 def make_backward_suspects(
     results: Sequence[ScenarioResult], engine_index: int, scale: float
 ) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
-    """What is left where an engine keeps one of several backwards, or drops one: the gradients to recognise it by."""
+    """Return the gradients of an engine that keeps only the last of several backwards, or drops it."""
     alone, without = [], []
-    for played in results:
-        last = {name: scale * sum_tensors(grads[-1]) for name, grads in played.backward_grads[engine_index].items()}
-        grads = played.grads[engine_index]
+    for result in results:
+        last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}
+        grads = result.grads[engine_index]
         alone.append(LocalResult(torch.zeros(()), last))
         rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
-        # Nothing but zeros is left where only one backward reached a parameter: then none was dropped of several.
+        # Zeros are left if only one backward reached a parameter: then none of several was dropped.
         without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in rest.items() if bool(grad.any())}))
     return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
 
 
 def zeros_for_unused_params(ctx: JudgeContext, label: str, engine_index: int) -> NamedTensors:
-    """Zeros for every trained parameter that rank 0 reports a gradient of: what it has to be where no rank used it."""
+    """Return zeros for every trained parameter of which rank 0 reports a gradient.
+
+    A parameter that no rank used has to have this gradient.
+    """
     reported = ctx.rank_records(label, engine_index)[0]
     parameters = ctx.baseline.build_module().named_parameters()
     return {name: torch.zeros_like(p) for name, p in parameters if p.requires_grad and name in reported}

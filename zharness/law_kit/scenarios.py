@@ -25,20 +25,20 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload import Batch, ModelSpec
 
-FOLLOW_UP_MICRO = 1  # the micro-batch of the ordinary training after a play; plays use others
+FOLLOW_UP_MICRO = 1  # the micro-batch of the follow-up training; scripts use others
 
 NamedTensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Participant:
-    """The engine, or the plain model, so that one play drives either. ``rank`` is this micro-batch's.
+    """The engine or the plain model of one rank, so that one script drives either.
 
-    ``uneven()`` is a block in which ranks may use other parameters than their peers, where an engine wants to be told.
-    ``gathered(names)`` is one in which full weights may be edited by name; ``edits`` says whether this side's edits are
-    to last: the plain model's do, and rank 0's. ``recompute`` is torch.utils.checkpoint.checkpoint on the engine, and
-    just calls on the plain model: gradients have to be the same without it. ``other`` is a second engine (model) in the
-    same initial weights, where the law asks for one.
+    ``allow_uneven_use()`` is a block in which ranks may use different parameters. ``gather_weights(names)`` is a block
+    in which full weights may be edited by name; ``keeps_edits`` says whether this participant's edits last: the plain
+    model's and rank 0's do. ``recompute`` is torch.utils.checkpoint.checkpoint on the engine and a plain call on the
+    plain model, because gradients have to be the same. ``partner`` is a second engine or model with the same initial
+    weights, where the scenario has one.
     """
 
     call: Callable[..., Any]
@@ -57,20 +57,20 @@ class Participant:
     partner: Participant | None = None
 
     def inputs(self, step: int = 0) -> Tensor:
-        """The inputs of micro-step ``step``."""
+        """Return the inputs of micro-step ``step``."""
         inputs: Tensor = self.get_batch(step).inputs
         return inputs
 
     def leaf_inputs(self, step: int = 0) -> Tensor:
-        """The same, as a leaf that requires a gradient."""
+        """Return the inputs of micro-step ``step`` as a leaf that requires a gradient."""
         return self.inputs(step).clone().requires_grad_()
 
     def loss(self, output: Tensor, step: int = 0) -> Tensor:
-        """The workload's loss of an output."""
+        """Return the workload's loss of ``output``."""
         return self.spec.loss(output, self.get_batch(step).target)
 
     def training_loss(self, step: int = 0) -> Tensor:
-        """Forward and loss of micro-step ``step``."""
+        """Run the forward of micro-step ``step`` and return its loss."""
         return self.loss(self.call(self.inputs(step)), step)
 
 
@@ -78,20 +78,20 @@ ScenarioScript = Callable[[Participant], NamedTensors | None]
 
 
 def train_follow_up(participant: Participant) -> None:
-    """One micro-batch, as anybody trains it."""
+    """Train one ordinary micro-batch after the scenario."""
     participant.backward(participant.training_loss(FOLLOW_UP_MICRO))
 
 
 class UnusedGrads(Enum):
-    """What an engine may report as the gradient of a parameter that no rank used, of which vanilla has none."""
+    """The gradient that an engine may report for a parameter that no rank used; plain PyTorch has none."""
 
-    NONE_IF_CLAIMED = "none, as vanilla, where Feature.NO_GRADIENT is claimed; else zeros will do"
-    ALWAYS_NONE = "none, as vanilla, whatever is claimed"
+    NONE_IF_CLAIMED = "none where Feature.NO_GRADIENT is claimed, else zeros are accepted"
+    ALWAYS_NONE = "none, whatever is claimed"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A play and its setting: how many engines it needs, and over how many micro-batches those divide gradients.
+    """A script and its setting: the number of engines, and the micro-batches by which they divide gradients.
 
     An engine that leaves accumulation to its caller divides nothing.
     """
@@ -104,7 +104,10 @@ class Scenario:
 
 
 def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: Capabilities) -> Reduction:
-    """Sum or mean, of what an engine claims the exact one: a mean of three is not, nor is a sum made of such means."""
+    """Return the reduction that is exact on this engine, sum or mean, and ``preferred`` if both are.
+
+    A mean over three ranks rounds, and so does a sum that the engine makes of such means.
+    """
     if capabilities.refusal(Feature.SUM) is not None:
         return Reduction.MEAN
     if is_power_of_two(world_size):
@@ -113,14 +116,16 @@ def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: 
 
 
 def get_detached_weights(module: nn.Module, names: Sequence[str]) -> NamedTensors:
+    """Return the named weights without their graph."""
     weights = dict(module.named_parameters())
     return {name: weights[name].detach() for name in names}
 
 
 def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
-    """Play on the engine, on every rank."""
+    """Return an observer that runs the scenario on the engine."""
 
     def observe(ctx: RankContext) -> None:
+        """Run the scenario, a step that moves nothing, and the follow-up training; record values and gradients."""
         owns = scenario.accumulation_steps > 1 and AccumulationOwner.ENGINE in ctx.accumulation_owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scenario.accumulation_steps if owns else 1
@@ -135,23 +140,25 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
             )
             for _ in range(scenario.engine_count)
         ]
-        # The engine's own word, which an option may have changed.
+        # The engine's own claims, which an option may have changed.
         refused = engines[0].capabilities.refusal(Feature.NO_GRADIENT) is not None
         zeros = scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED and refused
         ctx.record("setting", {"divisor": torch.tensor(divisor), "zeros": torch.tensor(zeros)})
-        side: Participant | None = None
+        participant: Participant | None = None
         for engine in reversed(engines):
-            side = make_engine_participant(ctx, engine, side)
-        assert side is not None
-        ctx.record("values", scenario.script(side) or {})
+            participant = make_engine_participant(ctx, engine, participant)
+        assert participant is not None
+        ctx.record("values", scenario.script(participant) or {})
         for number, engine in enumerate(engines):
             ctx.record("grads", engine.full_grads(), number)
             engine.step()
             engine.zero_grad()
             train_follow_up(make_engine_participant(ctx, engine, None))
             ctx.record("after", engine.full_grads(), number)
-            held = engine.observe().gathered_bytes
-            ctx.record("held", {"gathered_bytes": torch.tensor(held)} if isinstance(held, int) else {}, number)
+            gathered = engine.observe().gathered_bytes
+            ctx.record(
+                "gathered", {"gathered_bytes": torch.tensor(gathered)} if isinstance(gathered, int) else {}, number
+            )
         for engine in engines:
             engine.close()
 
@@ -159,6 +166,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
 
 
 def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participant | None) -> Participant:
+    """Return the participant that runs ``engine`` on this rank."""
     return Participant(
         call=engine,
         module=engine.module,

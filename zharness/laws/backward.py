@@ -18,7 +18,7 @@ from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, Scen
 
 
 def engine_backward(participant: Participant) -> NamedTensors:
-    """What was not to be retained is gone: a second backward raises, as vanilla's does."""
+    """Call engine.backward twice: without retain_graph the second call raises, as in plain PyTorch."""
     loss = participant.training_loss()
     participant.backward(loss)
     try:
@@ -30,17 +30,18 @@ def engine_backward(participant: Participant) -> NamedTensors:
 
 
 def tensor_backward(participant: Participant) -> None:
+    """Call loss.backward()."""
     backward(participant.training_loss())
 
 
 def non_scalar(participant: Participant) -> None:
-    """``out.backward(g)`` with a g of integers."""
+    """Call ``out.backward(g)`` with an integer ``g``."""
     batch = participant.get_batch(0)
     backward(participant.call(batch.inputs), batch.target)
 
 
 def joint_loss(participant: Participant) -> None:
-    """One loss over two engines."""
+    """Run backward on one loss over two engines."""
     assert participant.partner is not None
     backward(
         participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
@@ -48,17 +49,18 @@ def joint_loss(participant: Participant) -> None:
 
 
 def bypass(participant: Participant) -> None:
-    """One loss over two engines, with a branch that never passed through either's output."""
+    """Run backward on one loss over two engines, with a branch that does not pass through either output."""
     assert participant.partner is not None
     together = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
     backward(participant.loss(together) + participant.module.head(participant.inputs()).sum())
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """A second loss that the forward leaves where no output leads to it."""
+    """Run backward on a second loss, which the forward computes and which no output depends on."""
     left: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Compute the second loss from a weight and the hidden values."""
         left.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
@@ -68,7 +70,7 @@ def auxiliary_loss(participant: Participant) -> None:
 
 
 def without_grad(participant: Participant) -> NamedTensors:
-    """Forwards under no_grad and inference_mode, before and between training: they leave nothing behind."""
+    """Run forwards under no_grad and inference_mode before and between training; they must leave nothing behind."""
     with torch.no_grad():
         values = {"no_grad": participant.call(participant.inputs())}
     loss = participant.training_loss()
@@ -79,13 +81,13 @@ def without_grad(participant: Participant) -> NamedTensors:
 
 
 def autograd_grad(participant: Participant) -> NamedTensors:
-    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one.
+    """Take gradients of an output by its input, once and for a batch of cotangents; no parameter gets a gradient.
 
-    Nor does one where the gradients of parameters are asked for. What is returned then is left alone: an engine may
-    give a rank its own, or, where parameters are shards, those of all.
+    Gradients by parameters are taken too, and not compared: an engine may return a rank's own, or all ranks' where
+    parameters are sharded.
     """
     leaf = participant.leaf_inputs()
-    output = participant.call(x=leaf)  # by keyword: an engine passes those on as they are
+    output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
     rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
@@ -97,7 +99,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
 
 
 def backward_inputs(participant: Participant) -> NamedTensors:
-    """``backward(inputs=[x])``, twice on one graph, in the middle of training."""
+    """Call ``backward(inputs=[x])`` twice on one graph in the middle of training."""
     backward(participant.training_loss(2))
     leaf = participant.leaf_inputs()
     loss = participant.loss(participant.call(leaf))
@@ -108,14 +110,14 @@ def backward_inputs(participant: Participant) -> NamedTensors:
 
 
 def recurrent(participant: Participant) -> None:
-    """An output fed back, and several forwards under one backward."""
+    """Feed an output back into the model, and run one backward over several forwards."""
     first = participant.call(participant.inputs())
     again = participant.call(first)
     backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
 
 
 class NamedTupleOutput(NamedTuple):
-    """An output of two tensors."""
+    """A model output of two tensors."""
 
     output: Tensor
     extra: Tensor
@@ -123,14 +125,14 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """An output that is no container of torch's."""
+    """A model output in a container that torch does not know."""
 
     output: Tensor
     extra: Tensor
     count: int = 2
 
 
-# What a model may return, and how a caller gets at the first output in it.
+# What a model may return, and how a caller takes the first output from it.
 OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
     (lambda output, extra: (output, extra), lambda made: made[0]),
     (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
@@ -145,7 +147,7 @@ OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], 
 
 
 def outputs(participant: Participant) -> None:
-    """Every container, with one output used and the others left; at last one in which both are used."""
+    """Return outputs in every container with one of them used; at last use both."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
     made = participant.call(participant.inputs(), pack=NamedTupleOutput)
@@ -153,6 +155,7 @@ def outputs(participant: Participant) -> None:
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
+    """Run one backward for each of two outputs."""
     made = participant.call(participant.inputs(), pack=NamedTupleOutput)
     backward(made.extra.sum())
     backward(participant.loss(made.output))
@@ -163,6 +166,7 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum over all tiles, and save the gradient of ``hidden``."""
         total = torch.zeros((), dtype=hidden.dtype)
         grads: list[Tensor] = []
         for tile in torch.split(hidden, 2):
@@ -178,18 +182,19 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the saved gradient times the incoming one."""
         (of_hidden,) = ctx.saved_tensors
         return grads[0] * of_hidden, None
 
 
 def backward_in_forward(participant: Participant) -> None:
-    """The head's gradient is complete before the caller's own backward begins."""
+    """Use a loss that completes the head's gradient before the caller's own backward begins."""
     hidden = participant.call(participant.inputs())
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """A backward raises halfway, a retained one twice; after zero_grad the micro-batch is trained again."""
+    """Let a backward raise halfway, a retained one twice, then zero the gradients and train the micro-batch again."""
     once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
     values = {"raised": once, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}

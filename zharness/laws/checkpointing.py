@@ -28,25 +28,28 @@ REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
 
 
 def make_checkpoint_runner(participant: Participant) -> BlockRunner:
-    """A way to run a block under a checkpoint of the variant's kind."""
+    """Return a function that runs a block under the variant's kind of checkpoint."""
     return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=participant.variant == REENTRANT)
 
 
 def block(participant: Participant) -> None:
-    """A region in the middle whose layer is used twice in it."""
+    """Checkpoint a block in the middle of the model, which uses one layer twice."""
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant))))
 
 
 def nested(participant: Participant) -> None:
+    """Checkpoint a block within a checkpoint."""
     inside = make_checkpoint_runner(participant)
 
     def run_nested(block: Block, hidden: Tensor) -> Tensor:
+        """Run the block within two checkpoints."""
         return inside(lambda h: inside(block, h), hidden)
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
 
 
 def whole_model(participant: Participant) -> NamedTensors:
+    """Checkpoint the whole model."""
     leaf = participant.leaf_inputs()
     backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
     assert leaf.grad is not None
@@ -54,7 +57,7 @@ def whole_model(participant: Participant) -> NamedTensors:
 
 
 def two_regions(participant: Participant) -> None:
-    """One layer in two regions of one loss."""
+    """Use one layer in two checkpointed regions of one loss."""
     inside = make_checkpoint_runner(participant)
     backward(
         participant.loss(
@@ -64,23 +67,25 @@ def two_regions(participant: Participant) -> None:
 
 
 def frozen(participant: Participant) -> None:
-    """A frozen layer in the region, beside trained ones, and nothing but a frozen one."""
+    """Checkpoint a frozen layer beside trained ones, and a frozen layer alone."""
     inside = make_checkpoint_runner(participant)
 
     def run_regions(block: Block, hidden: Tensor) -> Tensor:
+        """Run both regions."""
         return inside(lambda h: block(participant.module.frozen(h)), inside(participant.module.frozen, hidden))
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_regions)))
 
 
 def plain_inputs(participant: Participant) -> None:
-    """The region is the first layer, so its input requires no gradient: vanilla's reentrant form then gives it none."""
+    """Checkpoint the first layer, whose input requires no gradient: torch's reentrant form then gives it none."""
     recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
     hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
     backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
 
 
 def accumulation(participant: Participant) -> None:
+    """Checkpoint a block in two micro-batches."""
     for micro in (0, 2):
         backward(
             participant.loss(
@@ -90,6 +95,7 @@ def accumulation(participant: Participant) -> None:
 
 
 def non_scalar(participant: Participant) -> None:
+    """Call ``out.backward(g)`` through a checkpointed block."""
     backward(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant)),
         participant.get_batch(0).target,
@@ -111,9 +117,10 @@ class RaisesOnRecompute:
 
 
 def exception(participant: Participant) -> NamedTensors:
-    """The recomputation raises; after zero_grad the micro-batch is trained again."""
+    """Let the recomputation raise, then zero the gradients and train the micro-batch again."""
 
     def run_raising_region(block: Block, hidden: Tensor) -> Tensor:
+        """Checkpoint a block that raises when it is recomputed."""
         result: Any = checkpoint(RaisesOnRecompute(block), hidden, use_reentrant=participant.variant == REENTRANT)
         return result  # type: ignore[no-any-return]
 
@@ -128,7 +135,7 @@ def exception(participant: Participant) -> NamedTensors:
 
 
 def dropout(participant: Participant) -> None:
-    """The recomputation draws the numbers that the forward drew."""
+    """Checkpoint a block with dropout; its recomputation has to draw the numbers that its forward drew."""
     torch.manual_seed(participant.rank)
     loss = participant.loss(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant), dropping=True)

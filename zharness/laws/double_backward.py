@@ -30,7 +30,7 @@ from zharness.workload import Batch
 
 
 def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
-    """One backward in the spelling that ``variant`` names."""
+    """Run one backward in the spelling that ``variant`` names."""
     if variant == "tensor":
         torch.autograd.backward(loss, retain_graph=retain_graph)
     elif variant == "scale":
@@ -79,14 +79,14 @@ def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def retained_same_loss(participant: Participant) -> None:
-    """Doubling is exact, so this is exactly twice the gradient of one backward."""
+    """Run two backwards of one loss: doubling is exact, so the result is exactly twice the gradient."""
     loss = participant.training_loss()
     torch.autograd.backward(loss, retain_graph=True)
     torch.autograd.backward(loss)
 
 
 def retain_leaks_nothing(participant: Participant) -> NamedTensors:
-    """Retained backwards, the last of which raises; zero_grad, and nothing of them is left."""
+    """Run retained backwards, the last of which raises, then zero the gradients and train another micro-batch."""
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_second_backward))
     torch.autograd.backward(loss, retain_graph=True)
     raised = backward_raises(loss, True)
@@ -96,15 +96,17 @@ def retain_leaks_nothing(participant: Participant) -> NamedTensors:
 
 
 class RaisesOnSecondBackward(torch.autograd.Function):
-    """Passes its input through; every backward but the first raises."""
+    """Returns its input unchanged; every backward after the first raises DeliberateError."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Return a copy of ``hidden``."""
         ctx.backwards = 0
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient unchanged the first time, then raise."""
         ctx.backwards += 1
         if ctx.backwards > 1:
             raise DeliberateError
@@ -112,12 +114,13 @@ class RaisesOnSecondBackward(torch.autograd.Function):
 
 
 def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Run ``block`` on an input whose second backward raises."""
     passed: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(passed)
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
-    """Vanilla refuses the second backward, since the weights that it needs were written by the step."""
+    """Run a second backward after a step: plain PyTorch refuses it, because the step wrote its weights."""
     loss = participant.training_loss()
     participant.backward(loss, retain_graph=True)
     participant.step()
@@ -132,11 +135,11 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
 
 
 def gradient_penalty(participant: Participant) -> NamedTensors:
-    """A penalty on the inputs' gradient of a loss with curvature, beside an ordinary loss."""
+    """Add a penalty on the gradient by the inputs, of a loss with curvature, to an ordinary loss."""
     leaf = participant.leaf_inputs()
     output = participant.call(leaf)
     (first,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
-    # In the loss's own sixteenths: in units, the sum of both takes more than 24 bits with one seed of a hundred.
+    # Divided by 16 like the loss itself: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
     torch.autograd.backward(first.pow(2).sum() / 16 + participant.loss(output))
     assert leaf.grad is not None
     return {"input": first, "penalty": leaf.grad}
@@ -146,7 +149,7 @@ OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 
 
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """``loss`` plus the squares of its gradients by the weights, times ``share`` before; and those gradients."""
+    """Return ``loss`` plus the squares of its weight gradients times ``grad_scale``, and these gradients."""
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
     grads = {name: grad_scale * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
@@ -154,20 +157,21 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 
 
 def weight_penalty(participant: Participant) -> NamedTensors:
-    """A penalty on the gradients of weights. Where those are a rank's own, they are vanilla's."""
+    """Add a penalty on the gradients of weights; return them if they are a rank's own."""
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
     torch.autograd.backward(total)
     return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
 
 
-# The mean, since what forgets to divide on the way back is right by the sum.
+# The mean, because an engine that forgets to divide in the second backward is right by the sum.
 WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Gradients of gradients that come reduced are those of all ranks' losses and of the penalty on their reduced sum.
+    """Compare the gradients of a penalty on reduced gradients with those of all ranks' losses and the penalty together.
 
-    By the mean over N ranks, that sum is divided by N within the penalty, and what the penalty gives is once more.
+    With the mean over N ranks, the gradients within the penalty are divided by N, and the penalty's own gradients
+    again.
     """
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
@@ -184,12 +188,12 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The plain model's gradients of all ranks' losses, with a penalty on ``share`` times their gradients."""
+    """Return the plain gradients of all ranks' losses, with a penalty on ``grad_scale`` times their gradients."""
     module = baseline.build_module().to(dtype)
-    sides = [
+    participants = [
         make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.world_size)
     ]
-    losses = [side.loss(module(side.inputs())) for side in sides]
+    losses = [participant.loss(module(participant.inputs())) for participant in participants]
     torch.autograd.backward(grad_scale * add_gradient_penalty(torch.stack(losses).sum(), module, grad_scale)[0])
     return dict(collect_grads(module))
 

@@ -35,7 +35,7 @@ CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
 
 
 def build_configured_engine(ctx: RankContext) -> Engine:
-    """The engine in the user's configuration, around the model."""
+    """Build an engine around the model, with the user's configured training."""
     training = ctx.training
     return ctx.build_engine(
         optimizer=training.optimizer,
@@ -47,13 +47,13 @@ def build_configured_engine(ctx: RankContext) -> Engine:
 
 def observe_configured(ctx: RankContext) -> None:
     training, owner = ctx.training, select_accumulation_owner(ctx)
-    own = ctx.config.stage in ctx.capabilities.own_kernels
-    ctx.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
+    own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
+    ctx.record("setting", {"own kernels": torch.tensor(own_kernels), "engine": torch.tensor(owner is owner.ENGINE)})
     engine = build_configured_engine(ctx)
-    course = make_training_run(training, int(ctx.variant))
-    for step in range(course.steps):
+    run = make_training_run(training, int(ctx.variant))
+    for step in range(run.steps):
         ctx.record_training_state(engine, step)
-        accumulate(ctx, engine, owner, course.micro_steps(step), "loss", engine.backward)
+        accumulate(ctx, engine, owner, run.micro_steps(step), "loss", engine.backward)
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
@@ -64,7 +64,10 @@ def observe_configured(ctx: RankContext) -> None:
 
 
 def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Each step from the engine's own weights; with kernels of its own, its gradients are another law's matter."""
+    """Judge each step from the engine's own weights.
+
+    The gradients of an engine with its own kernels are judged by training.kernels instead.
+    """
     yield from compare_initial_weights(ctx)
     for step in range(int(ctx.variant)):
         if not ctx.rank_records("setting")[0]["own kernels"]:
@@ -78,7 +81,7 @@ def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
+    """Compare losses bitwise, and gradients with the mean over micro-batches; the loss or the gradient is divided."""
     parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
     micros = make_training_run(ctx.training, int(ctx.variant)).micro_steps(step)
     divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(parts)) for micro in micros]
@@ -91,7 +94,7 @@ def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
-    """The model with its own activation checkpointing on. Raises UsageError for a model that has none."""
+    """Build the model with its own activation checkpointing enabled. Raises UsageError for a model that has none."""
     model: Any = spec.build()
     if not can_checkpoint(model):
         raise UsageError(
@@ -101,19 +104,19 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant and not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()):
-        model.enable_input_require_grads()  # a reentrant region gives no gradient where no input of it requires one
+        model.enable_input_require_grads()  # or a reentrant checkpoint gives no gradient
     return model  # type: ignore[no-any-return]
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Whether the model has checkpointing of the transformers package's kind, and supports it."""
+    """Return whether the model has activation checkpointing as models of transformers have it, and supports it."""
     return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
         getattr(model, "supports_gradient_checkpointing", False)
     )
 
 
 def add_checkpointing(spec: ModelSpec, kind: str) -> ModelSpec:
-    """``spec`` with its model under its own activation checkpointing."""
+    """Return ``spec`` with a model that uses its own activation checkpointing."""
     return replace(spec, build=partial(build_checkpointed_model, spec, kind))
 
 
@@ -125,7 +128,7 @@ def observe_checkpointing(ctx: RankContext) -> None:
 
 
 def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Plain PyTorch's gradients with the same checkpointing."""
+    """Compare with plain PyTorch's gradients under the same checkpointing."""
     spec = add_checkpointing(ctx.baseline.spec, ctx.variant)
     plain = replace(ctx, baseline=replace(ctx.baseline, spec=spec))
     local = plain.compute_local_grads(step=0)

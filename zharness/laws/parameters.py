@@ -24,19 +24,19 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
 def every_kind(participant: Participant) -> None:
-    """Tied, frozen, unused, empty, tiny, uneven, transposed, used twice, read by attribute, of three dtypes."""
+    """Train tied, frozen, unused, empty, tiny, uneven, transposed and shared parameters of three dtypes."""
     backward(participant.training_loss())
 
 
 def branch(participant: Participant) -> None:
-    """A branch that the first forward uses and the second does not, and one that only the second's loss reaches."""
+    """Use a branch in the first forward and not in the second, whose loss alone reaches another branch."""
     backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
     backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
 
 
 def frozen_and_unfrozen(participant: Participant) -> None:
-    """What trains changes after construction, and changes again."""
+    """Change which parameters train after construction, and change it again."""
     participant.module.frozen.requires_grad_(True)
     participant.module.twice.requires_grad_(False)
     backward(participant.training_loss())
@@ -47,14 +47,14 @@ def frozen_and_unfrozen(participant: Participant) -> None:
 
 
 def outside_its_module(participant: Participant) -> None:
-    """A weight read by attribute outside any forward, beside the ordinary loss and alone."""
+    """Read a weight by attribute outside any forward, beside the ordinary loss and alone."""
     weight = participant.module.first.weight
     backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
     backward(participant.module.by_attribute.weight.sum())
 
 
 def edited(participant: Participant) -> None:
-    """Full weights edited between two micro-batches: by name and by attribute, as rank 0 does it."""
+    """Edit full weights between two micro-batches, by name and by attribute; only rank 0's edits last."""
     backward(participant.training_loss())
     with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
@@ -64,7 +64,7 @@ def edited(participant: Participant) -> None:
 
 
 def late_submodule(participant: Participant) -> None:
-    """A submodule attached late that uses a parameter of the model; its own trains nobody."""
+    """Attach a submodule late that uses a parameter of the model; no optimizer trains the submodule's own."""
     late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
     late.weight = dict(participant.module.named_parameters())["first.weight"]
     participant.module.late = nn.Sequential(late, nn.ReLU())
@@ -76,7 +76,7 @@ OTHER_RANKS = "others"
 
 
 def used_on_some_ranks(participant: Participant) -> None:
-    """One forward takes the branch on rank 0 alone, or on all others; the next on no rank; then training goes on."""
+    """Take a branch on rank 0 alone, or on all other ranks; then on no rank."""
     with participant.allow_uneven_use():
         backward(
             participant.loss(
@@ -89,12 +89,12 @@ def used_on_some_ranks(participant: Participant) -> None:
 
 
 def sparse(participant: Participant) -> None:
-    """Rows of a table that a rank looks up several times, and in more than one micro-batch; some rows never."""
+    """Look up rows of a table several times and in several micro-batches; some rows never."""
     backward(participant.training_loss())
     backward(participant.training_loss(2))
 
 
-# Whether each step uses the branch; None: a step without any backward before it.
+# Whether each step uses the branch; None: a step with no backward before it.
 IDLE_VARIANT = "idle"
 
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
@@ -113,7 +113,7 @@ def observe_unfrozen(ctx: RankContext) -> None:
 
 
 def train_with_branches(ctx: RankContext, engine: Engine) -> None:
-    """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
+    """Train steps that use the branch or not, and record everything that ``judge_stay_put`` needs."""
     for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
         ctx.record_training_state(engine, step)
         batch = ctx.batch(step)
@@ -127,15 +127,15 @@ def train_with_branches(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The engine's own gradients decide how a used parameter moves; that they are right is other laws' matter.
+    """Judge each step with the engine's own gradients, of the parameters that the plain model uses.
 
-    Which are used is asked of the plain model: an engine that reports zeros for the others still may not move them.
+    An engine may report zeros for the other parameters, and still must not move them. Other laws judge the gradients.
     """
     yield from judge_branch_steps(ctx, ctx.baseline.build_module())
 
 
 def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The replay, and that there was a gradient to replay."""
+    """Judge each step, and check that the unfrozen parameters had a gradient."""
     module: Any = ctx.baseline.build_module()
     module.frozen.requires_grad_(True)
     yield from judge_branch_steps(ctx, module)
@@ -144,9 +144,9 @@ def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Comparison]:
-    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise.
+    """Replay each step for the parameters that some rank used; all others must be bitwise unchanged.
 
-    Each parameter has made as many steps as used it, and no more.
+    Each parameter's step count is the number of steps that used it.
     """
     yield from compare_initial_weights(ctx)
     idle = dict.fromkeys(ctx.baseline.parameter_names, 0)
@@ -159,7 +159,7 @@ def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Compari
 
 
 def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
-    """Names of the plain model's parameters that get a gradient, be it of zeros, from some rank's micro-batch."""
+    """Return the names of the plain model's parameters that get a gradient, even of zeros, on some rank."""
     module.zero_grad()
     for rank in range(ctx.world_size):
         batch = ctx.baseline.batch(rank, step)
@@ -170,7 +170,7 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
 def observe_deferred(ctx: RankContext) -> None:
     with torch.device("meta"):
         model = ctx.spec.build()
-    engine = ctx.build_engine_around(model)  # torch's generator is seeded as it is for the eager model
+    engine = ctx.build_engine_around(model)  # draws the eager model's numbers: torch's generator has the same seed
     ctx.record("params", engine.full_params())
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -266,7 +266,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BRANCH_USE_BY_VARIANT),
         steps=LawSteps(observe_stay_put),
-        dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
+        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
         kept_because="decay and momentum can move a parameter without a gradient, which branch does not show",
     ),
     Law(
@@ -280,7 +280,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True),),
         steps=LawSteps(observe_unfrozen),
-        dtypes=("fp32",),  # as above
+        dtypes=("fp32",),  # for the same reason
         kept_because="the step after unfreezing, which gradients do not show",
     ),
     Law(

@@ -37,10 +37,12 @@ from zharness.workload.user_model import is_user_model
 
 @contextmanager
 def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The dtype of every module's output, by its path, in the forwards of the block; its hooks are called there."""
+    """Yield a dictionary that collects the dtype of every module's output, by module name, within the block."""
     seen: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Any:
+        """Return the forward hook of one module."""
+
         def save_output_dtype(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             seen[name] = dtype_index(output)
 
@@ -73,11 +75,11 @@ def observe_policy(ctx: RankContext) -> None:
     engine.close()
 
 
-MICRO_BEFORE_STEP, MICRO_AFTER_STEP = 1, 2  # the micro-batches of evaluations before a step and after it
+MICRO_BEFORE_STEP, MICRO_AFTER_STEP = 1, 2  # micro-batches of the evaluations before and after the step
 
 
 def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
-    """A forward that trains nothing, and the dtypes of what its modules gave."""
+    """Run a forward without training, and record the dtypes of the modules' outputs."""
     with eval_mode(engine), torch.no_grad(), capture_output_dtypes(engine.module) as dtypes:
         ctx.loss(engine, micro)
     ctx.record("dtypes", dtypes, micro)
@@ -113,9 +115,9 @@ AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward
 
 
 def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
-    """Whether forward and backward run under autocast.
+    """Return pairs that say whether forward and backward run under autocast.
 
-    Of anyone's model, of which a pass may take minutes, without the state that training.grads has: neither.
+    A user's model, whose passes may take minutes, is not run without autocast: training.grads covers that.
     """
     return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
 
@@ -139,9 +141,9 @@ def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_nested(ctx: RankContext) -> None:
-    """A user's block around the engine's call: another dtype, none at all, and one where the engine has no section.
+    """Call the engine within a user's autocast of another dtype, a disabled one, and one without an engine section.
 
-    At last a forward that raises.
+    At last, let a forward raise.
     """
     device, inputs = ctx.device.type, ctx.batch(0).inputs
     engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
@@ -163,7 +165,7 @@ def observe_nested(ctx: RankContext) -> None:
 
 
 def raise_interrupted(hidden: Tensor) -> Tensor:
-    """In the middle of a forward: raises."""
+    """Raise InterruptedError in the middle of a forward."""
     raise InterruptedError
 
 

@@ -36,7 +36,7 @@ def observe_norm(ctx: RankContext) -> None:
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The triangle inequality: norms differ by no more than the norm of the difference, which is bounded by element."""
+    """Compare norms by the triangle inequality: they differ by at most the norm of the gradients' bounds."""
     expected, low = compute_baseline_locals(ctx), low_precision_parameters(ctx.baseline, SAFE_MODULES)
     yield from judge_reduced_gradients(ctx, "grads", expected, low)
     means, bounds = [], []
@@ -47,7 +47,7 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
         means.append(mean.flatten())
         bounds.append(bound.flatten())
     norm = torch.cat(means).norm()
-    # The norm itself is a sum of squares in fp32 or wider, and a root.
+    # The engine computes the norm as the root of a sum of squares in fp32 or wider.
     bound = torch.cat(bounds).norm() + norm * len(torch.cat(means)) * unit_roundoff(WIDE_DTYPE)
     for rank, copy in enumerate(ctx.rank_records("norm")):
         yield hint_missing_norm(

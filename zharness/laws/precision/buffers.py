@@ -47,7 +47,7 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def observe_declared_dtypes(ctx: RankContext) -> None:
-    """Engines of every dtype that is claimed: it is that of parameters, gradients and wire, and no buffer's."""
+    """Train one step in every claimed dtype, which is that of parameters and gradients, and record the buffers."""
     for at, (dtype, of_batch) in enumerate(DTYPES.items()):
         if dtype in ctx.capabilities.dtypes:
             engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(of_batch)

@@ -32,14 +32,14 @@ SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5})
 
 
 def dtype_index(tensor: Tensor) -> Tensor:
-    """A tensor's dtype as a number that can be recorded and compared."""
+    """Return a tensor's dtype as a number that can be recorded and compared."""
     return scalar(RECORDED_DTYPES.index(tensor.dtype))
 
 
 def compare_values_and_dtypes(
     ctx: JudgeContext, name: str, part: Part, expected: Tensor, actual: Tensor, rank: int
 ) -> Iterator[Comparison]:
-    """Bitwise, and of the same dtype."""
+    """Compare a tensor's dtype and its values, bitwise."""
     yield compare_bitwise(ctx.location(name, part, rank=rank), dtype_index(expected), dtype_index(actual))
     found = actual if actual.is_floating_point() else actual.double()
     yield compare_bitwise(ctx.location(name, part, rank=rank), expected, found)
@@ -53,7 +53,10 @@ def compute_baseline_local(
     micro: int = 0,
     params: Mapping[str, Tensor] | None = None,
 ) -> LocalResult:
-    """The plain model's micro-batch ``micro``: forward and backward inside torch.autocast or not, the loss never."""
+    """Run the plain model on a micro-batch, with forward and backward inside torch.autocast or outside.
+
+    The loss is always computed outside.
+    """
     plain = replace(
         ctx.baseline, autocast=LOW_DTYPE if forward else None, autocast_backward=LOW_DTYPE if backward else None
     )
@@ -61,11 +64,12 @@ def compute_baseline_local(
 
 
 def compute_baseline_locals(ctx: JudgeContext, forward: bool = True, backward: bool = False) -> list[LocalResult]:
+    """Return the baseline's local results of micro-batch 0, by rank."""
     return [compute_baseline_local(ctx, rank, forward, backward) for rank in range(ctx.world_size)]
 
 
 def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Module], ...]) -> set[str]:
-    """The trained parameters that lie in modules of the classes ``safe``, if under another name as well."""
+    """Return the names of the trained parameters that belong to modules of the classes ``safe_modules``."""
     model = baseline.spec.model(baseline.seed)
     names = {id(p): name for name, p in model.named_parameters()}
     return {
@@ -79,27 +83,34 @@ def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Mod
 def judge_reduced_gradients(
     ctx: JudgeContext, label: str, locals_by_rank: Sequence[LocalResult], low_names: set[str]
 ) -> Iterator[Comparison]:
-    """Gradients are the mean over ranks within the rounding of their own wire: bf16 for those in ``low``, else fp32."""
+    """Compare gradients with the mean over ranks, by the rounding of their reduce dtype.
+
+    Gradients in ``low_names`` are reduced in bf16, all others in fp32.
+    """
     copies = ctx.rank_records(label)
     for name in locals_by_rank[0].grads:
         dtype = LOW_DTYPE if name in low_names else WIDE_DTYPE
-        held, terms = [copy[name] for copy in copies], [[one.grads[name]] for one in locals_by_rank]
-        right = replace(ctx, declared_reduce_dtype=dtype).compare_grad_in_pieces(name, terms, held)
-        yield from right or judge_whole_gradient(ctx, name, terms, held, dtype)
-        yield from compare_ranks(ctx.location(name, Part.REDUCTION), held)
+        rank_grads = [copy[name] for copy in copies]
+        terms = [[local.grads[name]] for local in locals_by_rank]
+        matches = replace(ctx, declared_reduce_dtype=dtype).compare_grad_in_pieces(name, terms, rank_grads)
+        yield from matches or judge_whole_gradient(ctx, name, terms, rank_grads, dtype)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), rank_grads)
 
 
 def judge_whole_gradient(
     ctx: JudgeContext, name: str, terms: GradientTerms, copies: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[Comparison]:
-    """Every rank's copy of one gradient against the mean of ``terms``, reduced in ``dtype``."""
+    """Compare one gradient on every rank with the mean of ``terms``, reduced in ``dtype``."""
     mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
     for rank, copy in enumerate(copies):
         yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, copy, bound)
 
 
 def get_sent_elements(engine: Engine) -> Mapping[str, int]:
-    """Elements that the engine sent. Raises EngineContractError where it claims to count them and does not."""
+    """Return the elements that the engine sent, by collective and dtype.
+
+    Raises EngineContractError if the engine claims to count them and does not.
+    """
     wire = engine.observe().wire
     if isinstance(wire, Absent):
         raise EngineContractError(f"observe().wire: {wire.reason}; expected elements by collective and dtype")
@@ -107,7 +118,7 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
 
 
 def count_sent_elements(engine: Engine, collectives: tuple[str, ...]) -> dict[str, Tensor]:
-    """Elements sent so far by the collectives ``kinds``, in bf16, in fp32, and in any other dtype of fp16's width."""
+    """Count the elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
     found = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
     for key, elements in get_sent_elements(engine).items():
         collective, _, dtype = key.partition(" ")
@@ -120,14 +131,14 @@ REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """What a forward under torch.autocast reads inside of it: not the layer that leaves it."""
+    """Return the names of the parameters that a forward reads under torch.autocast; one layer disables it."""
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 
 def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
-    """In each dtype exactly the parameters named crossed the wire, each once, but for the padding of shards."""
+    """Check that each dtype carried exactly the named parameters, each once, apart from the padding of shards."""
     for rank, copy in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)

@@ -30,12 +30,12 @@ ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps
 
 STEPS = 6
 
-# A factor of its own for every step: a schedule that a skipped step moves on shows in the rate of the next.
+# A different factor for every step: if a skipped step advances the schedule, the next learning rate shows it.
 SCHEDULED_ADAMW = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STEPS)))
 
 FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 
-RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a step that was skipped, and half a window on
+RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
 
 SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     "fp16": (FP16_OPTIONS, 2.0**6, 2),
@@ -45,14 +45,16 @@ SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
 
 
 class InfiniteFirstColumnGrad(torch.autograd.Function):
-    """Passes its input through; the gradient of its first column is infinite, and no other number is changed."""
+    """Returns its input unchanged; the gradient of its first column becomes infinite."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Return a copy of ``hidden``."""
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient with an infinite first column."""
         spoilt = grads[0].clone()
         spoilt[:, 0] = torch.inf
         return spoilt
@@ -61,8 +63,8 @@ class InfiniteFirstColumnGrad(torch.autograd.Function):
 class Overflow(Enum):
     """Which of a rank's gradients are infinite in a step.
 
-    PART: those of one row of the first layer, and of one element of its bias. Where gradients are sharded one rank owns
-    them, from which alone the others learn that the step is to be skipped.
+    PART: one row of the first layer and one element of its bias. Where gradients are sharded a single rank owns them,
+    so the others have to be informed that the step is skipped.
     """
 
     NONE = "none"
@@ -71,17 +73,17 @@ class Overflow(Enum):
 
 
 def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
-    """The first rank's gradients overflow at step 1, some of the last one's at step 4."""
+    """Return the overflow of a step: all gradients of the first rank at step 1, some of the last rank's at step 4."""
     return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
 def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow) -> Tensor:
-    """The forward of a model, or an engine."""
+    """Run the forward of a model or an engine, with the planned overflow of its gradients."""
     return model(inputs, through=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
-    """``loss``, infinite where all of its gradients are to be."""
+    """Return ``loss``, made infinite if all of its gradients have to be."""
     return loss * (torch.inf if overflow_kind is Overflow.WHOLE else 1.0)
 
 
@@ -108,18 +110,18 @@ def observe_scaler(ctx: RankContext) -> None:
 
 
 def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
-    """``other``, gone on from what ``engine`` saved at its end; and what both tell of themselves. Collective."""
-    ctx.record("told", collect_engine_facts(engine), 0)
+    """Save ``engine``, load the checkpoint into ``target`` and return that; record what both report. Collective."""
+    ctx.record("facts", collect_engine_facts(engine), 0)
     with shared_folder() as folder:
         engine.save(folder)
         engine.close()
         target.load(folder)
-    ctx.record("told", collect_engine_facts(target), 1)
+    ctx.record("facts", collect_engine_facts(target), 1)
     return target
 
 
 def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> bool:
-    """Whether plain PyTorch's gradient of one rank's scaled loss is finite, on the weights that the engine had."""
+    """Return whether plain PyTorch's gradients of one rank's scaled loss are finite at the engine's weights."""
     low = replace(ctx.baseline, dtype=ctx.dtype if ctx.variant == "autocast" else torch.float16)
     model, batch = low.build_module(ctx.rank_records("params", step)[0]), ctx.baseline.batch(rank, step)
     bad = get_planned_overflow(step, rank, ctx.world_size)
@@ -131,7 +133,7 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
 
 
 def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
-    """torch.amp.GradScaler itself, fed with one number that is finite whenever every rank's own plain gradients are."""
+    """Compare with a torch.amp.GradScaler whose one gradient is finite whenever all ranks' plain gradients are."""
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
     weight = nn.Parameter(torch.zeros(()))
@@ -152,7 +154,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(place, scalar(scaler.get_scale()), copy["scale"])
             yield compare_bitwise(place, scalar(skipped), copy["skipped"])
         if step == RESUME_STEP and ctx.variant == RESUMED_VARIANT:
-            yield from compare_records(ctx, "told", "told", 0, 1, Part.OPTIMIZER)
+            yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
         moment = RecordedStep(step, "masters", skipped_steps=skipped)
         if finite:
             yield from judge_step(ctx, SCHEDULED_ADAMW, grads, moment)
@@ -164,7 +166,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Iterator[Comparison]:
-    """The learning rate that each group reports is the schedule's behind as many steps as were made."""
+    """Compare every group's reported learning rate with the schedule's after ``steps_made`` steps."""
     wanted = scalar(SCHEDULED_ADAMW.args["lr"] * SCHEDULED_ADAMW.schedule[min(steps_made, STEPS - 1)])
     for rank, copy in enumerate(ctx.rank_records("rates", step)):
         for group, rate in copy.items():
@@ -174,7 +176,7 @@ def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Ite
 
 
 def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """A skipped step changes neither weights nor state."""
+    """Compare weights and state after a skipped step with those before it."""
     for label in ("masters", "state"):
         before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
         for name, tensor in before.items():

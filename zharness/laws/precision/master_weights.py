@@ -55,12 +55,12 @@ def observe_masters(ctx: RankContext) -> None:
         engine.zero_grad()
     ctx.record_training_state(engine, 2)
     engine.close()
-    if not low and not accepted:  # else it is told already, and what it makes of a mix nobody knows
+    if not low and not accepted:  # an accepted invalid configuration fails already, and its result is undefined
         observe_fp32_accumulation(ctx)
 
 
 def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Steps are replayed in the masters' dtype; the model computes with their rounding; gradients are bf16's."""
+    """Replay the steps in the masters' dtype; compare the weights with the rounded masters, and gradients in bf16."""
     for rank, copy in enumerate(ctx.rank_records("accepted")):
         yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), copy["invalid"])
     if not ctx.has_record("grads"):
@@ -90,12 +90,12 @@ def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
 
 FP32_GRAD_ACCUM_OPTIONS: Mapping[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
-# Each share is a number of bf16, and 257 shares together need nine bits more than one: fp32 has them, bf16 has not.
+# 256 + 1 times a bf16 gradient needs nine more bits than one gradient: fp32 has them, bf16 has not.
 LOSS_FACTORS = (256.0, 1.0)
 
 
 def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
-    """Whether an engine of these options is refused."""
+    """Return whether the engine refuses these options."""
     try:
         ctx.build_engine(options=options).close()
     except UsageError:
@@ -104,14 +104,14 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """So many times the loss of rank 0, and nothing of every other's: no reduction over ranks then rounds."""
+    """Return a function that keeps ``factor`` times rank 0's loss alone, so that no reduction over ranks rounds."""
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 
 def observe_fp32_accumulation(ctx: RankContext) -> None:
-    """Two backwards on bf16 weights; nothing where the engine refuses to add their gradients up in fp32.
+    """Run two backwards on bf16 weights whose gradients accumulate in fp32; nothing if the engine refuses the option.
 
-    Plain PyTorch adds up in the dtype of the weights, and an engine may: it is held to fp32 where it takes that key.
+    Plain PyTorch accumulates in the weights' dtype, and so may an engine that refuses the option.
     """
     if ctx.capabilities.refusal(Feature.CALLER_ACCUMULATION) is not None or is_config_refused(
         ctx, FP32_GRAD_ACCUM_OPTIONS
@@ -128,7 +128,7 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
 
 
 def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The sum is bitwise that of float64, on any model: at three ranks within the bound of the reduction."""
+    """Compare the accumulated gradients bitwise with float64's, or at three ranks within the bound of the reduction."""
     if ctx.has_record("added"):
         half = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
         shares = [half.compute_local_grads(0, weigh=weigh_rank_0_loss(factor)) for factor in LOSS_FACTORS]

@@ -31,14 +31,14 @@ def observe_memory_per_rank(ctx: RankContext) -> None:
         loss = ctx.loss(engine, step)
         between_passes = require_observation(engine, "resources", Resources)
         engine.backward(loss)
-        engine.backward(ctx.loss(engine, 2 + step))  # a second one: what is added up takes no more than one
+        engine.backward(ctx.loss(engine, 2 + step))  # a second one: accumulated gradients take no more bytes than one
         before = require_observation(engine, "resources", Resources)
         engine.step()
         engine.zero_grad()
     after = require_observation(engine, "resources", Resources)
-    held = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
-    held[PARAMETERS_AFTER_FORWARD] = between_passes.parameters
-    ctx.record("held", {name: scalar(value) for name, value in held.items()})
+    sizes = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
+    sizes[PARAMETERS_AFTER_FORWARD] = between_passes.parameters
+    ctx.record("sizes", {name: scalar(value) for name, value in sizes.items()})
     engine.close()
 
 
@@ -46,9 +46,9 @@ PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
 
 
 def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Psi, psi and 2 psi, each over N from the stage on that shards it; apart from padding and AdamW's step counts.
+    """Compare with psi, psi and 2 psi, each divided by N from the stage that shards it, plus padding and step counts.
 
-    Where parameters are sharded, no more of them than two modules' stays gathered between a forward and its backward.
+    Where parameters are sharded, at most two modules' parameters stay gathered between a forward and its backward.
     """
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -58,10 +58,10 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
         share = copies * 4 * sum(sizes) / ranks
         padding = copies * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
         counts = 4 * len(sizes) if name == "optimizer_state" else 0
-        for rank, copy in enumerate(ctx.rank_records("held")):
+        for rank, copy in enumerate(ctx.rank_records("sizes")):
             place = ctx.location(name, Part.GATHER, 0, rank)
             at_most = share + padding + counts
-            # A last shard may be short by as much as the others are padded.
+            # The last shard may be shorter by as much as the others are padded.
             least = share - padding * max(1, ranks - 1)
             yield compare_within_range(place, scalar(least), copy[name], scalar(at_most))
             if name == "parameters" and stage >= shards_from:
@@ -72,7 +72,7 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
-    """Elements of the largest shard of a parameter, padded: cut evenly, or by rows where the layout says so."""
+    """Return the elements of a parameter's largest padded shard: cut evenly, or by rows if the layout says so."""
     even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
     declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
     return by_rows if max(declared, default=0) == by_rows else even
@@ -94,7 +94,10 @@ def observe_comm_volume(ctx: RankContext) -> None:
 
 
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Stage 0 and 1: 2 psi; stage 2: (A+1) psi; stage 3: 3A psi, less what backward does not read again."""
+    """Compare with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
+
+    Stage 3 sends less than 3A psi if backward does not gather parameters again.
+    """
     stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
     ranks = ctx.world_size
     psi = 4.0 * sum(sizes)
@@ -103,7 +106,7 @@ def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
         padding = 4 * ranks * len(sizes) * passes
         agreement = (
             2 * (2 * len(sizes) + 8) * (steps + 1)
-        )  # one byte per parameter, bucket and loss, reduced, each time
+        )  # one byte per parameter, bucket and loss is all-reduced in each pass
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
         share = (ranks - 1) / ranks
@@ -112,7 +115,7 @@ def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_within_range(place, scalar(share * least), copy["sent"], scalar(share * most))
 
 
-PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers together
+PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collective
 
 
 def observe_gathered_bytes(ctx: RankContext) -> None:
@@ -134,9 +137,12 @@ def observe_gathered_bytes(ctx: RankContext) -> None:
 
 
 def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """0 between steps; at the peak at most the two largest modules and a bucket, and nothing at all below stage 3."""
+    """Check that nothing stays gathered between steps, and that the peak is at most two modules and a bucket.
+
+    Below stage 3, nothing is ever gathered.
+    """
     for bucket in PREFETCH_BUCKET_SIZES:
-        padded = bucket * ctx.world_size  # each of its parameters may have one element, and a shard on every rank
+        padded = bucket * ctx.world_size  # each of its parameters may have one element, padded to one on every rank
         most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
         for rank, copy in enumerate(ctx.rank_records("gathered", bucket)):
             yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), copy["rest"])

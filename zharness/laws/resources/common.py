@@ -20,7 +20,7 @@ ACCUMULATIONS = (1, 2, 3)
 
 
 def require_observation(engine: Engine, what: str, kind: type[T]) -> T:
-    """What the engine tells of itself by that name. Raises EngineContractError where it claims to and does not."""
+    """Return an attribute of ``engine.observe()``. Raises EngineContractError if the engine claims it and lacks it."""
     found = getattr(engine.observe(), what)
     if not isinstance(found, kind):
         raise EngineContractError(f"observe().{what}: {found.reason}; expected {kind.__qualname__}")
@@ -28,16 +28,17 @@ def require_observation(engine: Engine, what: str, kind: type[T]) -> T:
 
 
 def record_stage(ctx: RankContext) -> None:
-    """The judge is not told the stage, and the formulas depend on it."""
+    """Record the stage for the judge, because the formulas depend on it."""
     ctx.record("case", {"stage": torch.tensor(ctx.config.stage)})
 
 
 def read_stage(ctx: JudgeContext) -> int:
+    """Return the recorded stage."""
     return int(ctx.rank_records("case")[0]["stage"])
 
 
 def two_largest_modules_bytes(ctx: JudgeContext) -> float:
-    """Bytes of the parameters that the two largest modules own."""
+    """Return the bytes of the parameters that the two largest modules own."""
     modules = ctx.baseline.build_module().modules()
     return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
 

@@ -22,30 +22,31 @@ PARAMETER_COUNTS = (10, 100, 1000)
 
 CHECKPOINT_COUNTS = (10, 30, 100)
 
-WARMUP_BACKWARDS = (
-    2  # backwards; in the second DeepSpeed's stage 3 plans, with n^2 calls once, by the order of the first
-)
+# In the second backward DeepSpeed's stage 3 plans by the order of the first, once, with n^2 calls.
+WARMUP_BACKWARDS = 2
 
 
 class ScalarParameters(nn.Module):
-    """``count`` parameters of one element, all read in one forward."""
+    """A model of ``count`` parameters of one element, all read in one forward."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of inputs times the sum of parameters."""
         return x.sum() * torch.cat(list(self.weights)).sum()
 
 
 class CheckpointedLayers(nn.Module):
-    """``count`` layers of one parameter, each in a checkpoint of its own."""
+    """A model of ``count`` layers of one parameter, each within its own checkpoint."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LayerNorm(2, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run every layer under a checkpoint and return the sum."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x.sum()
@@ -67,6 +68,7 @@ def observe_hook_count(ctx: RankContext) -> None:
     engine = ctx.build_engine_around(ScalarParameters(PARAMETER_COUNTS[0]), optimizer=ZERO_LR_SGD)
 
     def train(inputs: Tensor) -> None:
+        """Train one step."""
         engine.backward(engine(inputs))
         engine.step()
         engine.zero_grad()
@@ -76,16 +78,15 @@ def observe_hook_count(ctx: RankContext) -> None:
     engine.close()
 
 
-TRAINING_STEPS = (
-    8  # trainings with one engine, of which the last makes no more calls than the one after those that may learn
-)
+TRAINING_STEPS = 8  # the last one makes no more calls than the first one after the warm-up
 
 
 def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
-    """How many functions, of Python or of C, Python code calls while ``backward(loss)`` runs."""
+    """Return the number of Python and C functions that Python code calls during ``function(argument)``."""
     seen = 0
 
     def count_call(_frame: FrameType, event: str, _argument: Any) -> None:
+        """Count one profiler event."""
         nonlocal seen
         seen += event in ("call", "c_call")
 
@@ -99,12 +100,11 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 
 
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
-    """O(parameters): from 100 to 1000 tensors, less than one more call for each further tensor than from 10 to 100.
+    """Check that calls grow linearly: from 100 to 1000 parameters less than one more call each than from 10 to 100.
 
-    So too with as many checkpoints, at 10, 30 and 100 of them. One, because lists and buckets grow in steps: what they
-    cost is a part of a call for each tensor. With a + bn + cn^2 calls the two slopes differ by c times (1000 - 10), for
-    checkpoints c times (100 - 10), so what makes one call for every pair of them is far above it. Nor do calls grow
-    with the trainings of one engine: by less than one for each tensor.
+    The same holds for checkpoints, at 10, 30 and 100 of them. With a + bn + cn^2 calls the two slopes differ by c times
+    (1000 - 10), for checkpoints by c times (100 - 10), so one call for every pair is far above the limit. One call is
+    allowed because lists and buckets grow in steps. Calls of later steps may grow by less than one for each parameter.
     """
     for rank in range(ctx.world_size):
         early, late = (ctx.rank_records("trained", at)[rank]["calls"] for at in (WARMUP_BACKWARDS, TRAINING_STEPS - 1))

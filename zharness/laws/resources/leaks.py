@@ -26,13 +26,13 @@ SETTLING_BARRIERS = 8  # more than a backend has threads
 
 
 def observe_close(ctx: RankContext) -> None:
-    """An engine is trained, closed and forgotten; does anything left hold the model that it was given, or watch it?"""
+    """Train, close and delete an engine; then record whether its model is whole, trains alone, and is freed."""
     model = ctx.spec.model(ctx.seed)
     left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
     train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
     whole = all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters())
     ctx.record("whole", {"whole": scalar(whole)})
-    if is_true_on_all_ranks(ctx, whole):  # a hook that was left may call its peers, who have to be there then
+    if is_true_on_all_ranks(ctx, whole):  # on all ranks or none: a hook that was left behind may run a collective
         ctx.record("params", dict(model.named_parameters()))
         model.zero_grad()
         ctx.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
@@ -43,14 +43,14 @@ def observe_close(ctx: RankContext) -> None:
 
 
 def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
-    """Whether it is so on every rank. Collective."""
+    """Return whether ``value`` is true on every rank. Collective."""
     verdict = torch.tensor(int(value), device=ctx.device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict)
 
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
-    """A model whose weights are whole, alike on all ranks, is a plain one again: its backward is a rank's own."""
+    """Check that the model is freed, and that a whole model's backward is plain PyTorch's on every rank."""
     yield from compare_ranks(ctx.location("whole", Part.GATHER), [copy["whole"] for copy in ctx.rank_records("whole")])
     if ctx.has_record("own"):
         copies = ctx.rank_records("params")
@@ -63,7 +63,7 @@ def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_no_leak(ctx: RankContext) -> None:
-    """What this process holds, before and after, each asked twice: one engine trained on, engines closed."""
+    """Measure this process before and after, twice each: while one engine trains on, and while engines are closed."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     living = [measure_after(partial(train_steps, ctx, engine)) for _ in range(4)]
     engine.close()
@@ -72,32 +72,32 @@ def observe_no_leak(ctx: RankContext) -> None:
         measure_after(partial(train_and_close_engines, ctx, engines))
         for engines in (WARMUP_ENGINES - 1, 1, ENGINE_COUNT - 1, 1)
     ]
-    # Recorded only now: records are tensors themselves.
+    # Recorded only now, because records are tensors themselves.
     for label, found in (("living", living), ("closed", closed)):
-        for at, held in enumerate(found):
-            ctx.record(label, {name: scalar(value) for name, value in held.items()}, at)
+        for at, counts in enumerate(found):
+            ctx.record(label, {name: scalar(value) for name, value in counts.items()}, at)
 
 
 def measure_after(action: Callable[[], None]) -> dict[str, int]:
-    """What this process holds when ``work`` is done."""
+    """Run ``action`` and return what this process holds afterwards."""
     action()
     return measure_process()
 
 
 def train_and_close_engines(ctx: RankContext, count: int) -> None:
-    """So many engines built, trained and closed, one after the other."""
+    """Build, train and close ``count`` engines, one after the other."""
     for _ in range(count):
         train_and_close(ctx, ctx.build_engine(optimizer=PLAIN_ADAMW))
 
 
 def train_and_close(ctx: RankContext, engine: Engine) -> None:
-    """Train and close."""
+    """Train some steps and close the engine."""
     train_steps(ctx, engine)
     engine.close()
 
 
 def train_steps(ctx: RankContext, engine: Engine) -> None:
-    """Some steps."""
+    """Train STEPS steps."""
     for step in range(STEPS):
         batch = ctx.batch(step)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
@@ -106,22 +106,22 @@ def train_steps(ctx: RankContext, engine: Engine) -> None:
 
 
 def measure_process() -> dict[str, int]:
-    """Tensors that Python can reach, their bytes, this process's threads and its open files. Collective."""
+    """Count the tensors that Python can reach, their bytes, and this process's threads and open files. Collective."""
     for _ in range(SETTLING_BARRIERS):
-        # A backend's thread lets go of a finished collective's tensors only when the next one is through.
+        # A backend's thread frees a finished collective's tensors only after the next collective.
         dist.barrier()
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
     storages = dict(filter(None, map(get_storage, tensors)))
     found = {"tensors": len(tensors), "bytes": sum(storages.values())}
     for name, folder in (("threads", "/proc/self/task"), ("files", "/proc/self/fd")):
-        if os.path.isdir(folder):  # Linux has these
+        if os.path.isdir(folder):  # on Linux
             found[name] = len(os.listdir(folder))
     return found
 
 
 def get_storage(tensor: Tensor) -> tuple[int, int] | None:
-    """Address and bytes; None of a tensor that only stands for others, as a DTensor for its shard, or a sparse one."""
+    """Return address and bytes of a tensor's storage; None for a DTensor or sparse tensor, which has none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -130,14 +130,14 @@ def get_storage(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def judge_no_leak(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The least that is held afterwards is no more than the most that was held before: of what is more, nothing.
+    """Check that the least that a process holds afterwards is no more than the most that it held before.
 
-    A backend's thread may still hold a tensor when it is asked; what engines leave behind grows with each of them. Told
-    is the growth alone: what a process holds in all hangs on what it ran before.
+    A backend's thread may still hold a tensor when it is counted; what engines leave behind grows with each of them.
+    Only the growth is compared: the totals depend on what the process ran before.
     """
     for label in ("living", "closed"):
-        asked = [ctx.rank_records(label, at) for at in range(4)]
-        for rank, (first, second, third, fourth) in enumerate(zip(*asked, strict=True)):
+        records = [ctx.rank_records(label, at) for at in range(4)]
+        for rank, (first, second, third, fourth) in enumerate(zip(*records, strict=True)):
             for name in first:
                 before, after = torch.maximum(first[name], second[name]), torch.minimum(third[name], fourth[name])
                 grown = (after - before).clamp(min=0)
@@ -149,7 +149,7 @@ LAWS = (
         name="resources.close",
         statement="an engine that is closed and deleted releases the model and leaves no hook on it",
         tier=Tier.EXACT,
-        models=("exact",),  # which an engine with kernels of its own can be asked about too
+        models=("exact",),  # can also judge an engine with its own kernels
         observe=observe_close,
         judge=judge_close,
         dtypes=("fp32",),

@@ -21,7 +21,7 @@ from zharness.parity import Comparison
 
 @contextmanager
 def poison_fresh_memory() -> Iterator[None]:
-    """Fresh memory is NaN: torch fills it when it is asked for deterministic algorithms."""
+    """Fill fresh memory with NaN within the block, as torch does under deterministic algorithms."""
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     was = torch.are_deterministic_algorithms_enabled()

@@ -20,13 +20,13 @@ from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison
 
-SAVE_STEP = 2  # steps
+SAVE_STEP = 2
 
 RESHARD_OPTIMIZER = TRAJECTORY_OPTIMIZERS["adamw"]
 
 
 def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> None:
-    """One optimizer step for each of ``steps``; ``label`` sets the records apart."""
+    """Make one optimizer step for each of ``steps``; losses are recorded under ``label``."""
     for step in steps:
         engine.backward(ctx.loss(engine, step, f"loss-{label}"))
         engine.step()
@@ -34,19 +34,19 @@ def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> N
 
 
 def run_eval_forward(ctx: RankContext, engine: Engine, label: str) -> None:
-    """A forward in eval mode, without gradient."""
+    """Run a forward in eval mode, without gradient."""
     with eval_mode(engine), torch.no_grad():
         ctx.loss(engine, SAVE_STEP, f"evaluated-{label}")
 
 
 def record_snapshot(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
-    """Weights, as the model and as the optimizer has them, optimizer state and facts, under labels of their own."""
+    """Record weights, masters, optimizer state and engine facts under ``label``."""
     ctx.record_training_state(engine, step, f"-{label}")
-    ctx.record(f"told-{label}", collect_engine_facts(engine), step)
+    ctx.record(f"facts-{label}", collect_engine_facts(engine), step)
 
 
 def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
-    """Weights and state as they were loaded, one step, and what became of them."""
+    """Record weights and state as they were loaded, make one step, and record the result."""
     record_snapshot(ctx, engine, SAVE_STEP, label)
     engine.backward(ctx.loss(engine, SAVE_STEP, f"loss-{label}"))
     ctx.record(f"grads-{label}", engine.full_grads(), SAVE_STEP)
@@ -55,7 +55,7 @@ def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
 
 
 def judge_next_step(ctx: JudgeContext, label: str) -> Iterator[Comparison]:
-    """The step recorded by ``continue_once`` is vanilla's, from the engine's own numbers."""
+    """Judge the step of ``record_next_step`` from the engine's own numbers."""
     local = ctx.compute_local_grads(SAVE_STEP, ctx.rank_records(f"params-{label}", SAVE_STEP)[0])
     yield from ctx.compare_losses(SAVE_STEP, local, f"loss-{label}")
     yield from ctx.compare_reduced_grads(f"grads-{label}", [local], SAVE_STEP)

@@ -25,13 +25,13 @@ def observe_consolidate(ctx: RankContext) -> None:
     ctx.record("full", full)
     ctx.record("tied", index_shared_memory(full))
     for tensor in full.values():
-        tensor.zero_()  # it is the caller's: the engine trains on in its own weights
+        tensor.zero_()  # the state dict is the caller's: the engine has to train on its own weights
     ctx.loss(engine, 1)
     engine.close()
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """For each name the place of the first one that holds the same memory."""
+    """Return, for each name, the position of the first name that shares its memory."""
     places: dict[int, int] = {}
     return {
         name: torch.tensor(float(places.setdefault(tensor.data_ptr() if tensor.numel() else -place - 1, place)))
@@ -40,18 +40,18 @@ def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Vanilla's names, shapes and tied weights, the engine's own values; a plain model with them computes its loss."""
+    """Compare names, shapes, tied weights and values, and the loss of a plain model that loads the state dict."""
     plain = ctx.baseline.build_module().state_dict()
     for rank, full in enumerate(ctx.rank_records("full")):
         check_names("full_state_dict", plain, full)
-        # Weights of a narrow dtype may be kept as the optimizer has them, which a model in that dtype rounds again.
+        # A state dict may hold the masters of narrow weights, which a model in the narrow dtype rounds again.
         params, masters = ctx.rank_records("params")[rank], ctx.rank_records("masters")[rank]
         for name, tensor in plain.items():
             place = ctx.location(name, Part.GATHER, rank=rank)
             yield compare_bitwise(place, torch.zeros(tensor.shape), torch.zeros(full[name].shape))
             if name in params:
-                held = params if full[name].dtype == params[name].dtype else masters
-                yield compare_bitwise(place, held[name], full[name])
+                expected = params if full[name].dtype == params[name].dtype else masters
+                yield compare_bitwise(place, expected[name], full[name])
         for name, first in index_shared_memory(plain).items():
             yield compare_bitwise(
                 ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]

@@ -23,12 +23,13 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
 class PickledCommand:
-    """Whoever unpickles one of these makes the folder ``marker``."""
+    """An object that creates the folder ``marker`` when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        """Return the command that unpickling runs."""
         return os.mkdir, (self._marker,)
 
 
@@ -54,7 +55,7 @@ def observe_refuse_pickle(ctx: RankContext) -> None:
 
 
 def poison_file(content: bytes, marker: Path) -> bytes:
-    """A file of the same kind (torch.save's or a bare pickle) that carries a command."""
+    """Return a file of the same kind, written by torch.save or a bare pickle, that carries a command."""
     if not zipfile.is_zipfile(io.BytesIO(content)):
         return pickle.dumps(PickledCommand(marker))
     buffer = io.BytesIO()

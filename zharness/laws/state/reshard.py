@@ -36,7 +36,7 @@ def observe_reshard(ctx: RankContext) -> None:
 
 
 def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Each stage reads what was saved, bitwise, and its next step is vanilla's from there."""
+    """Compare what each stage loaded bitwise with what was saved, and judge its next step."""
     for label in (f"stage{stage}" for stage in range(4)):
         if ctx.has_record(f"params-{label}"):
             for weights in ("params", "masters"):

@@ -24,13 +24,13 @@ from zharness.parity import Comparison, Part, Tier
 
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 
-IDLE_NUMEL = 3  # elements
+IDLE_NUMEL = 3
 
-FALLING_SCHEDULE = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a factor of its own for every step, and for one more
+FALLING_SCHEDULE = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a different factor for every step, and one more
 
 
 def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
-    """An engine around a model with a buffer, and in variant "idle" with a parameter that nothing uses."""
+    """Build an engine around a model with a buffer, and in variant "idle" with a parameter that nothing uses."""
     model = ctx.spec.model(ctx.seed)
     model.register_buffer("seen", torch.zeros(()))
     if ctx.variant == "idle":
@@ -39,13 +39,13 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engi
 
 
 def observe_resume(ctx: RankContext) -> None:
-    own = ctx.variant == "buffers"  # as running statistics are, each rank's own
+    own = ctx.variant == "buffers"  # each rank has its own, like running statistics
     optimizer = replace(TRAJECTORY_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
     train_steps(ctx, never, range(SAVE_STEP), "before")
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
     run_eval_forward(ctx, resumed, "forgotten")
-    # Another tensor under the same name, as a forward leaves that computes a statistic anew.
+    # A new tensor under the same name, as a forward leaves it that computes a statistic anew.
     never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * own)
     record_snapshot(ctx, never, SAVE_STEP, "unsaved")
     with shared_folder() as folder, torch.random.fork_rng(devices=[]):
@@ -66,19 +66,18 @@ def observe_resume(ctx: RankContext) -> None:
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The resumed engine's loss, weights and state are bitwise those of the one that never stopped, on every rank.
+    """Compare the resumed engine bitwise with the one that never stopped: loss, weights, state and buffers.
 
-    So are the buffers; and neither saving nor loading takes a number from the generator that the training goes on to
-    use. Saving leaves the engine that saves as it was. The first forward after the load evaluates, as the last before
-    it did: with the weights that were loaded.
+    Saving and loading must not draw random numbers, and saving must not change the engine. The first forward after the
+    load is an evaluation, like the last one before it, and has to use the loaded weights.
     """
     yield from compare_process_state(ctx, "switches", range(3))
     yield from compare_records(ctx, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
     yield from compare_records(ctx, "evaluated-never", "evaluated-resumed", SAVE_STEP, SAVE_STEP, Part.FORWARD)
-    for what in ("params", "masters", "state", "told"):
+    for what in ("params", "masters", "state", "facts"):
         yield from compare_records(ctx, f"{what}-unsaved", f"{what}-never", SAVE_STEP, SAVE_STEP, Part.OPTIMIZER)
     parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
-    parts["told"] = Part.OPTIMIZER
+    parts["facts"] = Part.OPTIMIZER
     for step in (*CONTINUED_STEPS, CONTINUED_STEPS.stop):
         for what, part in parts.items():
             if what == "loss" and step == CONTINUED_STEPS.stop:

@@ -27,7 +27,7 @@ CHECKPOINT_PIECES = ("zero/optimizer_state.pt", "zero/{}/fp32.pt", "zero/{}/exp_
 
 
 def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
-    """Weights and Adam's moments for every parameter, the same on all ranks: what a universal checkpoint will hold."""
+    """Draw the weights and Adam moments of a universal checkpoint, the same on all ranks."""
     generator = torch.Generator().manual_seed(ctx.seed)
     found = {}
     for name, parameter in ctx.spec.model(ctx.seed).named_parameters():
@@ -39,7 +39,7 @@ def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
 def write_universal_checkpoint(
     folder: Path, values: Mapping[str, Mapping[str, Tensor]], param_groups: Any, step: int, flat: bool
 ) -> None:
-    """DeepSpeed's universal layout: as ds_to_universal writes it from stage 3 (``flat``) or from stages 1 and 2."""
+    """Write DeepSpeed's universal layout as ds_to_universal does from stage 3 (``flat``) or from stages 1 and 2."""
     count = torch.tensor(float(step))
     for name, entries in values.items():
         (folder / "zero" / name).mkdir(parents=True)
@@ -56,7 +56,7 @@ def write_universal_checkpoint(
 
 
 def make_param_groups() -> list[dict[str, Any]]:
-    """RESHARDED's groups in effect at SAVED_AT, as torch.optim keeps them."""
+    """Return RESHARD_OPTIMIZER's parameter groups at SAVE_STEP, as torch.optim keeps them."""
     spec = RESHARD_OPTIMIZER
     factor = spec.schedule[min(SAVE_STEP, len(spec.schedule) - 1)]
     overrides: tuple[Mapping[str, Any], ...] = ({}, *(group.overrides for group in spec.groups))
@@ -87,16 +87,18 @@ def observe_universal(ctx: RankContext) -> None:
 
 @contextmanager
 def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
-    """``piece`` of ``folder`` missing or cut short while the block runs. Collective."""
+    """Remove or truncate ``piece`` of ``folder`` within the block. Collective."""
     path, aside = folder / piece, folder / "aside"
 
     def damage_file() -> None:
+        """Move the file aside and write its first half in its place if it is to be truncated."""
         path.rename(aside)
         if damage == "truncated":
             content = aside.read_bytes()
             path.write_bytes(content[: len(content) // 2])
 
     def restore_file() -> None:
+        """Put the original file back."""
         path.unlink(missing_ok=True)
         aside.rename(path)
 
@@ -106,7 +108,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 
 
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
-    """1 where loading raised; whether anything was loaded is recorded under ``label``."""
+    """Return 1 if loading raises; record under ``label`` whether anything was loaded."""
     before = collect_training_state(engine)
     raised = load_raises(lambda: cast(CheckpointingEngine, engine).load_universal(folder))
     after = collect_training_state(engine)
@@ -116,7 +118,7 @@ def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> 
 
 
 def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Damaged pieces are refused and change nothing; what is whole is read bitwise, and continues as vanilla."""
+    """Check that damaged checkpoints are refused and change nothing; judge a whole one and its next step."""
     for rank, refused in enumerate(ctx.rank_records("refused")):
         for name, raised in refused.items():
             yield compare_bitwise(ctx.location(f"refused/{name}", Part.GATHER, SAVE_STEP, rank), torch.ones(()), raised)

@@ -26,29 +26,29 @@ from zharness.parity import Comparison, Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload.user_model import is_user_model
 
-# Of two, a division is exact; of three, it rounds. A caller's window of one is what every other law of training has.
+# Division by two is exact, by three it rounds. Every other law of training covers a caller's window of one.
 ACCUMULATION_STEPS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 
 NUM_BOUNDARIES = 2
 
 OPTIMIZERS_BY_NAME = {"frozen": ZERO_LR_SGD, "moving": SCHEDULED_SGD}
 
-CLIP = 0.1  # below the norm of the mean of a window's gradients
+CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 
 def observe_accumulation(ctx: RankContext) -> None:
     owner = AccumulationOwner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
-    # Kernels of the engine's own are judged by exact arithmetic alone: integer weights, and no thirds of them.
+    # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
     chosen = "frozen" if own_kernels else "moving"
     windows = [steps for steps in ACCUMULATION_STEPS[owner] if is_power_of_two(steps) or not own_kernels]
-    # Of anyone's model, which may be large, one window: that whose division rounds.
+    # A user's model may be large: train only the window whose division rounds.
     for steps in windows[-1:] if is_user_model(ctx.spec.name) else windows:
         observe_boundaries(ctx, owner, chosen, steps)
 
 
 def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_name: str, steps: int) -> None:
-    """Train BOUNDARIES boundaries of ``steps`` micro-batches on an engine of their own."""
+    """Train NUM_BOUNDARIES windows of ``steps`` micro-batches each on a new engine."""
     label = f"{optimizer_name}-{steps}"
     clips = (
         optimizer_name == "moving"
@@ -75,9 +75,11 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
 def choose_backward_calls(
     ctx: RankContext, engine: Engine, owner: AccumulationOwner, steps: int
 ) -> Sequence[Callable[[Tensor], object]]:
-    """How the backwards of one window after the other are spelled: by scale, too, where the engine divides and that is
-    exact. By a third, DeepSpeed's scale rounds the loss otherwise than its backward does, and otherwise than the two
-    that it is held against."""
+    """Return the backward calls that successive windows use in turn.
+
+    An engine that owns the accumulation also gets ``scale`` where dividing by ``steps`` is exact: by three, DeepSpeed's
+    scale rounds the loss differently than its backward does, and than either form that the judge accepts.
+    """
     scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
     if owner is AccumulationOwner.ENGINE and scales:
         return engine.backward, lambda loss: torch.autograd.backward(engine.scale(loss))
@@ -101,8 +103,10 @@ def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
-    """One boundary's gradients. An engine that owns the division may divide the loss or the gradient: both are right,
-    and by anything but a power of two they round apart, so it has to match one of the two throughout.
+    """Compare the losses and gradients of one window.
+
+    An engine that owns the accumulation may divide the loss or the gradient. Both are right, but round differently
+    unless the divisor is a power of two, so all gradients have to match one of the two.
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = ctx.rank_records(f"params-{label}", boundary)[0]
@@ -128,7 +132,7 @@ LAWS = (
             Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
             Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),
         ),
-        # A third rounds, and the later boundaries start from weights that are no integers any more.
+        # Division by three rounds, and after a boundary the weights are no integers any more.
         steps=LawSteps(observe_accumulation, rounds=True),
         kept_because="every accumulation owner and window length, over two boundaries",
     ),

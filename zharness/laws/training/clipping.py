@@ -36,7 +36,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 
 
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The norm of the union of all gradients, and w - factor x g, with torch.nn.utils.clip_grad_norm_'s factor."""
+    """Compare the norm with that of all gradients, and the step with w - factor x g, by clip_grad_norm_'s factor."""
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]
         factor = yield from judge_clip_factor(ctx, "norm", at, grads, clip)

@@ -26,7 +26,10 @@ FORWARD_MODES: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
 
 
 def observe_forward_alone(ctx: RankContext) -> None:
-    """A forward without backward before each backward, and before a step: weights move, which no certificate is of."""
+    """Run a forward without backward before each backward and before each step.
+
+    The steps change the weights, so exactness cannot be certified.
+    """
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
     for step in range(STEPS):
         ctx.record("params", engine.full_params(), step)

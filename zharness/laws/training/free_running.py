@@ -43,7 +43,10 @@ def observe_free_running(ctx: RankContext) -> None:
 
 
 def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Elements whose bound exceeds the way that they have come are undetermined, and counted."""
+    """Compare the weights of every step with the replay from the initial weights.
+
+    Elements whose bound exceeds the distance that they have moved are undetermined, and counted as such.
+    """
     initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
     for rank, copy in enumerate(ctx.rank_records("masters", 0)):
@@ -71,7 +74,7 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor, actual: Tensor) -> Comparison:
-    """Say so when a training that keeps wide masters begins with weights that were rounded before."""
+    """Add a hint to a mismatch of initial masters that were rounded to the narrow dtype first."""
     rounded = torch.equal(weight.to(ctx.dtype).to(actual.dtype), actual)
     return add_hint(comparison, f"they are the initial weights, rounded to {ctx.dtype}") if rounded else comparison
 

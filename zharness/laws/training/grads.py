@@ -42,7 +42,7 @@ def observe_one_hot_rank(ctx: RankContext) -> None:
 
 
 def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Exact whatever the model: all but one of the summed numbers are zero, and N is a power of two."""
+    """Compare the gradients bitwise on any model: all but one of the summed gradients are zero."""
     for chosen in range(ctx.world_size):
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
@@ -52,7 +52,7 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def weigh_one_rank(rank_with_loss: int) -> LossWeighting:
-    """The loss of one rank, and nothing of every other's."""
+    """Return a function that keeps the loss of one rank and multiplies every other's by zero."""
     return lambda loss, rank: loss * float(rank == rank_with_loss)
 
 

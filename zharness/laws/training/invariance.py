@@ -32,12 +32,16 @@ def observe_ranks_agree(ctx: RankContext) -> None:
 
 
 def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
-    """The numbers that an engine tells about itself, as far as it tells them."""
-    seen = engine.observe()
-    told = {"norm": engine.grad_norm(), "loss scale": seen.loss_scale, "skipped steps": seen.skipped_steps}
+    """Return the norm, loss scale and skipped steps that the engine reports, without those that are absent."""
+    observations = engine.observe()
+    numbers = {
+        "norm": engine.grad_norm(),
+        "loss scale": observations.loss_scale,
+        "skipped steps": observations.skipped_steps,
+    }
     return {
         name: torch.tensor(value, dtype=torch.float64)
-        for name, value in told.items()
+        for name, value in numbers.items()
         if value is not None and not isinstance(value, Absent)
     }
 

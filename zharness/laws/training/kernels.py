@@ -19,7 +19,7 @@ from zharness.parity.compare import attach_plain_values, check_names
 
 
 def observe_kernels(ctx: RankContext) -> None:
-    """Each rank's loss alone, which gives its local gradient over the world size, and then all of them."""
+    """Run backward on one rank's loss at a time, which gives its gradient / N, then on all losses together."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for chosen in range(ctx.world_size + 1):
         counts = chosen in (ctx.rank, ctx.world_size)
@@ -31,12 +31,12 @@ def observe_kernels(ctx: RankContext) -> None:
 
 
 def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
-    """What plain torch computes on one rank's micro-batch."""
+    """Return plain PyTorch's gradient of one rank's micro-batch."""
     return ctx.baseline.run_rank(rank, 0).grads[name]
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Local gradients by tier C, their reduction by tier S against the engine's own."""
+    """Compare local gradients by tier C, and their reduction by tier S with the mean of the engine's own."""
     size = ctx.world_size
     own = []
     for rank in range(size):
@@ -48,17 +48,17 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
         if found.mismatch is not None:
             found = attach_plain_values(found, partial(get_plain_gradient, ctx, rank, found.mismatch.parameter))
         yield found
-    everyone = ctx.rank_records("grads", size)
+    rank_grads = ctx.rank_records("grads", size)
     for name in own[0]:
         terms = [grads[name] for grads in own]
-        held = everyone[0][name].dtype
-        wire = ctx.get_reduce_dtype(name, held)
-        mean, bound = mean_and_bound(terms, wire, held)
-        if not is_power_of_two(size):  # then a gradient alone was rounded when it was divided
-            bound = bound + gamma(1, wire) * sum(term.abs() for term in terms) / size
-        for rank, copy in enumerate(everyone):
+        grad_dtype = rank_grads[0][name].dtype
+        reduce_dtype = ctx.get_reduce_dtype(name, grad_dtype)
+        mean, bound = mean_and_bound(terms, reduce_dtype, grad_dtype)
+        if not is_power_of_two(size):  # then dividing a single rank's gradient has rounded it
+            bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
+        for rank, copy in enumerate(rank_grads):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, copy[name], bound)
-        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [copy[name] for copy in everyone])
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [copy[name] for copy in rank_grads])
 
 
 LAWS = (

@@ -30,7 +30,7 @@ def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
     for at, power in enumerate(LOSS_POWERS):
         if (
             not ctx.has_single_reduction_order()
-        ):  # DDP packs its buckets anew after the first backward, and so adds otherwise
+        ):  # DDP rebuilds its buckets after the first backward, and then adds in another order
             yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], at, scale=2.0**power)
             continue
         for rank, copy in enumerate(ctx.rank_records("grads", at)):
@@ -48,7 +48,7 @@ LAWS = (
         judge_loss_scale_power,
         tier=Tier.EXACT,
         models=MODELS,
-        dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow, and then loses bits
+        dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow and lose bits
         steps=LawSteps(observe_loss_scale_power),
         kept_because="needs neither baseline nor bound, so it also holds with kernels that are not torch's",
     ),

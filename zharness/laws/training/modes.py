@@ -20,7 +20,7 @@ STEPS = 2
 
 EVALUATION_MICRO = 10  # the micro-batch of the evaluation after step 0
 
-GENERATOR = "generator"  # as a training forward leaves it: the next one's dropout begins there
+GENERATOR = "generator"  # its state after a training forward, where the next dropout begins
 
 
 def observe_modes(ctx: RankContext) -> None:
@@ -45,14 +45,14 @@ def observe_modes(ctx: RankContext) -> None:
 
 
 def get_training_modes(engine: Engine) -> dict[str, Tensor]:
-    """Which modules are in training."""
+    """Return each module's training flag, by name."""
     return {f"mode of {name}": torch.tensor(float(module.training)) for name, module in engine.module.named_modules()}
 
 
 def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Losses, gradients, buffers and what dropout takes of the generator are plain PyTorch's; the mode is the caller's.
+    """Compare losses, gradients, buffers, the random numbers that dropout draws, and the mode of every module.
 
-    The statistics that a rank starts from are its own where the engine claims so, else perhaps those of rank 0.
+    Each rank starts from its own running statistics if the engine claims so, else possibly from rank 0's.
     """
     own = bool(ctx.rank_records("case")[0]["own"])
     buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
@@ -81,7 +81,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> Iterator[Comparison]:
-    """The buffers after a training forward, and the evaluation behind the step that followed."""
+    """Compare the buffers after a training forward, and the evaluation after the step that follows."""
     yield from compare_buffers(ctx, rank, step, buffers)
     for name, mode in ctx.rank_records("modes", step)[rank].items():
         yield compare_bitwise(ctx.location(name, Part.FORWARD, step, rank), torch.tensor(0.0), mode)
@@ -94,7 +94,7 @@ def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[s
 
 
 def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> nn.Module:
-    """The plain model in the weights that were recorded at ``step``, with ``buffers`` where there are any."""
+    """Return the plain model with the weights recorded at ``step`` and these buffers."""
     module = ctx.baseline.build_module(ctx.rank_records("params", step)[rank])
     module.load_state_dict(dict(buffers), strict=False)
     return module
@@ -102,12 +102,13 @@ def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Map
 
 @torch.no_grad()
 def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) -> Tensor:
-    """The loss of one rank's micro-batch."""
+    """Return the plain loss of one rank's micro-batch."""
     batch = ctx.baseline.batch(rank, micro)
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch)
 
 
 def compare_buffers(ctx: JudgeContext, rank: int, step: int, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the recorded buffers of one rank with the expected ones."""
     for name, buffer in expected.items():
         found = ctx.rank_records("buffers", step)[rank][name]
         yield compare_bitwise(
@@ -123,7 +124,7 @@ LAWS = (
         judge_modes,
         models=("stateful",),
         weights_stay_integers=False,
-        dtypes=("fp32",),  # running statistics stay fp32, which a batch norm of lower weights may refuse
+        dtypes=("fp32",),  # running statistics stay fp32, which a batch norm with narrower weights may refuse
         kept_because="the only law with dropout, running statistics, and evaluation that differs from training",
     ),
 )

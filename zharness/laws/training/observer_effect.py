@@ -40,7 +40,7 @@ def observe_looked_at(ctx: RankContext) -> None:
 
 
 def query_engine(engine: Engine) -> None:
-    """Ask for all that an engine shows whenever it is asked. Collective."""
+    """Read everything that an engine reports at any time. Collective."""
     engine.full_params()
     engine.full_optimizer_state()
     engine.layout()
@@ -49,7 +49,7 @@ def query_engine(engine: Engine) -> None:
 
 
 def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Bitwise: both engines are of one make, and run the same collectives in one order."""
+    """Compare both engines bitwise: they are built alike and run the same collectives in the same order."""
     for step in range(STEPS):
         yield from compare_records(ctx, "loss-unseen", "loss-seen", step, step, Part.FORWARD)
         yield from compare_records(ctx, "grads-once", "grads-twice", step, step, Part.REDUCTION)

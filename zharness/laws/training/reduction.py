@@ -36,7 +36,10 @@ FINAL_WINDOW = range(10, 11)
 
 
 def observe_no_sync(ctx: RankContext) -> None:
-    """Windows of two blocks, two that are given up, a block that raises; what is left behind would show at last."""
+    """Train two windows with no_sync blocks, abandon two more, raise in a block, and train once more.
+
+    Anything that the abandoned windows or the exception leave behind shows in the last gradients.
+    """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, (first, second, third, last) in enumerate(WINDOWS):
         for block in ((first,), (second, third)):

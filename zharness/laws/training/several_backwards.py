@@ -19,11 +19,11 @@ from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload import Batch
 
-ABANDONED_WINDOWS = ((0, 1, 2), (3, 4, 5))  # of two micro-batches, each behind one that is given up
+ABANDONED_WINDOWS = ((0, 1, 2), (3, 4, 5))  # micro-batches: one of an abandoned window, then two of a whole one
 
 
 def observe_several_backwards(ctx: RankContext) -> None:
-    """Two forwards, three losses, three backwards, one step."""
+    """Run two forwards and three backwards of three losses before one step, or a variant of it."""
     if ctx.variant:
         (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
         return
@@ -42,7 +42,7 @@ def observe_several_backwards(ctx: RankContext) -> None:
 
 
 def observe_window(ctx: RankContext) -> None:
-    """Two losses, and so two backwards, in each of the two micro-batches of an engine that counts them itself."""
+    """Run two losses and backwards in each micro-batch of a window that the engine counts."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -60,7 +60,7 @@ def observe_window(ctx: RankContext) -> None:
 
 
 def observe_abandoned_windows(ctx: RankContext) -> None:
-    """A window that is given up after its first micro-batch, and a whole one; twice."""
+    """Abandon a window after its first micro-batch, then train a whole one; twice."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -79,7 +79,7 @@ def observe_abandoned_windows(ctx: RankContext) -> None:
 
 
 def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The state recorded within the first window is that of an optimizer that has not stepped."""
+    """Compare the state recorded within the first window with that of an optimizer that has not stepped."""
     for rank, copy in enumerate(ctx.rank_records("state")):
         for name, kept in copy.items():
             found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(kept), kept)
@@ -87,7 +87,7 @@ def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """What zero_grad forgets counts for nothing: the window behind it has all of its micro-batches, and one step."""
+    """Compare the window after an abandoned one: all of its micro-batches count, and none from before zero_grad."""
     yield from judge_no_step_made(ctx)
     for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
         micros = [ctx.compute_local_grads(step) for step in steps]
@@ -95,7 +95,7 @@ def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
-    """No step is made, and no momentum kept, before the second micro-batch."""
+    """Compare the gradients of the window; before its second micro-batch the optimizer must not step."""
     yield from judge_no_step_made(ctx)
     losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
     yield from ctx.compare_reduced_grads(
@@ -107,6 +107,7 @@ def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def second_objective(output: Tensor, _batch: Batch) -> Tensor:
+    """Return the second loss, whatever the targets are."""
     return second_loss(output)
 
 

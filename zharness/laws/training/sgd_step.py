@@ -24,27 +24,28 @@ EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
 
 
 def observe_sgd_step(ctx: RankContext) -> None:
-    """A step on ranks whose generators differ, as a user seeds them; and what a rank holds before and after it."""
+    """Make one step on ranks whose random generators differ, and record each rank's shards before and after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
         ctx.record("switches", read_process_state(), 1)
-        ctx.record("held", collect_local_shards(engine), 0)
+        ctx.record("shards", collect_local_shards(engine), 0)
         with eval_mode(engine), torch.no_grad():
             ctx.loss(engine, EVAL_MICRO)
         ctx.record("switches", read_process_state(), 2)
         train_and_record_step(ctx, engine)
-        ctx.record("held", collect_local_shards(engine), 1)
+        ctx.record("shards", collect_local_shards(engine), 1)
         ctx.record("switches", read_process_state(), 3)
         engine.close()
         ctx.record("switches", read_process_state(), 4)
 
 
 def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
-    """What this rank's module holds, flat, of each parameter that is a shard: a DTensor, or one in a single dimension.
+    """Return this rank's elements, flat, of every parameter whose module holds a shard.
 
-    The latter where the whole one has others. What holds nothing at all is kept elsewhere, and not looked at.
+    A shard is a DTensor, or a tensor of another shape than the whole parameter. Empty tensors are skipped: their
+    elements are stored elsewhere.
     """
     wholes = engine.full_params()
     named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in wholes}
@@ -66,7 +67,7 @@ def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Where the layout cuts a parameter into pieces, every element is in one of them, and ranks tell the same."""
+    """Check that the layout's pieces cover every element once, and that all ranks report the same layout."""
     for name, weight in ctx.rank_records("masters")[0].items():
         layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]
         for rank, pieces in enumerate(layouts):
@@ -80,21 +81,21 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Each rank's part of a sharded weight is the elements of it that the engine's layout gives to this rank.
+    """Compare each rank's shard with the elements that the layout assigns to the rank.
 
-    Behind them may be padding, less than one element for each rank.
+    Padding may follow them, less than one element for each rank.
     """
     weights = ctx.rank_records("masters", step)[0]
-    for rank, copy in enumerate(ctx.rank_records("held", step)):
+    for rank, copy in enumerate(ctx.rank_records("shards", step)):
         for name, part in copy.items():
             pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
             mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
-            told = torch.cat([weights[name].new_empty(0), *mine])
+            expected = torch.cat([weights[name].new_empty(0), *mine])
             place = ctx.location(name, Part.GATHER, step, rank)
             count = torch.tensor(float(part.numel()))
-            yield compare_bitwise(place, count.clamp(told.numel(), told.numel() + ctx.world_size - 1), count)
-            if part.numel() >= told.numel():
-                yield compare_bitwise(place, told.to(part.dtype), part[: told.numel()])
+            yield compare_bitwise(place, count.clamp(expected.numel(), expected.numel() + ctx.world_size - 1), count)
+            if part.numel() >= expected.numel():
+                yield compare_bitwise(place, expected.to(part.dtype), part[: expected.numel()])
 
 
 LAWS = (

@@ -40,7 +40,7 @@ OPTIMIZER_RUNS = {
     "long": TrainingRun(ADAMW, 10, clip=0.5),
 }
 
-# The rest of torch's elementwise ones, whose state has other names, and other shapes than a parameter's.
+# The rest of torch's elementwise optimizers, whose state has other names and shapes.
 OTHER_OPTIMIZERS = {
     "others": (
         OptimizerSpec("adadelta", {"lr": 1.0, "weight_decay": 0.1}),
@@ -78,7 +78,7 @@ def observe_optimizers(ctx: RankContext) -> None:
 
 
 def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
-    """Gradients are forgotten between forward and backward, as many callers do it; and what the engine tells."""
+    """Train, zeroing gradients between forward and backward as many callers do, and record what the engine reports."""
     engine = ctx.build_engine(optimizer=run.optimizer, clip=run.clip)
     for step in range(run.steps):
         ctx.record_training_state(engine, step)
@@ -89,7 +89,7 @@ def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
         engine.step()
         norm = engine.grad_norm()
         ctx.record("norm", {} if norm is None else {"norm": torch.tensor(norm, dtype=torch.float64)}, step)
-        ctx.record("told", collect_engine_facts(engine), step)
+        ctx.record("facts", collect_engine_facts(engine), step)
     ctx.record_training_state(engine, run.steps)
     engine.close()
 
