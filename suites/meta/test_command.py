@@ -129,8 +129,8 @@ WRONG = {
         ["--engine", "zero9"],
         ["unknown engine 'zero9'", "allowed: plain, reference", "zharness list"],
     ),
-    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown check 'trajectory'"]),
-    "an unknown check": (["nonsense"], ["unknown check 'nonsense'", "allowed: training.grads"]),
+    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown law 'trajectory'"]),
+    "an unknown check": (["nonsense"], ["unknown law 'nonsense'", "allowed: training.grads"]),
     "an unknown stage": (["--stage", "7"], ["unknown stage '7'", "allowed: 0, 1, 2, 3"]),
     "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
     "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected whole numbers"]),
@@ -252,7 +252,7 @@ def test_the_list_of_laws_is_narrowed_and_names_the_mutants_that_each_has_to_kil
     assert (row["group"], row["tier"]) == ("training", "S")
     assert "never_reduces" in row["kills"].split(", ")
     done = told("list", "checks", "nonsense")
-    assert (done.returncode, "unknown check 'nonsense'" in done.stderr) == (2, True)
+    assert (done.returncode, "unknown law 'nonsense'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("what", ["engines", "checks", "models", "mutants", "repros"])
