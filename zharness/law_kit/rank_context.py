@@ -141,7 +141,7 @@ class RankContext:
         self.record(label, flatten_optimizer_state(engine.full_optimizer_state()), step)
 
     def accumulation_owners(self) -> tuple[AccumulationOwner, ...]:
-        """Return who may own the accumulation, by the engine's claims."""
+        """Return the owners of the accumulation that the engine claims: the engine, its caller, or both."""
         features = {
             AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
             AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,

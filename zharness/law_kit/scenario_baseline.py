@@ -116,10 +116,10 @@ def collect_grads(module: nn.Module) -> NamedTensors:
 def run_exact_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    """Run a scenario in the cell's dtype. Raises HarnessFault if float64 gives other values: then something was
-    rounded.
+    """Run a scenario in the cell's dtype. Raises HarnessFault if the results in float64 differ.
 
-    The result is the same for every engine and stage, so it is cached; it takes some 20 KB.
+    They differ where something was rounded. The result is the same for every engine and stage, so it is cached; it
+    takes some 20 KB.
     """
     result, wide = (run_plain_scenario(baseline, variant, scenario, rank, each) for each in (dtype, torch.float64))
     double = wide.flatten()

@@ -81,7 +81,10 @@ def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare losses bitwise, and gradients with the mean over micro-batches; the loss or the gradient is divided."""
+    """Compare losses bitwise, and gradients with the mean over micro-batches.
+
+    An engine that owns the accumulation may divide the loss or the gradient.
+    """
     parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
     micros = make_training_run(ctx.training, int(ctx.variant)).micro_steps(step)
     divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(parts)) for micro in micros]
@@ -128,7 +131,7 @@ def observe_checkpointing(ctx: RankContext) -> None:
 
 
 def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare with plain PyTorch's gradients under the same checkpointing."""
+    """Compare losses and gradients with plain PyTorch's under the same checkpointing."""
     spec = add_checkpointing(ctx.baseline.spec, ctx.variant)
     plain = replace(ctx, baseline=replace(ctx.baseline, spec=spec))
     local = plain.compute_local_grads(step=0)

@@ -133,7 +133,10 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
 
 
 def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare with a torch.amp.GradScaler whose one gradient is finite whenever all ranks' plain gradients are."""
+    """Compare loss scale and skipped steps with a torch.amp.GradScaler's.
+
+    The scaler sees one gradient, which is finite if all ranks' plain gradients are.
+    """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
     weight = nn.Parameter(torch.zeros(()))

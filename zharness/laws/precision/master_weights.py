@@ -104,7 +104,9 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """Return a function that keeps ``factor`` times rank 0's loss alone, so that no reduction over ranks rounds."""
+    """Return a function that multiplies rank 0's loss by ``factor`` and all others by zero, so that no reduction
+    rounds.
+    """
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 

@@ -46,9 +46,10 @@ PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
 
 
 def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare with psi, psi and 2 psi, each divided by N from the stage that shards it, plus padding and step counts.
+    """Compare a rank's bytes with psi, psi and 2 psi, each divided by N from the stage that shards it.
 
-    Where parameters are sharded, at most two modules' parameters stay gathered between a forward and its backward.
+    Padding and AdamW's step counts are added. Where parameters are sharded, at most two modules' parameters stay
+    gathered between a forward and its backward.
     """
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -94,7 +95,7 @@ def observe_comm_volume(ctx: RankContext) -> None:
 
 
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
+    """Compare the bytes sent with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
     Stage 3 sends less than 3A psi if backward does not gather parameters again.
     """

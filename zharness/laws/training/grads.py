@@ -52,7 +52,7 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def weigh_one_rank(rank_with_loss: int) -> LossWeighting:
-    """Return a function that keeps the loss of one rank and multiplies every other's by zero."""
+    """Return a function that multiplies the loss of every rank except one by zero."""
     return lambda loss, rank: loss * float(rank == rank_with_loss)
 
 
