@@ -70,6 +70,6 @@ def count_matches(comparisons: Sequence[Comparison]) -> int:
 
 
 def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Return the owner of the accumulation of the configured training: the engine if it claims that, else the caller."""
+    """Return who owns the accumulation of the configured training: the engine if it claims that, else its caller."""
     engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER

@@ -88,7 +88,7 @@ def judge_reported_norm(
     ctx: JudgeContext, label: str, step: int, norm: Tensor, error: Tensor
 ) -> Generator[Comparison, None, Tensor | None]:
     """Compare the norm recorded under ``label`` with ``norm``, within ``error``; return rank 0's norm, if any."""
-    reported = [copy.get("norm") for copy in ctx.rank_records(label, step)]
+    reported = [record.get("norm") for record in ctx.rank_records(label, step)]
     for rank, each in enumerate(reported):
         if each is not None:
             yield hint_missing_norm(

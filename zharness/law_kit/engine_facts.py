@@ -37,8 +37,8 @@ def compare_engine_facts(ctx: JudgeContext, spec: OptimizerSpec, step: int, step
     rates = [group.get("lr", spec.args["lr"]) * factor for group in param_groups(named, spec)]
     wanted = {learning_rate_fact(group): rate for group, rate in enumerate(rates)}
     wanted |= {LOSS_SCALE_FACT: ctx.baseline.loss_scale, SKIPPED_STEPS_FACT: 0}
-    for rank, copy in enumerate(ctx.rank_records("facts", step)):
-        for name, value in copy.items():
+    for rank, record in enumerate(ctx.rank_records("facts", step)):
+        for name, value in record.items():
             expected = torch.tensor(wanted.get(name, torch.nan), dtype=torch.float64)
             yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, step, rank), expected, value)
 

@@ -86,20 +86,20 @@ class JudgeContext:
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
         """Compare every rank's loss bitwise with the baseline's loss of the same micro-batch."""
-        for rank, copy in enumerate(self.rank_records(label, step)):
+        for rank, record in enumerate(self.rank_records(label, step)):
             local = expected[rank].loss
-            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, copy["loss"])
+            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
             yield attach_plain_values(found, partial(torch.clone, local))
 
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
         """Compare every rank's own tensors bitwise with the baseline's for that rank."""
-        for rank, copy in enumerate(self.rank_records(label, step)):
-            check_names(label, expected[rank], copy)
+        for rank, record in enumerate(self.rank_records(label, step)):
+            check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
-                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
-                yield attach_plain_values(add_scale_hint(found, tensor, copy[name]), partial(torch.clone, tensor))
+                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, record[name])
+                yield attach_plain_values(add_scale_hint(found, tensor, record[name]), partial(torch.clone, tensor))
 
     def compare_reduced_grads(
         self,
@@ -118,10 +118,10 @@ class JudgeContext:
         gradients: a mismatch that equals their sum is reported as ``what``. Without ``explain`` a mismatch has no hint
         about its cause, which takes many comparisons of a large gradient.
         """
-        copies = self.rank_records(label, step)
+        records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
-        for copy in copies:
-            check_names("full_grads", dict.fromkeys(expected), copy)
+        for record in records:
+            check_names("full_grads", dict.fromkeys(expected), record)
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
@@ -129,7 +129,7 @@ class JudgeContext:
                     for what, losses in (suspects or {}).items()
                 }
                 yield from self._compare_reduced_grad(
-                    name, copies, micros, step, exact, scale, known if explain else None
+                    name, records, micros, step, exact, scale, known if explain else None
                 )
 
     def compute_expected_grads(
@@ -155,7 +155,7 @@ class JudgeContext:
     def _compare_reduced_grad(
         self,
         name: str,
-        copies: Sequence[Mapping[str, Tensor]],
+        records: Sequence[Mapping[str, Tensor]],
         micros: Sequence[Sequence[LocalResult]],
         step: int,
         exact: bool | Exactness,
@@ -164,11 +164,11 @@ class JudgeContext:
     ) -> Iterator[Comparison]:
         """Compare the reduced gradient of one parameter on every rank."""
         known = self._collect_local_grads(name, micros)
-        everyone = [copy[name] for copy in copies]
-        yield from self.compare_grad_in_pieces(name, known, everyone, step, exact, scale) or self._compare_whole_grad(
-            name, known, everyone, step, exact, scale, suspects
-        )
-        yield from compare_ranks(self.location(name, Part.REDUCTION, step), everyone)
+        rank_values = [record[name] for record in records]
+        yield from self.compare_grad_in_pieces(
+            name, known, rank_values, step, exact, scale
+        ) or self._compare_whole_grad(name, known, rank_values, step, exact, scale, suspects)
+        yield from compare_ranks(self.location(name, Part.REDUCTION, step), rank_values)
 
     def compare_grad_in_pieces(
         self,
@@ -216,7 +216,7 @@ class JudgeContext:
         """
         values = rank_tensors[0].flatten()
         if values.numel() <= CHUNK_ELEMENTS or not all(
-            is_bitwise_equal(rank_tensors[0], copy) for copy in rank_tensors[1:]
+            is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
         ):
             return []
         found = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())

@@ -192,8 +192,8 @@ class ParameterStep:
             yield attach_plain_values(
                 compare_within_bound(place, value.value, found, value.error, Tier.STAGED), partial(plain, key)
             )
-        way = expected.value - self.weight.double()
-        comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=way)
+        change = expected.value - self.weight.double()
+        comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)
         yield hint_unmoved(attach_plain_values(comparison, plain), self.weight, self.weight_after)
 
 
@@ -206,7 +206,7 @@ class ClippedSgdStep:
     clip_factor: ClipFactor
 
     def compare_in_pieces(
-        self, ctx: JudgeContext, copies: Sequence[Tensor], location: TensorLocation
+        self, ctx: JudgeContext, records: Sequence[Tensor], location: TensorLocation
     ) -> list[Comparison]:
         """Compare every rank's copy of a large weight after the step; return nothing if it is small or one is wrong."""
         weight, grad = self.weight.flatten(), self.grad.flatten()
@@ -218,8 +218,8 @@ class ClippedSgdStep:
                 return [compare_torch_step(location, part.weight, weight_after)]
             return [part.compare_weight(location, weight_after)]
 
-        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *copies))
-        return ctx.compare_pieces_once(copies, compare_piece) if alike_shaped else []
+        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *records))
+        return ctx.compare_pieces_once(records, compare_piece) if alike_shaped else []
 
     def compare_weight(self, location: TensorLocation, weight_after: Tensor) -> Comparison:
         """Compare the weight after the step with w - factor x g."""
@@ -238,9 +238,9 @@ def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
     """Return the match of a weight that equals torch's step bitwise, with an upper bound of the replay's error."""
-    way = weight_after.float() - weight.float()
-    sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * way.abs()
-    return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, way)
+    change = weight_after.float() - weight.float()
+    sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
+    return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
 
 
 def list_state_tensors(state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -343,9 +343,9 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
     """Compare weights and state between ranks: equal values under equal names."""
     for label in (recorded_step.params_label, recorded_step.state_label):
-        copies = ctx.rank_records(label, recorded_step.step)
-        for copy in copies[1:]:
-            check_names(f"what a rank reports as {label}, beside rank 0's,", copies[0], copy)
-        for name in copies[0]:
+        records = ctx.rank_records(label, recorded_step.step)
+        for record in records[1:]:
+            check_names(f"what a rank reports as {label}, beside rank 0's,", records[0], record)
+        for name in records[0]:
             place = ctx.location(name, Part.GATHER, recorded_step.step - 1)
-            yield from compare_ranks(place, [copy[name] for copy in copies])
+            yield from compare_ranks(place, [record[name] for record in records])

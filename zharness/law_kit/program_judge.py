@@ -135,16 +135,16 @@ class ProgramJudge:
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Compare every rank's output with plain PyTorch's, bitwise."""
-        for rank, copy in enumerate(self.ctx.rank_records("output", position)):
+        for rank, record in enumerate(self.ctx.rank_records("output", position)):
             found = compare_bitwise(
                 self.ctx.location("output", Part.FORWARD, position, rank),
                 self.compute_plain_output(self.weights_version, verb, micro, rank),
-                copy["output"],
+                record["output"],
             )
             if (
                 found.mismatch is not None
                 and self.weights_version
-                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(copy["output"])
+                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(record["output"])
             ):
                 found = add_hint(found, WEIGHTS_NOT_CHANGED_HINT)
             yield found
@@ -166,8 +166,8 @@ class ProgramJudge:
         micro = book.micro_batches_drawn if verb.act is Act.NO_SYNC else book.select_output(verb)
         if verb.act is Act.NO_SYNC:
             self.forward_verbs[micro] = verb
-        for rank, copy in enumerate(self.ctx.rank_records("own", position)):
-            for name, changed in copy.items():
+        for rank, record in enumerate(self.ctx.rank_records("own", position)):
+            for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
         self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.world_size)])
@@ -303,8 +303,8 @@ class ProgramJudge:
         yield from compare_engine_facts(
             self.ctx, OPTIMIZERS[self.program.optimizer], self.weights_version, self.step_counts.steps
         )
-        for rank, copy in enumerate(self.ctx.rank_records("gathered", self.weights_version)):
-            for name, count in copy.items():
+        for rank, record in enumerate(self.ctx.rank_records("gathered", self.weights_version)):
+            for name, count in record.items():
                 yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(count), count)
 
 

@@ -18,10 +18,10 @@ STALE_FORWARD_HINT = "the forward used the weights from before"
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the engine's first weights with those of the model that it was given."""
     wanted = dict(ctx.baseline.build_module().named_parameters())
-    copy = ctx.rank_records("params", 0)[0]
-    check_names("full_params", wanted, copy)
+    record = ctx.rank_records("params", 0)[0]
+    check_names("full_params", wanted, record)
     for name, tensor in wanted.items():
-        yield compare_bitwise(ctx.location(name, Part.GATHER), tensor.detach(), copy[name])
+        yield compare_bitwise(ctx.location(name, Part.GATHER), tensor.detach(), record[name])
 
 
 def compare_forward(

@@ -66,7 +66,7 @@ def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetr
     """Return the engine's recorded losses and gradient norms by step."""
     found = []
     for step in range(run.steps):
-        losses = [copy["loss"] for micro in run.micro_steps(step) for copy in ctx.rank_records("loss", micro)]
+        losses = [record["loss"] for micro in run.micro_steps(step) for record in ctx.rank_records("loss", micro)]
         found.append(StepMetrics(mean_loss(losses), float(total_norm(ctx.rank_records("grads", step)[0]))))
     return found
 

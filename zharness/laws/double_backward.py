@@ -180,10 +180,10 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
         raise HarnessFault("the penalty is not exact, so it can judge no engine")
-    for rank, copy in enumerate(ctx.rank_records("grads")):
-        check_names("full_grads", expected, copy)
+    for rank, record in enumerate(ctx.rank_records("grads")):
+        check_names("full_grads", expected, record)
         for name, grad in expected.items():
-            yield compare_bitwise(ctx.location(name, Part.REDUCTION, rank=rank), grad, copy[name])
+            yield compare_bitwise(ctx.location(name, Part.REDUCTION, rank=rank), grad, record[name])
     yield from judge_after_effects(ctx, run_scenario_on_all_ranks(ctx, WEIGHT_PENALTY_SCENARIO), 0)
 
 

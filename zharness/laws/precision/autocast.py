@@ -98,8 +98,8 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
     expected = compute_baseline_locals(ctx)
     yield from ctx.compare_losses(0, expected)
     yield from judge_reduced_gradients(ctx, "grads", expected, low_precision_parameters(ctx.baseline, SAFE_MODULES))
-    for rank, copy in enumerate(ctx.rank_records("kept")):
-        for name, found in copy.items():
+    for rank, record in enumerate(ctx.rank_records("kept")):
+        for name, found in record.items():
             yield compare_bitwise(
                 ctx.location(name, Part.OPTIMIZER, rank=rank), dtype_index(torch.zeros((), dtype=WIDE_DTYPE)), found
             )

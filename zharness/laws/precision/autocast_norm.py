@@ -49,9 +49,9 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     norm = torch.cat(means).norm()
     # The engine computes the norm as the root of a sum of squares in fp32 or wider.
     bound = torch.cat(bounds).norm() + norm * len(torch.cat(means)) * unit_roundoff(WIDE_DTYPE)
-    for rank, copy in enumerate(ctx.rank_records("norm")):
+    for rank, record in enumerate(ctx.rank_records("norm")):
         yield hint_missing_norm(
-            compare_within_bound(ctx.location("norm", Part.OPTIMIZER, rank=rank), norm, copy["norm"], bound)
+            compare_within_bound(ctx.location("norm", Part.OPTIMIZER, rank=rank), norm, record["norm"], bound)
         )
 
 

@@ -74,9 +74,9 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     model = ctx.baseline.spec.model(ctx.baseline.seed)
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     for label, expected in (("buffers", dict(model.named_buffers())), ("params", frozen)):
-        for rank, copy in enumerate(ctx.rank_records(label)):
+        for rank, record in enumerate(ctx.rank_records(label)):
             for name, tensor in expected.items():
-                yield from compare_values_and_dtypes(ctx, name, Part.OPTIMIZER, tensor, copy[name], rank)
+                yield from compare_values_and_dtypes(ctx, name, Part.OPTIMIZER, tensor, record[name], rank)
 
 
 LAWS = (

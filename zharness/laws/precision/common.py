@@ -87,10 +87,10 @@ def judge_reduced_gradients(
 
     Gradients in ``low_names`` are reduced in bf16, all others in fp32.
     """
-    copies = ctx.rank_records(label)
+    records = ctx.rank_records(label)
     for name in locals_by_rank[0].grads:
         dtype = LOW_DTYPE if name in low_names else WIDE_DTYPE
-        rank_grads = [copy[name] for copy in copies]
+        rank_grads = [record[name] for record in records]
         terms = [[local.grads[name]] for local in locals_by_rank]
         matches = replace(ctx, declared_reduce_dtype=dtype).compare_grad_in_pieces(name, terms, rank_grads)
         yield from matches or judge_whole_gradient(ctx, name, terms, rank_grads, dtype)
@@ -98,12 +98,12 @@ def judge_reduced_gradients(
 
 
 def judge_whole_gradient(
-    ctx: JudgeContext, name: str, terms: GradientTerms, copies: Sequence[Tensor], dtype: torch.dtype
+    ctx: JudgeContext, name: str, terms: GradientTerms, records: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[Comparison]:
     """Compare one gradient on every rank with the mean of ``terms``, reduced in ``dtype``."""
     mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
-    for rank, copy in enumerate(copies):
-        yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, copy, bound)
+    for rank, record in enumerate(records):
+        yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)
 
 
 def get_sent_elements(engine: Engine) -> Mapping[str, int]:
@@ -139,13 +139,13 @@ def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
     """Check that each dtype carried exactly the named parameters, each once, apart from the padding of shards."""
-    for rank, copy in enumerate(ctx.rank_records(label)):
+    for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)
             most = least + len(names) * (ctx.world_size - 1)
             name = min(names, default="input")
             place = ctx.location(name, Part.REDUCTION, rank=rank)
-            yield compare_bitwise(place, copy[dtype].clamp(least, most), copy[dtype])
+            yield compare_bitwise(place, record[dtype].clamp(least, most), record[dtype])
 
 
 def precision_law(

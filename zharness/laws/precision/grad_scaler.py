@@ -152,10 +152,10 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         scaler.step(optimizer)
         scaler.update()
         skipped += not finite
-        for rank, copy in enumerate(ctx.rank_records("scaler", step)):
+        for rank, record in enumerate(ctx.rank_records("scaler", step)):
             place = ctx.location("loss", Part.OPTIMIZER, step, rank)
-            yield compare_bitwise(place, scalar(scaler.get_scale()), copy["scale"])
-            yield compare_bitwise(place, scalar(skipped), copy["skipped"])
+            yield compare_bitwise(place, scalar(scaler.get_scale()), record["scale"])
+            yield compare_bitwise(place, scalar(skipped), record["skipped"])
         if step == RESUME_STEP and ctx.variant == RESUMED_VARIANT:
             yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
         moment = RecordedStep(step, "masters", skipped_steps=skipped)
@@ -171,8 +171,8 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Iterator[Comparison]:
     """Compare every group's reported learning rate with the schedule's after ``steps_made`` steps."""
     wanted = scalar(SCHEDULED_ADAMW.args["lr"] * SCHEDULED_ADAMW.schedule[min(steps_made, STEPS - 1)])
-    for rank, copy in enumerate(ctx.rank_records("rates", step)):
-        for group, rate in copy.items():
+    for rank, record in enumerate(ctx.rank_records("rates", step)):
+        for group, rate in record.items():
             yield compare_bitwise(
                 ctx.location(f"learning rate of group {group}", Part.OPTIMIZER, step, rank), wanted, rate
             )

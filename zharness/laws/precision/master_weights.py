@@ -61,8 +61,8 @@ def observe_masters(ctx: RankContext) -> None:
 
 def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
     """Replay the steps in the masters' dtype; compare the weights with the rounded masters, and gradients in bf16."""
-    for rank, copy in enumerate(ctx.rank_records("accepted")):
-        yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), copy["invalid"])
+    for rank, record in enumerate(ctx.rank_records("accepted")):
+        yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), record["invalid"])
     if not ctx.has_record("grads"):
         return
     master = LOW_DTYPE if ctx.variant == "low" else WIDE_DTYPE

@@ -56,10 +56,10 @@ def judge_safe_modules(ctx: JudgeContext) -> Iterator[Comparison]:
     trained = {name for name, p in spec.model(0).named_parameters() if p.requires_grad}
     yield from judge_sent_once(ctx, "reduced", sizes, {"bfloat16": low, "float32": trained - low, "float16": set()})
     if ctx.has_record("gathered"):
-        for rank, copy in enumerate(ctx.rank_records("gathered")):
+        for rank, record in enumerate(ctx.rank_records("gathered")):
             place = ctx.location("input", Part.GATHER, rank=rank)
             least = scalar(sum(sizes[name] for name in low & parameters_inside_autocast(spec)))
-            yield compare_bitwise(place, torch.maximum(least, copy["bfloat16"]), copy["bfloat16"])
+            yield compare_bitwise(place, torch.maximum(least, record["bfloat16"]), record["bfloat16"])
 
 
 LAWS = (

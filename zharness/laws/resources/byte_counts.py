@@ -54,21 +54,21 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
     shards = [largest_shard_numel(ctx, name, shape) for name, shape in shapes.items()]
-    for name, copies, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
+    for name, records, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
         ranks = ctx.world_size if stage >= shards_from else 1
-        share = copies * 4 * sum(sizes) / ranks
-        padding = copies * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
+        share = records * 4 * sum(sizes) / ranks
+        padding = records * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
         counts = 4 * len(sizes) if name == "optimizer_state" else 0
-        for rank, copy in enumerate(ctx.rank_records("sizes")):
+        for rank, record in enumerate(ctx.rank_records("sizes")):
             place = ctx.location(name, Part.GATHER, 0, rank)
             at_most = share + padding + counts
             # The last shard may be shorter by as much as the others are padded.
             least = share - padding * max(1, ranks - 1)
-            yield compare_within_range(place, scalar(least), copy[name], scalar(at_most))
+            yield compare_within_range(place, scalar(least), record[name], scalar(at_most))
             if name == "parameters" and stage >= shards_from:
                 used = ctx.location(PARAMETERS_AFTER_FORWARD, Part.GATHER, 0, rank)
                 yield compare_within_range(
-                    used, scalar(0), copy[PARAMETERS_AFTER_FORWARD], scalar(at_most + two_largest_modules_bytes(ctx))
+                    used, scalar(0), record[PARAMETERS_AFTER_FORWARD], scalar(at_most + two_largest_modules_bytes(ctx))
                 )
 
 
@@ -111,9 +111,9 @@ def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
         share = (ranks - 1) / ranks
-        for rank, copy in enumerate(ctx.rank_records("sent", steps)):
+        for rank, record in enumerate(ctx.rank_records("sent", steps)):
             place = ctx.location("sent", Part.REDUCTION, steps, rank)
-            yield compare_within_range(place, scalar(share * least), copy["sent"], scalar(share * most))
+            yield compare_within_range(place, scalar(share * least), record["sent"], scalar(share * most))
 
 
 PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collective
@@ -145,10 +145,10 @@ def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
     for bucket in PREFETCH_BUCKET_SIZES:
         padded = bucket * ctx.world_size  # each of its parameters may have one element, padded to one on every rank
         most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
-        for rank, copy in enumerate(ctx.rank_records("gathered", bucket)):
-            yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), copy["rest"])
+        for rank, record in enumerate(ctx.rank_records("gathered", bucket)):
+            yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), record["rest"])
             yield compare_within_range(
-                ctx.location("peak", Part.GATHER, 0, rank), scalar(0), copy["peak"], scalar(most)
+                ctx.location("peak", Part.GATHER, 0, rank), scalar(0), record["peak"], scalar(most)
             )
 
 

@@ -51,15 +51,17 @@ def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the model is freed, and that a whole model's backward is plain PyTorch's on every rank."""
-    yield from compare_ranks(ctx.location("whole", Part.GATHER), [copy["whole"] for copy in ctx.rank_records("whole")])
+    yield from compare_ranks(
+        ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
+    )
     if ctx.has_record("own"):
-        copies = ctx.rank_records("params")
-        for name in copies[0]:
-            yield from compare_ranks(ctx.location(name, Part.GATHER), [copy[name] for copy in copies])
-        local = ctx.compute_local_grads(STEPS, copies[0])
+        records = ctx.rank_records("params")
+        for name in records[0]:
+            yield from compare_ranks(ctx.location(name, Part.GATHER), [record[name] for record in records])
+        local = ctx.compute_local_grads(STEPS, records[0])
         yield from ctx.compare_values("own", [one.grads for one in local])
-    for rank, copy in enumerate(ctx.rank_records("left")):
-        yield compare_bitwise(ctx.location("model", Part.GATHER, 0, rank), scalar(0), copy["model"])
+    for rank, record in enumerate(ctx.rank_records("left")):
+        yield compare_bitwise(ctx.location("model", Part.GATHER, 0, rank), scalar(0), record["model"])
 
 
 def observe_no_leak(ctx: RankContext) -> None:

@@ -43,9 +43,9 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
         after = ctx.rank_records("masters-after", at)
         for name, weight in before.items():
             step = ClippedSgdStep(weight, grads.get(name, torch.zeros_like(weight)), factor)
-            everyone, place = [copy[name] for copy in after], partial(ctx.location, name, Part.OPTIMIZER, at)
-            yield from step.compare_in_pieces(ctx, everyone, place(0)) or (
-                step.compare_weight(place(rank), copy) for rank, copy in enumerate(everyone)
+            rank_values, place = [record[name] for record in after], partial(ctx.location, name, Part.OPTIMIZER, at)
+            yield from step.compare_in_pieces(ctx, rank_values, place(0)) or (
+                step.compare_weight(place(rank), record) for rank, record in enumerate(rank_values)
             )
 
 

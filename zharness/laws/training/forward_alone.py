@@ -53,9 +53,9 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
         for at in (10 + step, 20 + step):
             yield from compare_forward(ctx, step, ctx.compute_local_grads(at, params), at)
         if ctx.has_record("left"):
-            for rank, copy in enumerate(ctx.rank_records("left", step)):
+            for rank, record in enumerate(ctx.rank_records("left", step)):
                 yield compare_bitwise(
-                    ctx.location("gathered", Part.GATHER, step, rank), torch.tensor(0), copy["gathered"]
+                    ctx.location("gathered", Part.GATHER, step, rank), torch.tensor(0), record["gathered"]
                 )
         local = ctx.compute_local_grads(step, params)
         yield from ctx.compare_losses(step, local)

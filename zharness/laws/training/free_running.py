@@ -49,11 +49,11 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
     """
     initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
-    for rank, copy in enumerate(ctx.rank_records("masters", 0)):
-        check_names("full_params", initial, copy)
+    for rank, record in enumerate(ctx.rank_records("masters", 0)):
+        check_names("full_params", initial, record)
         for name, start in initial.items():
-            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), start, copy[name])
-            yield hint_rounded_start(ctx, found, start, copy[name])
+            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), start, record[name])
+            yield hint_rounded_start(ctx, found, start, record[name])
     free = {name: BoundedTensor.exact(weight) for name, weight in initial.items()}
     states: dict[str, dict[str, BoundedTensor]] = {name: {} for name in free}
     for step in range(STEPS):
@@ -62,15 +62,17 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
         check_names("full_grads", local[0].grads, grads)
         for name, grad in grads.items():
             mean, _ = mean_and_bound([one.grads[name] for one in local], ctx.reduce_dtype)
-            apart = BoundedTensor(mean, (grad.double() - mean).abs(), initial[name].dtype)
+            bounded_grad = BoundedTensor(mean, (grad.double() - mean).abs(), initial[name].dtype)
             settings = step_hyperparameters(ADAMW, name, step)
-            free[name], states[name] = propagate_step(ADAMW.name, free[name], apart, states[name], step, settings)
-        for rank, copy in enumerate(ctx.rank_records("masters", step + 1)):
-            check_names("full_params", free, copy)
+            free[name], states[name] = propagate_step(
+                ADAMW.name, free[name], bounded_grad, states[name], step, settings
+            )
+        for rank, record in enumerate(ctx.rank_records("masters", step + 1)):
+            check_names("full_params", free, record)
             for name, weight in free.items():
-                place, way = ctx.location(name, Part.OPTIMIZER, step, rank), weight.value - initial[name].double()
+                place, change = ctx.location(name, Part.OPTIMIZER, step, rank), weight.value - initial[name].double()
                 bound = weight.error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR)
-                yield compare_within_bound(place, weight.value, copy[name], bound, Tier.STAGED, signal=way)
+                yield compare_within_bound(place, weight.value, record[name], bound, Tier.STAGED, signal=change)
 
 
 def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor, actual: Tensor) -> Comparison:

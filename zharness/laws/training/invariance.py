@@ -49,10 +49,10 @@ def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
 def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(STEPS):
         for label in ("params", "state", "buffers", "facts"):
-            copies = ctx.rank_records(label, step)
-            for name in copies[0]:
-                yield compare_bitwise(ctx.location(name, Part.GATHER, step), copies[0][name], copies[0][name])
-                yield from compare_ranks(ctx.location(name, Part.GATHER, step), [copy[name] for copy in copies])
+            records = ctx.rank_records(label, step)
+            for name in records[0]:
+                yield compare_bitwise(ctx.location(name, Part.GATHER, step), records[0][name], records[0][name])
+                yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in records])
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
@@ -72,9 +72,9 @@ def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
         yield from ctx.compare_reduced_grads("grads", [local], row, ctx.certify_exactness(range(1)))
         for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)) * ctx.has_single_reduction_order():
             first = ctx.rank_records(label)[0]
-            for rank, copy in enumerate(ctx.rank_records(label, row)):
+            for rank, record in enumerate(ctx.rank_records(label, row)):
                 for name, tensor in first.items():
-                    yield compare_bitwise(ctx.location(name, part, row, rank), tensor, copy[name])
+                    yield compare_bitwise(ctx.location(name, part, row, rank), tensor, record[name])
 
 
 LAWS = (

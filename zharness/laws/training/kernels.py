@@ -56,9 +56,9 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
         mean, bound = mean_and_bound(terms, reduce_dtype, grad_dtype)
         if not is_power_of_two(size):  # then dividing a single rank's gradient has rounded it
             bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
-        for rank, copy in enumerate(rank_grads):
-            yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, copy[name], bound)
-        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [copy[name] for copy in rank_grads])
+        for rank, record in enumerate(rank_grads):
+            yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
 
 
 LAWS = (

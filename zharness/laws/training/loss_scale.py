@@ -33,10 +33,10 @@ def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
         ):  # DDP rebuilds its buckets after the first backward, and then adds in another order
             yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], at, scale=2.0**power)
             continue
-        for rank, copy in enumerate(ctx.rank_records("grads", at)):
+        for rank, record in enumerate(ctx.rank_records("grads", at)):
             for name, grad in ctx.rank_records("grads")[0].items():
                 yield compare_bitwise(
-                    ctx.location(name, Part.REDUCTION, at, rank), grad.double() * 2.0**power, copy[name]
+                    ctx.location(name, Part.REDUCTION, at, rank), grad.double() * 2.0**power, record[name]
                 )
 
 

@@ -68,7 +68,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
                 yield from judge_evaluation(ctx, rank, step, buffers[rank])
             elif step == 0:
                 yield from compare_buffers(ctx, rank, 0, buffers[rank])
-    for rank, copy in enumerate(ctx.rank_records(GENERATOR)):
+    for rank, record in enumerate(ctx.rank_records(GENERATOR)):
         module, batch = (
             ctx.baseline.build_module(ctx.rank_records("params", STEPS - 1)[rank]),
             ctx.baseline.batch(rank, 0),
@@ -76,7 +76,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
         with torch.no_grad():
             state = batch.generator_state_after(module)
         yield compare_bitwise(
-            ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), copy[GENERATOR].double()
+            ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), record[GENERATOR].double()
         )
 
 

@@ -86,8 +86,8 @@ def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
     Padding may follow them, less than one element for each rank.
     """
     weights = ctx.rank_records("masters", step)[0]
-    for rank, copy in enumerate(ctx.rank_records("shards", step)):
-        for name, part in copy.items():
+    for rank, record in enumerate(ctx.rank_records("shards", step)):
+        for name, part in record.items():
             pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
             mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
             expected = torch.cat([weights[name].new_empty(0), *mine])
