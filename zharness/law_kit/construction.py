@@ -28,7 +28,7 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
     require_engine(engine)
     layout = require_mapping("layout", engine.layout())
     if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
-        raise EngineContractError("layout: the engine returned something else than tuples of zharness.engines.Piece")
+        raise EngineContractError("layout: the engine did not return tuples of zharness.engines.Piece")
     owned = {name: tuple(pieces) for name, pieces in layout.items() if name in given.requires_grad}
     given.require_unchanged(model, owned)
     return engine, owned
@@ -84,7 +84,7 @@ class ModelSnapshot:
         if turned:
             names = ", ".join(name or "the model itself" for name in turned)
             raise EngineContractError(
-                f"the engine changed the training flag of {names}; the mode is the caller's to set"
+                f"the engine changed the training flag of {names}; only the caller may set the mode"
             )
         check_names(
             "the model's state dict, once the engine has it,",
@@ -96,7 +96,7 @@ class ModelSnapshot:
         if turned:
             names = ", ".join(map(repr, turned))
             raise EngineContractError(
-                f"the engine changed requires_grad of {names}; what trains is the caller's to say"
+                f"the engine changed requires_grad of {names}; only the caller may choose which parameters train"
             )
         for name, before in self.weights.items():
             whole = is_unsharded(weights[name], before, layout.get(name, ()))
@@ -118,7 +118,7 @@ class ModelSnapshot:
                     f"the engine changed the dtype of the buffer {name!r} from {before.dtype} to {now.dtype}"
                 )
             if now.shape != before.shape or not has_same_values(before, now):
-                raise EngineContractError(f"the engine changed the buffer {name!r}; expected it as it was given")
+                raise EngineContractError(f"the engine changed the buffer {name!r}; expected it unchanged")
 
 
 def changed_flags(before: Mapping[str, bool], after: Mapping[str, bool]) -> list[str]:

@@ -56,5 +56,5 @@ def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
     if chosen:
         raise EngineContractError("a backward returned without having run through the module's children")
     raise HarnessFault(
-        f"of {len(children)} children of the engine's module none ran that could fail, so nothing was interrupted"
+        f"none of the {len(children)} child modules of the engine's module ran, so nothing was interrupted"
     )

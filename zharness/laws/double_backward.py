@@ -179,7 +179,7 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.world_size
     expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
-        raise HarnessFault("the penalty is not exact, so it can judge no engine")
+        raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
     for rank, record in enumerate(ctx.rank_records("grads")):
         check_names("full_grads", expected, record)
         for name, grad in expected.items():
