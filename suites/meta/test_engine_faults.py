@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.report import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
-from zharness.run.runner import WithheldPolicy, build_rank_environment
+from zharness.run.runner import WithheldPolicy
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 

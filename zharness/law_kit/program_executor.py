@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Absent, AccumulationOwner, Engine, OptimizerSpec, Reduction
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, OptimizerSpec, Reduction, require_gathered
 from zharness.law_kit.engine_facts import build_facts
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_steps import (
@@ -210,8 +210,7 @@ class ProgramExecutor:
     def edit_weight(self) -> None:
         """Fill a weight on rank 0; the other ranks write another value, which must not last."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
-        engine: Any = self.engine
-        with engine.gathered([name]) as weights, torch.no_grad():
+        with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
 
     def advance_weights_version(self) -> None:

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zharness.engines.protocol import AccumulationOwner, Capabilities, Engine, Feature, Reduction
+from zharness.engines.protocol import (
+    AccumulationOwner,
+    Capabilities,
+    Engine,
+    Feature,
+    Reduction,
+    supports_gathered,
+    supports_uneven,
+)
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity.certificate import is_power_of_two
@@ -177,9 +185,11 @@ def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participa
         backward=engine.backward,
         zero_grad=engine.zero_grad,
         step=engine.step,
-        allow_uneven_use=getattr(engine, "uneven", nullcontext),
-        gather_weights=getattr(
-            engine, "gathered", lambda names: nullcontext(get_detached_weights(engine.module, names))
+        allow_uneven_use=engine.uneven if supports_uneven(engine) else nullcontext,
+        gather_weights=(
+            engine.gathered
+            if supports_gathered(engine)
+            else lambda names: nullcontext(get_detached_weights(engine.module, names))
         ),
         keeps_edits=ctx.rank == 0,
         recompute=checkpoint,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import CheckpointingEngine, Feature
+from zharness.engines.protocol import Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext
@@ -21,7 +21,7 @@ def observe_consolidate(ctx: RankContext) -> None:
     engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
-    full = cast(CheckpointingEngine, engine).full_state_dict()
+    full = require_full_state_dict(engine).full_state_dict()
     ctx.record("full", full)
     ctx.record("tied", index_shared_memory(full))
     for tensor in full.values():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import CheckpointingEngine, Engine, Feature
+from zharness.engines.protocol import Engine, Feature, require_load_universal
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_published_weights
@@ -80,7 +80,7 @@ def observe_universal(ctx: RankContext) -> None:
                 with damage_piece(folder, piece.format(next(iter(values))), damage):
                     refused[f"{damage}-{number}"] = attempt_load(ctx, engine, folder, f"{damage}-{number}")
         ctx.record("refused", refused)
-        cast(CheckpointingEngine, engine).load_universal(folder)
+        require_load_universal(engine).load_universal(folder)
     record_next_step(ctx, engine, "read")
     engine.close()
 
@@ -110,7 +110,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
     """Return 1 if loading raises; record under ``label`` whether anything was loaded."""
     before = collect_training_state(engine)
-    raised = load_raises(lambda: cast(CheckpointingEngine, engine).load_universal(folder))
+    raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
     changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
     ctx.record(f"changed-{label}", changed)

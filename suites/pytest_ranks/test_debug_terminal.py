@@ -1,4 +1,4 @@
-"""A debugger on one rank in a real terminal: who owns it during the stop, and afterwards."""
+"""A debugger on one rank in a real terminal: the foreground process group during the stop and afterwards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from suites.items.sessions import BREAKPOINT, PATIENCE, Told, written
+from suites.pytest_ranks.sessions import BREAKPOINT, SESSION_TIMEOUT, SessionResult, write_test
 
 
 @dataclass
 class Typist:
-    """Somebody at the terminal in which a session of pytest runs."""
+    """A simulated user at the terminal of a pytest session; ``seen`` is the length of the output already checked."""
 
     process: subprocess.Popen[bytes]
     screen: int
@@ -29,56 +29,58 @@ class Typist:
     seen: int = 0
 
     def types(self, line: str) -> str:
-        """Wait for the prompt, and type; what was printed until then."""
-        assert self.shows("(Pdb) ", PATIENCE), f"no prompt came:\n{self.text}"
+        """Wait for the prompt of pdb and type ``line``; return the output up to the prompt."""
+        assert self.shows("(Pdb) ", SESSION_TIMEOUT), f"no prompt came:\n{self.text}"
         at = self.text.index("(Pdb) ", self.seen) + len("(Pdb) ")
         found, self.seen = self.text[self.seen : at], at
         os.write(self.screen, line.encode())
         return found
 
     def interrupts(self) -> None:
-        """Press Ctrl-C until it is heard: readline is deaf to it for a moment after it has taken a key."""
+        """Press Ctrl-C until it has an effect: readline ignores it for a moment after each key."""
         for _ in range(20):
             os.write(self.screen, b"\x03")
-            if self.shows("KeyboardInterrupt", PATIENCE / 20):
+            if self.shows("KeyboardInterrupt", SESSION_TIMEOUT / 20):
                 return
-        raise AssertionError(f"Ctrl-C was not heard:\n{self.text}")
+        raise AssertionError(f"Ctrl-C had no effect:\n{self.text}")
 
-    def shows(self, words: str, seconds: float) -> bool:
-        """Whether ``words`` are printed within that time, behind what was seen."""
+    def shows(self, expected: str, seconds: float) -> bool:
+        """Whether the session prints ``expected`` within ``seconds``, after the output already checked."""
         end = time.monotonic() + seconds
-        while words not in self.text[self.seen :]:
+        while expected not in self.text[self.seen :]:
             if not self.read(end - time.monotonic()):
                 return False
         return True
 
     def read(self, seconds: float) -> bool:
-        """Take in what there is; False when nothing came in that time, or everybody has closed the terminal."""
+        """Read available output; return False if none comes within ``seconds`` or all processes closed the terminal."""
         ready, _, _ = select.select([self.screen], [], [], max(0.0, seconds))
         try:
             data = os.read(self.screen, 1 << 16) if ready else b""
         except OSError:
             data = b""
-        self.text += data.decode("ascii", errors="replace").replace("\r", "")  # a line's two may come apart
+        self.text += data.decode("ascii", errors="replace").replace(
+            "\r", ""
+        )  # a read may end between the \r and the \n of a line
         return bool(data)
 
-    def told(self) -> Told:
-        """What the session has come to."""
-        end = time.monotonic() + PATIENCE
+    def result(self) -> SessionResult:
+        """Wait for the end of the session and return its result."""
+        end = time.monotonic() + SESSION_TIMEOUT
         while self.read(end - time.monotonic()):
             continue
-        return Told(self.text, self.process.wait(PATIENCE))
+        return SessionResult(self.text, self.process.wait(SESSION_TIMEOUT))
 
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
-    """A function that runs pytest on a source in a terminal of its own."""
+    """A function that runs pytest on a source in a new pseudo-terminal."""
     opened: list[Typist] = []
 
     def run(source: str, *args: str) -> Typist:
         screen, inside = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *written(tmp_path, source, args)],
+            [sys.executable, "-m", "pytest", *write_test(tmp_path, source, args)],
             cwd=tmp_path,
             env={**os.environ, "TERM": "dumb"},
             stdin=inside,
@@ -106,7 +108,7 @@ def test_afterwards():
 """
 
 
-def test_a_person_at_a_terminal_stops_a_rank_and_has_the_terminal_back(terminal: Callable[..., Typist]) -> None:
+def test_a_rank_gets_the_terminal_for_a_stop_and_pytest_gets_it_back(terminal: Callable[..., Typist]) -> None:
     typist = terminal(
         """
 @pytest.mark.world_size(2)
@@ -120,18 +122,18 @@ def test_it(rank):
     )
     typist.types("p number\n")
     assert "\n41\n" in typist.types("half a line")
-    assert typist.shows("half a line", PATIENCE)
+    assert typist.shows("half a line", SESSION_TIMEOUT)
     typist.interrupts()
     typist.types("c\n")
     assert "stopped in" not in typist.types("p 6 * 7\n")
     assert "\n42\n" in typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"passed": 2}, told.text
+    result = typist.result()
+    assert result.counts == {"passed": 2}, result.text
 
 
-def test_a_rank_that_dies_in_the_debugger_does_not_keep_the_terminal(terminal: Callable[..., Typist]) -> None:
+def test_pytest_gets_the_terminal_back_from_a_rank_that_dies_in_the_debugger(terminal: Callable[..., Typist]) -> None:
     typist = terminal(BREAKPOINT + AFTERWARDS)
     typist.types("!import os; os._exit(3)\n")
     typist.types("c\n")
-    told = typist.told()
-    assert told.counts == {"failed": 1, "passed": 1}, told.text
+    result = typist.result()
+    assert result.counts == {"failed": 1, "passed": 1}, result.text

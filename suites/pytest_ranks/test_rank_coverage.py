@@ -1,4 +1,4 @@
-"""Coverage of what runs in ranks: counted with the rest, without files left over and without a warning."""
+"""Coverage on ranks: combined with that of pytest, without leftover files and without warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from suites import inner
-from suites.items.sessions import PYTEST, forked, started
+from suites.pytest_ranks.sessions import PYTEST, run_forked, run_subprocess
 
 pytest.importorskip("pytest_cov")
 
@@ -65,35 +65,35 @@ TESTS = """
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a session of pytest printed, and what it left in its directory."""
+class CoverageResult:
+    """The output of a pytest session under coverage and the directory with its data files."""
 
     text: str
     directory: Path
 
     @property
     def missing(self) -> list[str]:
-        """The source lines of the library that were not run, and the branches as ``3->5``."""
+        """The source lines of the library that were not run, and missing branches as ``3->5``."""
         found = re.search(r"library\.py .*%(.*)$", self.text, re.MULTILINE)
         assert found, self.text
         lines = (self.directory / "measured" / "library.py").read_text(encoding="utf-8").splitlines()
-        words = found[1].replace(",", " ").split()
-        return [lines[int(word) - 1].strip() if word.isdigit() else word for word in words]
+        entries = found[1].replace(",", " ").split()
+        return [lines[int(entry) - 1].strip() if entry.isdigit() else entry for entry in entries]
 
     @property
     def files(self) -> list[str]:
-        """The data files, wherever they are."""
+        """The coverage data files below the directory."""
         return sorted(str(path.relative_to(self.directory)) for path in self.directory.rglob(".cov*"))
 
 
-Session = Callable[..., Measured]
+Session = Callable[..., CoverageResult]
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     """A function that runs pytest under coverage."""
 
-    def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = PYTEST) -> Measured:
+    def run(*args: str, tests: str = TESTS, command: tuple[str, ...] = PYTEST) -> CoverageResult:
         (tmp_path / "pytest.ini").write_text(inner.settings(tests), encoding="utf-8")
         (tmp_path / "measured").mkdir()
         (tmp_path / "measured" / "__init__.py").touch()
@@ -101,11 +101,15 @@ def session(tmp_path: Path) -> Session:
         (tmp_path / "test_it.py").write_text(dedent(tests), encoding="utf-8")
         options = ("-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}", "--basetemp=tmp", "test_it.py")
         arguments = [*options, *args]
-        # What coverage itself starts has to be new; pytest-cov begins in a process that is there already.
-        under = started(tmp_path, arguments, {}, command) if command != PYTEST else forked(tmp_path, arguments, "")
+        # ``coverage run`` needs a new process; pytest-cov can start in a process that has imported torch already.
+        under = (
+            run_subprocess(tmp_path, arguments, {}, command)
+            if command != PYTEST
+            else run_forked(tmp_path, arguments, "")
+        )
         text = under.text
         assert "Warning" not in text, text
-        return Measured(text, tmp_path)
+        return CoverageResult(text, tmp_path)
 
     return run
 
@@ -114,26 +118,26 @@ WITH_COVERAGE = ("--cov=measured", "--cov-report=term-missing")
 
 
 @pytest.mark.parametrize("isolation", ["fresh", "pooled"])
-def test_lines_of_one_rank_are_counted_and_so_are_those_of_a_rank_that_failed(session: Session, isolation: str) -> None:
-    told = session(*WITH_COVERAGE, "--cov-branch", f"--isolation={isolation}")
-    assert " 1 failed, 2 passed in " in told.text
-    assert told.missing == ['return "never"']
-    assert told.files == [".coverage"]
+def test_lines_of_each_rank_are_measured_also_after_a_failure(session: Session, isolation: str) -> None:
+    result = session(*WITH_COVERAGE, "--cov-branch", f"--isolation={isolation}")
+    assert " 1 failed, 2 passed in " in result.text
+    assert result.missing == ['return "never"']
+    assert result.files == [".coverage"]
 
 
-def test_workers_of_xdist_measure_their_ranks_as_the_configuration_says(session: Session, tmp_path: Path) -> None:
+def test_ranks_of_xdist_workers_follow_the_coverage_configuration(session: Session, tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "coverage.ini").write_text(
         "[run]\nbranch = true\ndata_file = data/.covered\n[report]\nexclude_also = def unused\n", encoding="utf-8"
     )
-    told = session(*WITH_COVERAGE, "-n2", "--cov-config=coverage.ini")
-    assert " 1 failed, 2 passed in " in told.text
-    assert told.missing == []
-    assert "Branch" in told.text
-    assert told.files == ["data/.covered"]
+    result = session(*WITH_COVERAGE, "-n2", "--cov-config=coverage.ini")
+    assert " 1 failed, 2 passed in " in result.text
+    assert result.missing == []
+    assert "Branch" in result.text
+    assert result.files == ["data/.covered"]
 
 
-def test_contexts_and_tests_that_are_not_to_be_measured_are_those_of_pytest_cov(session: Session) -> None:
+def test_contexts_and_no_cover_of_pytest_cov_work_on_ranks(session: Session) -> None:
     tests = """
         import coverage
         import pytest
@@ -148,26 +152,24 @@ def test_contexts_and_tests_that_are_not_to_be_measured_are_those_of_pytest_cov(
         def test_both(rank):
             library.both(rank)
     """
-    told = session(*WITH_COVERAGE, "--cov-context=test", "--isolation=pooled", tests=tests)
-    assert " 2 passed in " in told.text
-    assert 'return "no rank"' in told.missing
-    assert 'number = "one"' not in told.missing
-    assert b"test_it.py::test_both[w2]|run" in (told.directory / ".coverage").read_bytes()
+    result = session(*WITH_COVERAGE, "--cov-context=test", "--isolation=pooled", tests=tests)
+    assert " 2 passed in " in result.text
+    assert 'return "no rank"' in result.missing
+    assert 'number = "one"' not in result.missing
+    assert b"test_it.py::test_both[w2]|run" in (result.directory / ".coverage").read_bytes()
 
 
-def test_a_rank_that_is_killed_loses_what_it_measured_and_leaves_no_file(session: Session) -> None:
+def test_a_killed_rank_loses_its_measurement_and_leaves_no_file(session: Session) -> None:
     tests = TESTS + "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    told = session(*WITH_COVERAGE, tests=tests.replace("        library.failing()\n", ""))
-    assert "SIGKILL" in told.text
-    assert "raise AssertionError" in told.missing
-    assert 'number = "one"' not in told.missing
-    assert told.files == [".coverage"]
+    result = session(*WITH_COVERAGE, tests=tests.replace("        library.failing()\n", ""))
+    assert "SIGKILL" in result.text
+    assert "raise AssertionError" in result.missing
+    assert 'number = "one"' not in result.missing
+    assert result.files == [".coverage"]
 
 
 @pytest.mark.parametrize(("option", "files"), [("--branch", 1), ("--parallel-mode", 5)])
-def test_under_coverage_alone_ranks_write_files_where_somebody_is_to_combine_them(
-    session: Session, option: str, files: int
-) -> None:
-    told = session(command=("coverage", "run", option, "-m", "pytest"))
-    assert " 1 failed, 2 passed in " in told.text
-    assert len(told.files) == files, told.files
+def test_under_coverage_run_ranks_write_files_only_in_parallel_mode(session: Session, option: str, files: int) -> None:
+    result = session(command=("coverage", "run", option, "-m", "pytest"))
+    assert " 1 failed, 2 passed in " in result.text
+    assert len(result.files) == files, result.files
