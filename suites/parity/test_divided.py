@@ -40,13 +40,13 @@ APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits both: thi
 class Drawn(Baseline):
     """A baseline whose local gradients are drawn; these tests run no model."""
 
-    names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
+    parameter_names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
 
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return dict.fromkeys(self.names, torch.float32)
+    def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
+        return dict.fromkeys(self.parameter_names, torch.float32)
 
-    def locals(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
+    def run_all_ranks(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
         whole = [local(step, rank) for rank in RANKS]
         return [LocalResult(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
 

@@ -112,10 +112,10 @@ def test_plain_torch_that_cannot_step_from_a_wrong_state_leaves_the_rest_to_be_s
 
 
 def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unrecorded(trial: object, course: object) -> None:
+    def unrecorded(ctx: object, run: object) -> None:
         raise EngineContractError("nothing was recorded under 'loss' at step 0")
 
-    monkeypatch.setattr(observe_and_judge, "curves", unrecorded)
+    monkeypatch.setattr(observe_and_judge, "build_curves", unrecorded)
     check = next(check for check in LAWS.values() if check.training_runs)
     for variant in check.training_runs:
         assert observe_and_judge.training_curves(SimpleNamespace(variant=variant), check) == {}
@@ -136,7 +136,7 @@ def test_a_rank_that_ends_half_way_leaves_no_records_of_the_cell_before(tmp_path
     before.finish({}, read_process_conditions())
     assert [each.label for each in snapshot.read_evidence(tmp_path, 0).snapshots] == ["old"]
     snapshot.open_evidence_writer(tmp_path, 0).write_snapshot("new", 0, {"weight": torch.ones(3)})
-    with pytest.raises(HarnessFault, match="rank 0 ended before it had told what it recorded"):
+    with pytest.raises(HarnessFault, match="rank 0 ended before it finished its evidence file"):
         snapshot.read_evidence(tmp_path, 0)
 
 
@@ -266,5 +266,5 @@ def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refus
     plain = record.as_json()
     del plain["evidence"]
     assert parse_record(json.dumps(plain)).evidence is None
-    with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected Exhibit"):
+    with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected MismatchReport"):
         parse_record(json.dumps({**plain, "evidence": {"heat": 1}}))

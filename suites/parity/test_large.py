@@ -29,11 +29,11 @@ class Named(Baseline):
     """A baseline of one parameter, of which these tests run nothing."""
 
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
+    def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
         return {"w": torch.float32}
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def parameter_names(self) -> tuple[str, ...]:
         return ("w",)
 
 
