@@ -170,7 +170,7 @@ def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write:
     write(a=text, b=text)
     collection = DefinitionCollection()
     assert added(collection, "a.asked") == ["asked"], "what has its own name is mistaken for nothing"
-    with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
         added(collection, "b.asked")
 
 
@@ -185,7 +185,7 @@ def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write:
 )
 def test_nor_for_anything_within_what_is_no_function(write: Write, text: str) -> None:
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}\n")
-    with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
         added(DefinitionCollection(), "a.told", "b.asked")
 
 
@@ -239,7 +239,7 @@ def test_a_loop_of_a_class_body_reads_its_own_variable(write: Write, loop: str) 
 
 def test_nothing_within_a_definition_is_mistaken_for_a_new_name(write: Write) -> None:
     write(a="told = 1\n", b="told = 2\ndef asked(b_told):\n    return told + b_told\n")
-    with pytest.raises(HarnessFault, match="b_told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="b_told is both a module-level name and a name inside"):
         added(DefinitionCollection(), "a.told", "b.asked")
 
 

@@ -159,7 +159,7 @@ def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:
-    with pytest.raises(UsageError, match=r"no words for .*, a object"):
+    with pytest.raises(UsageError, match=r"a script cannot contain .*, a object"):
         render_literal({"a": [object()]}, DefinitionCollection(), [])
 
 
@@ -211,7 +211,7 @@ def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_en
     claims = claims_of("deepspeed", 1)
     text = render_cell_script(record_of(case), claims, "x.py").text
     assert "DTYPE = torch.bfloat16" in text
-    assert f"WIRE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
+    assert f"REDUCE_DTYPE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
     assert 'EngineConfig(stage=1, dtype="bf16"' in text
     assert "EXACT = False" in text
 
@@ -231,7 +231,7 @@ def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_o
     case = Cell.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
     text = render_cell_script(record_of(case), claims_of("deepspeed", 1), "x.py").text
     assert "safe_get_full_fp32_param" in text
-    assert "What the model computes with: the weights that the optimizer has, in its dtype." in text
+    assert "The optimizer's weights in the model's dtype." in text
 
 
 def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:
@@ -245,7 +245,7 @@ def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_t
 def test_what_is_saved_is_held_against_the_engine_itself() -> None:
     case = Cell.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
     text = render_cell_script(record_of(case), claims_of("deepspeed", 2), "x.py").text
-    assert 'BESIDE = "the engine that never stopped"' in text
+    assert 'BASELINE_NAME = "the engine that never stopped"' in text
     assert "class Plain" not in text
 
 

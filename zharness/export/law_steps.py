@@ -1,4 +1,4 @@
-"""Which laws have a short script, and the steps of each: what a caller does with an engine."""
+"""Which laws have a short script, and the function with the steps of each."""
 
 from __future__ import annotations
 

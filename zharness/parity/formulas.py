@@ -137,8 +137,9 @@ def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, opt
 
 
 def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Take a step of averaged SGD (Polyak and Juditsky 1992). The previous step stored this step's learning rate
-    (``eta``).
+    """Take a step of averaged SGD (Polyak and Juditsky 1992).
+
+    The state ``eta`` is the learning rate of this step, which the previous step computed.
     """
     lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.scalar_one()
     g = add_weight_decay(w, g, options)
