@@ -1,4 +1,4 @@
-"""Names that two modules have: each user of one still has its own in the script, or there is no script."""
+"""Two definitions with one name: each user still gets the right one in the script, or the export is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes modules of the package SKETCH, by name: ``a="X = 1"``. A dot of a name is written as two underscores."""
+    """Return a function that writes modules of the package SKETCH: ``a="X = 1"``. Two underscores stand for a dot."""
     monkeypatch.setattr(zharness, "__path__", [*zharness.__path__, str(tmp_path)])
 
     def written(**texts: str) -> None:
@@ -39,14 +39,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def script_of(collection: DefinitionCollection, folder: Path) -> dict[str, Any]:
-    """What the names of a script mean once it has run."""
+    """Run a script of the collected definitions and return its globals."""
     path = folder / "script.py"
     path.write_text("\n\n".join([*collection.imports.values(), *collection.texts.values()]))
     return runpy.run_path(str(path))
 
 
 def added(collection: DefinitionCollection, *names: str) -> list[str]:
-    """What the script calls definitions of SKETCH: ``a.X`` is the X of its module a."""
+    """Collect definitions of SKETCH (``a.X`` is the X of its module a) and return their names in the script."""
     return [collection.add(f"{SKETCH}.{module}", name) for module, _, name in (each.rpartition(".") for each in names)]
 
 
@@ -159,7 +159,7 @@ WITHIN = {
 
 
 def scopes(within: str) -> str:
-    """A function that asks for its module's ``told`` in one scope, and has something of that name in another."""
+    """Return a function that reads its module's ``told`` in one scope and binds that name in another."""
     body = "\n".join(f"        {line}" for line in dedent(within).strip().splitlines())
     return f"def asked():\n    def other():\n{body}\n    return told()\n"
 

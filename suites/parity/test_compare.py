@@ -1,4 +1,4 @@
-"""Comparisons name the worst element, its owner and its distance, and are never fooled by NaN, shapes or names."""
+"""Comparisons name the worst element, its owner and its distance, and handle NaN, wrong shapes and wrong names."""
 
 from __future__ import annotations
 

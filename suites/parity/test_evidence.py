@@ -1,4 +1,4 @@
-"""What a failing cell shows: the error over the tensor and its shards, distances from float64, layers and curves."""
+"""The report of a failing cell: error over the tensor and its shards, distances from float64, layers and curves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLACE = TensorLocation("b", Part.REDUCTION, step=2, pieces=PIECES)
 
 
 def comparison(name: str, wrong: float = 0.0, part: Part = Part.REDUCTION, step: int = 2) -> Comparison:
-    """Six ones beside six of which the last is off by ``wrong`` bounds."""
+    """Compare six ones with six ones of which the last is off by ``wrong`` bounds."""
     expected, bound = torch.ones(6, dtype=torch.float64), torch.full((6,), 2.0**-10, dtype=torch.float64)
     actual = torch.ones(6)
     actual[5] += wrong * 2.0**-10
@@ -197,7 +197,7 @@ def runner() -> Iterator[MutantRunner]:
 
 
 def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
-    """The record of the mutant in its first target of ``check``, and its evidence."""
+    """Return the record of the mutant in its first target of ``check``, and its evidence."""
     target = next(target for target in MUTANTS[mutant].targets if target.check == check)
     record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
@@ -206,7 +206,7 @@ def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, 
 
 
 def distances(counts: list[int]) -> int:
-    """The last class that has an element."""
+    """Return the last class that has an element."""
     return max(index for index, count in enumerate(counts) if count)
 
 

@@ -1,4 +1,4 @@
-"""The commands about releases as a user spells them: what is wrong is said before anything is installed or run."""
+"""Commands about releases: wrong arguments are reported before anything is installed or run."""
 
 from __future__ import annotations
 

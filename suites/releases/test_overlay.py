@@ -1,4 +1,4 @@
-"""Overlays: whole or absent, one builder at a time, and one clear sentence when a release cannot be had."""
+"""Overlays are complete or absent, built by one process at a time, and errors are one clear sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made_up(folder: Path, wanted: overlay.Stamp, body: str = "") -> None:
-    """What pip would leave behind for a package without dependencies."""
+    """Write what pip would install for a package without dependencies."""
     package = folder / wanted.distribution
     package.mkdir()
     (package / "__init__.py").write_text(f"{body}\n__version__ = {wanted.release!r}\n")

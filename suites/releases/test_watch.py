@@ -1,4 +1,4 @@
-"""Cells over releases: where each flips, what changed since a record, and what a change broke."""
+"""Cells over releases: where a law flips, what changed since a record, and what a change broke."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record(case: Cell, verdict: Verdict, cause: str = "", release: str = "1.0") 
 
 
 class Engine:
-    """Releases of an engine, each with what its cells show."""
+    """Releases of an engine, each with the outcomes of its cells."""
 
     def __init__(self, story: Story) -> None:
         self.story = story

@@ -1,4 +1,4 @@
-"""Reproductions of real bugs on a release with the bug and one with the fix, and when a script fails otherwise."""
+"""Reproductions of real bugs on a release with the bug, on one with the fix, and scripts that fail in another way."""
 
 from __future__ import annotations
 
