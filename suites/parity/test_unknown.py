@@ -1,4 +1,4 @@
-"""What a judge does not know, it holds against nobody: and what it knows, it does."""
+"""Numbers that a judge cannot know count as undetermined, and all others are judged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_t
 def reduced(
     name: str, given: Tensor, terms: list[Tensor], dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
 ) -> list[Comparison]:
-    """What a trial of three ranks says of ``given`` as the mean of ``terms``."""
+    """Judge ``given`` as the mean of ``terms`` over three ranks."""
     evidence = RankEvidence((Snapshot("grads", 0, {name: given}),), {}, ProcessConditions({}, ()))
     trial = JudgeContext(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, declared_reduce_dtype=wire)
     return list(trial.compare_reduced_grads("grads", [[LocalResult(torch.zeros(()), {name: term}) for term in terms]]))
