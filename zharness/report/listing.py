@@ -48,7 +48,7 @@ def law_rows() -> Rows:
 def add_killed_mutants(rows: Rows) -> Rows:
     """Laws, each with the mutants that name it as one that has to kill them."""
     return [
-        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
+        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_laws)}
         for row in rows
     ]
 
