@@ -26,7 +26,7 @@ def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
     if target.part is not None and verdict is Verdict.FAIL:
         name = target.parameter.replace("*", "w")
         divergence = Mismatch(0, target.part, name, (0,), None, 0, 0, 1.0, 2.0, 0.5, 9, 1, 1)
-    return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.words)
+    return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.cause)
 
 
 def matrix_of(*records: Record) -> KillMatrix:

@@ -200,7 +200,7 @@ def runner() -> Iterator[MutantRunner]:
 
 def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
     """Return the record of the mutant in its first target of ``check``, and its evidence."""
-    target = next(target for target in MUTANTS[mutant].targets if target.check == check)
+    target = next(target for target in MUTANTS[mutant].targets if target.law == check)
     record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
     assert len(json.dumps(record.evidence)) <= LARGEST

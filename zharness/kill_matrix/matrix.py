@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from zharness.kill_matrix.cells import make_target_cell
 from zharness.laws import LAWS
-from zharness.mutants import MUTANTS, PATH, Kind, Mutant
+from zharness.mutants import MUTANTS, PATH, FaultKind, Mutant
 from zharness.run import Record, Verdict
 
 
@@ -128,7 +128,7 @@ def render_laws_table(matrix: KillMatrix) -> str:
 def render_fault_kinds_table(matrix: KillMatrix) -> str:
     """A row for each kind of fault: mutants, and the checks that kill the hardest and the middle one of them."""
     table, rows = matrix.killers_by_mutant(), []
-    for kind in Kind:
+    for kind in FaultKind:
         real = [mutant for mutant in matrix.mutants if mutant.kind is kind and not mutant.equivalent]
         if real:
             killers = [len(table[mutant.name]) for mutant in real]

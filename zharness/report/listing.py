@@ -48,7 +48,7 @@ def law_rows() -> Rows:
 def add_killed_mutants(rows: Rows) -> Rows:
     """Add to each law the mutants that name it as a target."""
     return [
-        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
+        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_laws)}
         for row in rows
     ]
 
