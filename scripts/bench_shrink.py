@@ -46,7 +46,7 @@ def get_target_cell(name: str) -> Cell:
     mutant = MUTANTS[name]
     target = mutant.targets[0]
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Cell(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
+    return Cell(target.law, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""`zharness doctor`: what it looks at, and that it tells trouble from no trouble."""
+"""`zharness doctor`: what it inspects, and which findings are problems."""
 
 from __future__ import annotations
 

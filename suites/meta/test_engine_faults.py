@@ -37,7 +37,7 @@ AT_ONCE = {
     "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
     "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
     "stops_training": "the engine changed the training flag of first",
-    "freezes": "the engine changed requires_grad of 'first.weight'; what trains is the caller's to say",
+    "freezes": "the engine changed requires_grad of 'first.weight'; only the caller may choose which parameters train",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zharness import engines
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
-from zharness.laws.precision_autocast import list_autocast_states
+from zharness.laws.precision.autocast import list_autocast_states
 from zharness.run import Record, Verdict
 from zharness.run.configuration import load_configuration, parse_configuration
 from zharness.run.model_check import ModelCheckRequest, plan_model_cells

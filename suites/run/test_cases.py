@@ -60,7 +60,7 @@ def test_a_cell_is_parsed_from_its_id(case: Cell) -> None:
 
 @pytest.mark.parametrize("text", ["", "training.grads", "training.grads[reference-w2-fp32-mlp]", "a[b]"])
 def test_an_invalid_cell_id_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"not a case id.*for example"):
+    with pytest.raises(UsageError, match=r"not a cell id.*for example"):
         Cell.parse(text)
 
 

@@ -77,7 +77,7 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
     [
         (ENTRY, r"ours.toml:2: the expected failure lacks 'engine'"),
         ('engine = "ddp"\n' + ENTRY.replace("reason", "raeson"), r"unknown key of the expected .* at .*:3: 'raeson'"),
-        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', '"trainig"'), r":3: unknown check 'trainig'"),
+        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', '"trainig"'), r":3: unknown law 'trainig'"),
         ('engine = "ddp"\n' + ENTRY.replace('"fail"', '"flaky"'), r"unknown verdict .*'flaky'; allowed: fail, crash"),
         ('engine = "ddp"\n' + ENTRY + 'stages = ["3"]', r":3: got stages = \['3'\]; expected a list of int"),
         ('engine = "ddp"\n' + ENTRY + 'releases = "new"', r":3: Invalid specifier: 'new'"),

@@ -39,7 +39,7 @@ def law_rows() -> Rows:
             "group": law.name.partition(".")[0],
             "law": law.statement,
             "tier": law.tier.value,
-            "variants": ", ".join(name for name, _ in law.variants if name),
+            "variants": ", ".join(variant.name for variant in law.variants if variant.name),
         }
         for law in LAWS.values()
     ]
@@ -48,7 +48,7 @@ def law_rows() -> Rows:
 def add_killed_mutants(rows: Rows) -> Rows:
     """Add to each law the mutants that name it as a target."""
     return [
-        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
+        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_laws)}
         for row in rows
     ]
 

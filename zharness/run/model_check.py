@@ -174,7 +174,7 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
     """Set the number of training steps of a cell whose law has one."""
-    if not get_law(planned.cell.law).accepts_step_count:
+    if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
 

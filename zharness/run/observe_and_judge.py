@@ -22,7 +22,6 @@ from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
-from zharness.laws.model import make_training_run
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
@@ -211,9 +210,7 @@ def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:
 
     Empty if the law does not train, or if the evidence is too wrong to draw curves from it.
     """
-    training_run = (
-        make_training_run(ctx.training, ctx.variant) if law.accepts_step_count else law.training_runs.get(ctx.variant)
-    )
+    training_run = law.get_variant(ctx.variant).get_training_run(ctx.training)
     if training_run is None:
         return {}
     # A loss may be missing, not a tensor, or of another shape, and gradients may be missing.

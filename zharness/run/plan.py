@@ -181,12 +181,12 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
         if is_user_model(name):
             yield from ((name, variant) for variant in law.user_model_variants)
         elif name in law.models:
-            yield from ((name, variant) for variant, _ in law.variants)
+            yield from ((name, variant.name) for variant in law.variants)
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
     """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
-    if not law.applies_to_user_models(cell.variant):
+    if not law.get_variant(cell.variant).applies_to_user_models:
         applicable = [
             f"{each.name}{variant and f' ({variant})'}"
             for each in find_laws(())
@@ -235,10 +235,10 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     """Return why there is no justified tolerance for a cell; else the empty string."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.tier is Tier.CALIBRATED or law.compares_engine_with_itself(cell.variant)
+    is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself
     if kernels is not None and not exact and not is_tolerant:
         return f"kernels other than torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
-    if refusal and cell.variant in law.exact_by_sum_variants and not is_power_of_two(cell.world_size):
+    if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
         return f"the mean over {cell.world_size} ranks is not exact, and {cell.engine} has no exact sum: {refusal}"
     return ""

@@ -14,7 +14,8 @@ from pathlib import Path
 from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.law_kit.judge_context import stop_at_first_mismatch
-from zharness.law_kit.program_executor import explain_unsupported, observe_program
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_judge import judge_program
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext
 from zharness.parity.baseline import Baseline

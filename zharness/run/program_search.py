@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from zharness.engines import Capabilities
 from zharness.engines.protocol import Feature
 from zharness.errors import HarnessFault, UsageError
-from zharness.law_kit.program_executor import ACT_FEATURES, LAYER_FEATURES, MARK_FEATURES
+from zharness.law_kit.program_features import ACT_FEATURES, LAYER_FEATURES, MARK_FEATURES
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits, ProgramBatch, smaller_batches
