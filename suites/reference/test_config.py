@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from zharness.errors import ConfigError
 from zharness.reference import Engine, initialize
 from zharness.reference.deepspeed_json.settings import iter_ignored_keys, load_config, parse_config
-from zharness.reference.loss_scale import LossScaleConfig
-from zharness.reference.precision import AutocastConfig
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
+from zharness.reference.mixed_precision.precision import AutocastConfig
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference import initialize, meta_init
+from zharness.reference import initialize
+from zharness.reference.client import meta_init
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

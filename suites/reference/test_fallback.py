@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from suites.reference.same import Breaking
 from zharness import torch_private
-from zharness.reference import initialize, torch_fallback
-from zharness.reference.torch_fallback import EndOfBackward
+from zharness.reference import initialize
+from zharness.reference.torch_func import torch_fallback
+from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
 Hide = Callable[[pytest.MonkeyPatch], None]
 

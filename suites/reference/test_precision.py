@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zharness.errors import ConfigError, NonFiniteError, UsageError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
-from zharness.reference.loss_scale import LossScale, LossScaleConfig
+from zharness.reference.mixed_precision.loss_scale import LossScale, LossScaleConfig
 from zharness.world import assert_together
 
 # What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.

@@ -103,9 +103,9 @@ def test_a_step_or_another_block_inside_is_refused(stage: int) -> None:
     engine, _, x = pair(stage)
     with engine.uneven():
         engine(x, [dist.get_rank()]).sum().backward()
-        with pytest.raises(UsageError, match=r"a step was asked for inside uneven\(\)"):
+        with pytest.raises(UsageError, match=r"a step was requested inside uneven\(\)"):
             engine.step()
-        with pytest.raises(UsageError, match=r"another uneven\(\) was asked for"), engine.uneven():
+        with pytest.raises(UsageError, match=r"another uneven\(\) was requested"), engine.uneven():
             pass
     engine.step()
 

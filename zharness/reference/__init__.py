@@ -64,6 +64,6 @@ stage has to refuse a direct ``loss.backward()``.
 
 from zharness.reference.engine import Engine
 from zharness.reference.initialize import initialize
-from zharness.reference.linear import Zero3Linear, linear
+from zharness.reference.torch_func.linear import Zero3Linear, linear
 
 __all__ = ["Engine", "Zero3Linear", "initialize", "linear"]

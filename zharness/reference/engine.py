@@ -17,17 +17,16 @@ from zharness.errors import CheckpointError, NonFiniteError, UsageError
 from zharness.reference import memory
 from zharness.reference.checkpoints import storage, universal
 from zharness.reference.checkpoints.training_state import CheckpointContents, TrainingState
-from zharness.reference.clipping import GradientClipper
-from zharness.reference.coalesced_collectives import all_gather_full_tensors
+from zharness.reference.client.optimizer import check_only_leaves, refuse_direct_steps
+from zharness.reference.collectives import all_gather_full_tensors
 from zharness.reference.deepspeed_json.settings import Settings
-from zharness.reference.gradients import Gradients
+from zharness.reference.gradients import GradientClipper, Gradients
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
-from zharness.reference.loss_scale import LossScale
-from zharness.reference.optimizer import check_only_leaves, refuse_direct_steps
+from zharness.reference.memory import UnshardedMemoryTracker
+from zharness.reference.mixed_precision.loss_scale import LossScale
+from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.parameters import Parameters
-from zharness.reference.precision import OnOverflow
-from zharness.reference.rank_errors import raise_on_all_ranks
-from zharness.reference.unshard import UnshardedMemoryTracker
+from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
 
 
 class EnginePhase(Enum):

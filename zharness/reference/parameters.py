@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError, UsageError
 from zharness.reference.buckets import Bucket
-from zharness.reference.coalesced_collectives import all_gather_full_tensors, broadcast_tensors
+from zharness.reference.client.meta_init import find_deferred_modules, infer_device
+from zharness.reference.collectives import all_gather_full_tensors, broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements, all_gather_rows
-from zharness.reference.meta_init import find_deferred_modules, infer_device
 from zharness.reference.sharded_modules import ModuleClassSwap, ParamUnsharder
 from zharness.reference.unshard import ShardingContext
 

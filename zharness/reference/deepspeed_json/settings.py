@@ -16,8 +16,8 @@ from zharness.errors import ConfigError
 from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
 from zharness.reference.deepspeed_json.schema import parse_flag
 from zharness.reference.deepspeed_json.sections import TOP_LEVEL
-from zharness.reference.loss_scale import LossScaleConfig
-from zharness.reference.precision import AutocastConfig, OnOverflow, Precision
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
+from zharness.reference.mixed_precision.precision import AutocastConfig, OnOverflow, Precision
 
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OPTIM = torch.optim
@@ -227,8 +227,8 @@ def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Pre
     done = (precision.param_dtype if stage < 2 else precision.master_dtype) or torch.float32
     if grad_accum_dtype not in (None, done):
         raise ConfigError(
-            f"data_types.grad_accum_dtype is {grad_accum_dtype}; at stage {stage} micro-batches add up in {done} under this "
-            "configuration; leave the key out, or use stage 2 or 3 to add up in the masters' dtype"
+            f"data_types.grad_accum_dtype is {grad_accum_dtype}; at stage {stage} micro-batches add up in {done} under "
+            "this configuration; leave the key out, or use stage 2 or 3 to add up in the masters' dtype"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.reference.layout import ParamDtypes
-from zharness.reference.loss_scale import LossScaleConfig
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):

@@ -105,8 +105,9 @@ def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
         and not optimizer_class.__module__.startswith("torch.optim.")
     ):
         raise ConfigError(
-            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is none of torch.optim's; if it works on every element "
-            "by itself, without norms of whole parameters, set zero_allow_untested_optimizer: true; else stage 0"
+            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is not one of torch.optim's; if it "
+            "updates every element by itself, without norms of whole parameters, set zero_allow_untested_optimizer: "
+            "true; else use stage 0"
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.reference import torch_fallback
+from zharness.reference.torch_func import torch_fallback
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
