@@ -15,11 +15,10 @@ from zharness.engines.protocol import Engine, EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.reference.buckets import Bucket
-from zharness.reference.clipping import GradientClipper
-from zharness.reference.collectives import RequestKind
-from zharness.reference.gradients import Gradients
+from zharness.reference.gradients import GradientClipper, Gradients
 from zharness.reference.layout import ModelParam
 from zharness.reference.sharded_modules import ParamUnsharder
+from zharness.reference.uneven_ranks.negotiation import RequestKind
 
 
 def _made(model: nn.Module, config: EngineConfig, kind: type[ReferenceEngine] = ReferenceEngine) -> Any:

@@ -15,8 +15,7 @@ from zharness.engines.protocol import Engine, EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import blind3_sharded
 from zharness.reference.buckets import Bucket, copy_shards_to_full
-from zharness.reference.clipping import GradientClipper
-from zharness.reference.gradients import Gradients
+from zharness.reference.gradients import GradientClipper, Gradients
 from zharness.reference.layout import ModelParam, ShardPlacement
 from zharness.reference.prefetch import Prefetcher
 
