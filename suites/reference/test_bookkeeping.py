@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.reference import initialize
-from zharness.reference.memory import UnshardedMemoryTracker
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 
 PACKAGE = "zharness/reference"
 

@@ -178,7 +178,7 @@ def test_a_clients_adagrad_that_has_not_stepped_is_taken_with_a_fresh_state(stag
 def test_a_model_that_another_engine_has_is_refused_until_that_one_is_closed(stage: int) -> None:
     engine, _ = start(stage)
     for model in (engine.module, nn.Sequential(engine.module[0])):
-        with pytest.raises(ConfigError, match=r"belongs to an engine already.*close\(\)"):
+        with pytest.raises(ConfigError, match=r"belongs to another engine already.*close\(\)"):
             initialize(model=model, config=config(stage))
     whole = copy.deepcopy(engine.module)
     engine.close()

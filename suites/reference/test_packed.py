@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.reference import collectives, initialize
+from zharness.reference import initialize
+from zharness.reference.inspection import coalesced_collectives
 from zharness.reference.layout import ShardLayout
 
 SHAPES = [(5,), (3,), (0,), (1,), (7, 2), (), (2, 1), (4,)]
@@ -33,8 +34,8 @@ def test_every_shard_arrives_in_its_place_however_many_go_together(size: int) ->
             start, stop = layout.shard_bounds(comm.rank)
             whole[number, dtype] = full
             shards[number, dtype] = (full.reshape(-1)[start:stop], layout)
-    with patch.object(collectives, "DEFAULT_BUCKET_SIZE", size):
-        found = collectives.all_gather_full_tensors(shards, comm)
+    with patch.object(coalesced_collectives, "DEFAULT_BUCKET_SIZE", size):
+        found = coalesced_collectives.all_gather_full_tensors(shards, comm)
     assert list(found) == list(whole)
     for key, full in whole.items():
         assert found[key].dtype == full.dtype
@@ -49,8 +50,8 @@ def test_the_first_ranks_values_become_everyones_however_many_go_together(size: 
     wanted = [numbered(shape, dtype, 1) for shape in SHAPES for dtype in (*DTYPES, torch.int64)]
     wanted += [torch.tensor([True, False]), numbered((3, 2), torch.float32, 1).t()]
     mine = [torch.empty_like(tensor).copy_(tensor if comm.rank == 0 else torch.zeros_like(tensor)) for tensor in wanted]
-    with patch.object(collectives, "DEFAULT_BUCKET_SIZE", size):
-        collectives.broadcast_tensors(mine, comm)
+    with patch.object(coalesced_collectives, "DEFAULT_BUCKET_SIZE", size):
+        coalesced_collectives.broadcast_tensors(mine, comm)
     for found, tensor in zip(mine, wanted, strict=True):
         assert found.equal(tensor)
         assert found.stride() == tensor.stride()
@@ -68,11 +69,11 @@ def test_ranks_whose_shards_differ_in_length_pack_their_gradients_alike(stage: i
     )
     sum(float(name) * weight.sum() for name, weight in module.items()).backward()  # type: ignore[union-attr]
     for size in range(2, 16):
-        with patch.object(collectives, "DEFAULT_BUCKET_SIZE", size * dist.get_world_size()):
+        with patch.object(coalesced_collectives, "DEFAULT_BUCKET_SIZE", size * dist.get_world_size()):
             for name, grad in engine.full_grads().items():
                 assert grad.equal(torch.full_like(grad, float(name)))
     engine.step()
-    with patch.object(collectives, "DEFAULT_BUCKET_SIZE", 8 * dist.get_world_size()):
+    with patch.object(coalesced_collectives, "DEFAULT_BUCKET_SIZE", 8 * dist.get_world_size()):
         assert {name: state["exp_avg"].shape for name, state in engine.full_optimizer_state().items()} == {
             name: (int(name),) for name in ("14", "3", "5", "1")
         }

@@ -1,20 +1,19 @@
-"""The collectives of stage 3 on sharded parameters, and the coalesced collectives on many tensors at once.
+"""The collectives of stage 3 on sharded parameters.
 
 All ranks run the same collectives in the same order. ``uneven_ranks`` handles ranks that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from zharness.comm import Comm
-from zharness.reference.buckets import DEFAULT_BUCKET_SIZE, Bucket
-from zharness.reference.layout import ModelParam, ShardLayout, all_gather_full_tensor, all_gather_rows, pad_flat
+from zharness.reference.buckets import Bucket
+from zharness.reference.layout import ModelParam, all_gather_full_tensor, all_gather_rows
 from zharness.reference.uneven_ranks.collective_order import CollectiveOrder
 from zharness.reference.uneven_ranks.negotiation import (
     ALL_DTYPES,
@@ -23,8 +22,6 @@ from zharness.reference.uneven_ranks.negotiation import (
     CollectiveRequest,
     RequestKind,
 )
-
-K = TypeVar("K")
 
 
 class ShardCollectives:
@@ -120,60 +117,3 @@ class ShardCollectives:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)
         shard = Bucket((param,)).reduce_scatter([local_tensor], self._comm).to(param.dtypes.param_dtype)
         return shard / self._remaining_divisor(param)
-
-
-@torch.no_grad()
-def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm: Comm) -> dict[K, Tensor]:
-    """All-gather many full tensors to the CPU, in the order of ``shards``, from every rank's shard (padded or not).
-
-    Collective: ``shards`` has the same keys in the same order on every rank.
-    """
-    full: dict[K, Tensor] = {}
-    # The padded lengths are the same on all ranks; the last ranks own fewer elements.
-    lengths = {key: layout.shard_length for key, (_, layout) in shards.items()}
-    for keys in _coalesce_keys(
-        {key: shard for key, (shard, _) in shards.items()}, lengths, DEFAULT_BUCKET_SIZE // comm.world_size
-    ):
-        rows = all_gather_rows(torch.cat([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
-        for key, part in zip(keys, torch.split(rows, [lengths[key] for key in keys], dim=1), strict=True):
-            layout = shards[key][1]
-            whole = part.reshape(-1)[: layout.numel].view(layout.shape)
-            # Without memory_format a part one element wide, a column of the rows, would keep the rows' stride.
-            full[key] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return {key: full[key] for key in shards}
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
-    """Copy each tensor of rank ``source`` to all ranks, in place. Collective."""
-    by_index = dict(enumerate(tensors))
-    lengths = {key: tensor.numel() for key, tensor in by_index.items()}
-    for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
-        # Copy even a single tensor: gloo releases what it sent a moment later, and a borrowed tensor would be counted
-        # as unsharded memory until then.
-        flat = torch.cat([by_index[key].detach().reshape(-1) for key in keys])
-        if flat.numel():
-            comm.broadcast(flat, source)
-        for key, part in zip(keys, torch.split(flat, [lengths[key] for key in keys]), strict=True):
-            by_index[key].copy_(part.view(by_index[key].shape))
-
-
-def _coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
-    """Group the keys of tensors for one collective each: of one dtype and device, with at most ``max_elements``.
-
-    A tensor with more elements is a group by itself. ``lengths`` must be the same on all ranks, as the groups follow
-    from them.
-    """
-    by_type: dict[tuple[torch.dtype, torch.device], list[K]] = {}
-    for key, tensor in tensors.items():
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(key)
-    for keys in by_type.values():
-        group: list[K] = []
-        elements = 0
-        for key in keys:
-            if group and elements + lengths[key] > max_elements:
-                yield group
-                group, elements = [], 0
-            group.append(key)
-            elements += lengths[key]
-        yield group

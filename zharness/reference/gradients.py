@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zharness.reference.bucket_reducer import BucketReducer
 from zharness.reference.buckets import Bucket
-from zharness.reference.collectives import all_gather_full_tensors
 from zharness.reference.deepspeed_json.settings import Settings
+from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
 from zharness.reference.mixed_precision.loss_scale import LossScale
 from zharness.reference.mixed_precision.precision import OnOverflow

@@ -22,13 +22,14 @@ from zharness.reference.client.optimizer import (
     build_schedule,
     describe_param_groups,
 )
-from zharness.reference.collectives import ShardCollectives, broadcast_tensors
+from zharness.reference.collectives import ShardCollectives
 from zharness.reference.deepspeed_json import settings as configuration
 from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.engine import Engine
 from zharness.reference.gradients import Gradients
+from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import STAGES, ModelParam, collect_model_params
-from zharness.reference.memory import UnshardedMemoryTracker
 from zharness.reference.mixed_precision.loss_scale import LossScale
 from zharness.reference.parameters import Parameters, refuse_owned_modules
 from zharness.reference.prefetch import Prefetcher

@@ -25,8 +25,8 @@ from zharness.comm import Comm
 from zharness.errors import StaleGraphError
 from zharness.reference.buckets import Bucket
 from zharness.reference.collectives import ShardCollectives
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import ModelParam
-from zharness.reference.memory import UnshardedMemoryTracker
 from zharness.reference.prefetch import Prefetcher
 from zharness.reference.torch_func import torch_fallback
 
