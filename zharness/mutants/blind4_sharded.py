@@ -14,7 +14,7 @@ from zharness.engines import reference
 from zharness.engines.protocol import Engine, EngineConfig
 from zharness.engines.reference import ReferenceEngine
 from zharness.reference.buckets import Bucket
-from zharness.reference.collectives import broadcast_tensors
+from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam
 from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.uneven_ranks.negotiation import RequestKind

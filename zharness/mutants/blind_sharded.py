@@ -15,7 +15,7 @@ from zharness import torch_private as private
 from zharness.engines import reference as sound
 from zharness.engines.protocol import EngineConfig, Reduction
 from zharness.engines.reference import ReferenceEngine
-from zharness.reference.collectives import broadcast_tensors
+from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam
 
 
