@@ -1,4 +1,4 @@
-"""Tensors that cross the wire many at once: whatever their sizes, the ranks pack them alike, and each arrives whole."""
+"""Coalesced collectives: ranks group tensors of any sizes in the same way, and all values arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> Tensor:
 
 @pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("size", [1, 6, 2**20])
-def test_every_shard_arrives_in_its_place_however_many_go_together(size: int) -> None:
+def test_every_full_tensor_is_gathered_with_any_group_size(size: int) -> None:
     comm, whole, shards = Comm(), {}, {}
     for number, shape in enumerate(SHAPES):
         for dtype in DTYPES:
@@ -45,7 +45,7 @@ def test_every_shard_arrives_in_its_place_however_many_go_together(size: int) ->
 
 @pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("size", [1, 6, 2**20])
-def test_the_first_ranks_values_become_everyones_however_many_go_together(size: int) -> None:
+def test_rank_0s_values_are_broadcast_with_any_group_size(size: int) -> None:
     comm = Comm()
     wanted = [numbered(shape, dtype, 1) for shape in SHAPES for dtype in (*DTYPES, torch.int64)]
     wanted += [torch.tensor([True, False]), numbered((3, 2), torch.float32, 1).t()]
@@ -59,8 +59,8 @@ def test_the_first_ranks_values_become_everyones_however_many_go_together(size: 
 
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_whose_shards_differ_in_length_pack_their_gradients_alike(stage: int) -> None:
-    """The last rank owns less of each: counted by what it owns, it would cut elsewhere than the first."""
+def test_ranks_with_shards_of_different_lengths_group_their_gradients_in_the_same_way(stage: int) -> None:
+    """The last rank owns fewer elements, so groups that follow from owned elements would differ between ranks."""
     module = nn.ParameterDict({str(n): nn.Parameter(torch.ones(n)) for n in (14, 3, 5, 1)})
     engine, *_ = initialize(
         model=module,
