@@ -26,18 +26,18 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> Tensor:
 @pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("size", [1, 6, 2**20])
 def test_every_full_tensor_is_gathered_with_any_group_size(size: int) -> None:
-    comm, whole, shards = Comm(), {}, {}
+    comm, expected, shards = Comm(), {}, {}
     for number, shape in enumerate(SHAPES):
         for dtype in DTYPES:
             full = numbered(shape, dtype, 10 * number)
             layout = ShardLayout(full.shape, full.stride(), comm.world_size)
             start, stop = layout.shard_bounds(comm.rank)
-            whole[number, dtype] = full
+            expected[number, dtype] = full
             shards[number, dtype] = (full.reshape(-1)[start:stop], layout)
     with patch.object(coalesced_collectives, "DEFAULT_BUCKET_SIZE", size):
         found = coalesced_collectives.all_gather_full_tensors(shards, comm)
-    assert list(found) == list(whole)
-    for key, full in whole.items():
+    assert list(found) == list(expected)
+    for key, full in expected.items():
         assert found[key].dtype == full.dtype
         assert found[key].is_contiguous()
         assert found[key].equal(full), key

@@ -118,7 +118,7 @@ def test_its_weight_may_be_sharded_and_is_resharded_before_backward() -> None:
     x = torch.randn(3, 4)
     plain(x).sum().backward()
     loss = engine(x).sum()
-    assert engine.gathered_bytes() == 0, "a promise took the place of what the function saved"
+    assert engine.gathered_bytes() == 0, "what the function saved was replaced by hooks"
     loss.backward()
     for name, gradient in engine.full_grads().items():
         assert torch.equal(gradient, plain.get_parameter(name).grad), name

@@ -77,17 +77,17 @@ def test_an_optimizer_over_deferred_parameters_trains_them(stage: int) -> None:
 def test_a_rank_holds_at_most_one_full_module_beside_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-    held = []
+    allocated = []
     materialise = meta_init.DeferredModule.materialise
 
     def watched(self: meta_init.DeferredModule, device: torch.device) -> Any:
         fresh = materialise(self, device)
-        held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        allocated.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         return fresh
 
     monkeypatch.setattr(meta_init.DeferredModule, "materialise", watched)
     initialize(model=model, config=config(3))
-    assert held == [64, 96, 128, 160, 192]
+    assert allocated == [64, 96, 128, 160, 192]
 
 
 @pytest.mark.world_size(2)

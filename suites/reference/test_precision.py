@@ -197,15 +197,15 @@ class One(nn.Module):
 @pytest.mark.world_size(2)
 def test_micro_batches_add_up_in_the_master_dtype_if_gradients_are_sharded(stage: int) -> None:
     """1 + 2**-9 is not representable in bf16. A grad_accum_dtype other than the stage's is refused."""
-    asked = {"data_types": {"grad_accum_dtype": "fp32" if stage >= 2 else "bf16"}}
-    engine = start(stage, One(), bf16={"enabled": True}, gradient_accumulation_steps=2, **asked)
+    data_types = {"data_types": {"grad_accum_dtype": "fp32" if stage >= 2 else "bf16"}}
+    engine = start(stage, One(), bf16={"enabled": True}, gradient_accumulation_steps=2, **data_types)
     for factor in (1.0, 2.0**-9):
         engine.backward(engine(torch.zeros(1, dtype=torch.bfloat16)) * factor)
     total = 1 + 2.0**-9 if stage >= 2 else 1.0
     assert engine.full_grads()["weight"].tolist() == [total / 2] * 6
-    asked["data_types"]["grad_accum_dtype"] = "bf16" if stage >= 2 else "fp32"
+    data_types["data_types"]["grad_accum_dtype"] = "bf16" if stage >= 2 else "fp32"
     with pytest.raises(ConfigError, match=f"grad_accum_dtype.*at stage {stage}"):
-        start(stage, One(), bf16={"enabled": True}, **asked)
+        start(stage, One(), bf16={"enabled": True}, **data_types)
 
 
 @stages
@@ -244,12 +244,12 @@ def test_an_edit_that_a_step_on_the_master_weights_would_undo_is_refused(stage: 
 @stages
 @pytest.mark.world_size(1)
 def test_accumulation_in_fp32_is_refused_for_a_bf16_model_without_masters(stage: int) -> None:
-    asked = {"data_types": {"grad_accum_dtype": "fp32"}}
+    data_types = {"data_types": {"grad_accum_dtype": "fp32"}}
     with pytest.raises(
         ConfigError, match=r"grad_accum_dtype is torch\.float32 and parameter '0\.weight' torch\.bfloat16"
     ):
-        start(stage, net().bfloat16(), **asked)
-    start(stage, net(), **asked)
+        start(stage, net().bfloat16(), **data_types)
+    start(stage, net(), **data_types)
 
 
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
@@ -280,11 +280,11 @@ def test_fp32_masters_keep_the_small_updates_that_bf16_masters_lose(stage: int) 
 @pytest.mark.world_size(2)
 def test_memory_is_reported_by_dtype_and_masters_belong_to_the_optimizer(stage: int, world_size: int) -> None:
     """Bytes of psi elements: parameters 4 psi under torch_autocast, in bf16 2 psi and masters 4 psi; momentum 4 psi."""
-    psi, whole = 40, world_size
-    held, state = (whole if stage < 3 else 1), (whole if stage < 1 else 1)
-    half = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"float32": 8 * psi * state}}
-    full = {"parameters": {"float32": 4 * psi * held}, "optimizer_state": {"float32": 4 * psi * state}}
-    low = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"bfloat16": 2 * psi * state}}
+    psi = 40
+    param, state = (world_size if stage < 3 else 1), (world_size if stage < 1 else 1)
+    half = {"parameters": {"bfloat16": 2 * psi * param}, "optimizer_state": {"float32": 8 * psi * state}}
+    full = {"parameters": {"float32": 4 * psi * param}, "optimizer_state": {"float32": 4 * psi * state}}
+    low = {"parameters": {"bfloat16": 2 * psi * param}, "optimizer_state": {"bfloat16": 2 * psi * state}}
     cases = [({"bf16": {"enabled": True}}, half), ({"torch_autocast": {"enabled": True}}, full), (MASTERS, low)]
     for keys, wanted in cases[: 2 if stage == 0 else 3]:
         momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}

@@ -96,14 +96,14 @@ def count_saved_bytes(out: Tensor) -> int:
 def casts_that_autocast_makes() -> None:
     engine, plain = pair(Projections)
     x = torch.randn(1, 2, 32, requires_grad=True)
-    held = []
+    saved_bytes = []
     for model in (plain, engine):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             out = model(x)
-        held.append(count_saved_bytes(out))
+        saved_bytes.append(count_saved_bytes(out))
         out.float().pow(2).mean().backward()
     weights = 2 * sum(p.numel() for p in plain.parameters() if p.dim() == 2)
-    assert held[0] - held[1] >= weights
+    assert saved_bytes[0] - saved_bytes[1] >= weights
     assert_mean(engine.full_grads(), plain)
     assert engine.gathered_bytes() == 0
 

@@ -328,11 +328,11 @@ def held_bytes(stage: int) -> dict[str, int]:
 @stages
 @pytest.mark.world_size(1, 3, 4)
 def test_each_rank_holds_its_shard_of_what_the_stage_shards(stage: int) -> None:
-    whole = 2 * (60 * 60 + 60) * 4
-    share = whole // dist.get_world_size()
+    full = 2 * (60 * 60 + 60) * 4
+    shard = full // dist.get_world_size()
     wanted = {
-        "parameters": share if stage == 3 else whole,
-        "gradients": share if stage >= 2 else whole,
-        "optimizer_state": 2 * (share if stage >= 1 else whole) + 4 * 4,  # and one step count for each of 4 parameters
+        "parameters": shard if stage == 3 else full,
+        "gradients": shard if stage >= 2 else full,
+        "optimizer_state": 2 * (shard if stage >= 1 else full) + 4 * 4,  # and one step count for each of 4 parameters
     }
     assert held_bytes(stage) == wanted

@@ -191,13 +191,13 @@ def test_code_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) -> No
     engine, marker = build_engine(), shared_tmp_path / "ran"
     files = sorted(path.rglob("*.pt"))
     for file in files:
-        whole = file.read_bytes()
+        content = file.read_bytes()
         run_on_rank_0(lambda f=file: torch.save({"param": PickledCommand(marker)}, f))
         assert_refused(engine, path, rf"{file.name} is refused: it contains {os.mkdir.__module__}.mkdir")
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w))
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w[: len(w) // 2]))
         assert_refused(engine, path, f"{file.name} is damaged")
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w))
     assert not marker.exists()
     engine.load_universal_checkpoint(path, Mpu())
 

@@ -91,15 +91,15 @@ def test_a_missing_or_damaged_file_is_named_before_anything_is_loaded(shared_tmp
     engine = build_engine(steps=2)
     kept = {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
     dist.barrier()
-    for name, whole in kept.items():
-        flipped = bytearray(whole)
-        flipped[len(whole) // 2] ^= 8
-        damages = {"missing|no manifest": None, "bytes, expected": whole[:-7], "checksum": bytes(flipped)}
+    for name, original in kept.items():
+        flipped = bytearray(original)
+        flipped[len(original) // 2] ^= 8
+        damages = {"missing|no manifest": None, "bytes, expected": original[:-7], "checksum": bytes(flipped)}
         for words, content in damages.items():
             edit = (path / name).unlink if content is None else lambda c=content, n=name: (path / n).write_bytes(c)
             on_rank_0(edit)
             assert_refused(engine, shared_tmp_path, ".*" if name == storage.MANIFEST_FILE and content else words)
-            on_rank_0(lambda w=whole, n=name: (path / n).write_bytes(w))
+            on_rank_0(lambda w=original, n=name: (path / n).write_bytes(w))
     engine.load_checkpoint(shared_tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_contains_code_is_refused_and_the_code_never_runs(name: str,
 def test_metadata_cannot_select_an_unsafe_reader_or_files_outside_the_checkpoint(shared_tmp_path: Path) -> None:
     path = build_engine(steps=1).save_checkpoint(shared_tmp_path, "t")
     engine = build_engine(steps=2)
-    whole = (path / ".metadata").read_bytes()
+    content = (path / ".metadata").read_bytes()
 
     def bytes_entry(metadata: Any) -> None:
         metadata.state_dict_metadata["weights/weight"] = BytesStorageMetadata()
@@ -135,7 +135,7 @@ def test_metadata_cannot_select_an_unsafe_reader_or_files_outside_the_checkpoint
         next(iter(metadata.storage_data.values())).relative_path = "../elsewhere"
 
     for edit, words in ((bytes_entry, "not a tensor"), (stray, "files outside the checkpoint")):
-        metadata = pickle.loads(whole)  # noqa: S301 - written two lines above
+        metadata = pickle.loads(content)  # noqa: S301 - written two lines above
         edit(metadata)
         on_rank_0(lambda m=metadata: ((path / ".metadata").write_bytes(pickle.dumps(m)), update_manifest(path)))
         assert_refused(engine, shared_tmp_path, words)

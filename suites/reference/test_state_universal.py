@@ -66,9 +66,9 @@ def train_with_deepspeed(stage: int, groups: tuple[GroupSpec, ...], folder: Path
     engine.close()
     if dist.get_rank() == 0:
         convert(folder / "t", folder / "u")
-    everyone = [buffers]
-    dist.broadcast_object_list(everyone)  # this is a barrier too
-    return {"params": params, "state": state, "rates": rates, "buffers": everyone[0]}
+    rank_0_buffers = [buffers]
+    dist.broadcast_object_list(rank_0_buffers)  # this is a barrier too
+    return {"params": params, "state": state, "rates": rates, "buffers": rank_0_buffers[0]}
 
 
 def convert(source: Path, target: Path) -> None:
@@ -126,12 +126,12 @@ def test_a_deepspeed_checkpoint_loads_at_every_stage_and_trains_on_like_plain_py
             assert_same(state, saved["state"][name])
         assert engine.full_optimizer_state().keys() == saved["state"].keys()
         assert_same(dict(engine.module.named_buffers()), saved["buffers"])
-        params, vanilla = plain_from(saved, groups)
+        params, plain = plain_from(saved, groups)
         engine.backward(loss_of(engine, 3))
         for name, grad in engine.full_grads().items():
             params[name].grad = grad
         engine.step()
-        vanilla.step()
+        plain.step()
         assert_same(engine.full_params(), params)
         engine.close()
 
