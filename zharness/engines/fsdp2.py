@@ -30,7 +30,7 @@ from zharness.engines.torch_engine import (
     validate_config,
 )
 from zharness.errors import ConfigError
-from zharness.reference.meta_init import infer_device
+from zharness.reference.client.meta_init import infer_device
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

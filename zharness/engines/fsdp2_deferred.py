@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.errors import ConfigError
-from zharness.reference.meta_init import find_deferred_modules
+from zharness.reference.client.meta_init import find_deferred_modules
 
 
 def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""The dtypes of a training run: of the parameters, their masters, the wire, and the forward."""
+"""The dtypes of a training run: of parameters, master weights, reduced gradients and the forward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from zharness.reference.layout import ParamDtypes
-from zharness.reference.loss_scale import LossScaleConfig
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
-    """What a step does when a gradient is not finite on some rank."""
+    """What a step does if a gradient is not finite on some rank."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"
@@ -24,7 +24,7 @@ class OnOverflow(Enum):
 
 @dataclass(frozen=True)
 class AutocastConfig:
-    """``torch.autocast`` around the model's forward; parameters of ``safe`` modules travel in ``dtype`` too."""
+    """``torch.autocast`` around the forward; parameters and gradients of ``safe_modules`` are sent in ``dtype``."""
 
     dtype: torch.dtype
     safe_modules: tuple[type[nn.Module], ...]
@@ -32,14 +32,15 @@ class AutocastConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """What the sections fp16, bf16, torch_autocast and communication_data_type come to.
+    """The dtypes that the sections fp16, bf16, torch_autocast and communication_data_type result in.
 
-    ``held`` and ``master`` are None where each parameter keeps its own dtype, as in plain PyTorch; ``wire`` is None
-    where gradients travel as they were made. Only parameters that are trained are converted: buffers and frozen
-    parameters keep their dtype and value (a model that mixes them in one operation converts those itself, beforehand).
+    ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch;
+    ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is that of fp16's
+    auto_cast. Only trained parameters are converted; buffers and frozen parameters keep their dtype (a model that mixes
+    them in one operation has to convert them itself beforehand).
 
-    A user's own ``torch.autocast``: around the engine's call it works as in plain PyTorch, unless the torch_autocast
-    section is on, whose settings then hold inside the forward; inside the forward, the innermost block always holds.
+    A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the torch_autocast
+    section is enabled: then that section applies in the forward. Inside the forward the innermost block always applies.
     """
 
     param_dtype: torch.dtype | None = None
@@ -51,23 +52,25 @@ class Precision:
     on_overflow: OnOverflow = OnOverflow.RAISE
 
     def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
-        """The dtypes of every parameter. Its own wire under autocast goes before the engine's."""
+        """Return the dtypes of every parameter. The autocast dtype of a safe module precedes ``reduce_dtype``."""
         low = self._low_precision_params(module)
         return {p: self._assign_param_dtypes(p, p in low) for p in module.parameters()}
 
     def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
         own = parameter.dtype
-        convert = parameter.requires_grad and own.is_floating_point
-        held = self.param_dtype if convert and self.param_dtype is not None else own
-        master = self.master_dtype if convert and self.master_dtype is not None else held
-        gathered = self.autocast.dtype if self.autocast is not None and is_low_precision else None
-        wire = gathered or self.reduce_dtype
-        return ParamDtypes(held, wire if wire is not None and own.is_floating_point else held, master, gathered)
+        is_converted = parameter.requires_grad and own.is_floating_point
+        param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else own
+        master_dtype = self.master_dtype if is_converted and self.master_dtype is not None else param_dtype
+        unshard_dtype = self.autocast.dtype if self.autocast is not None and is_low_precision else None
+        reduce_dtype = unshard_dtype or self.reduce_dtype
+        if reduce_dtype is None or not own.is_floating_point:
+            reduce_dtype = param_dtype
+        return ParamDtypes(param_dtype, reduce_dtype, master_dtype, unshard_dtype)
 
     def _low_precision_params(self, module: nn.Module) -> set[nn.Parameter]:
-        """The float32 parameters that safe modules alone hold: a tied one that another module reads is not among them.
+        """Return the float32 parameters that only safe modules own; a tied one that another module owns is left out.
 
-        By the very class, as torch_autocast's other implementations do: a subclass may compute something else.
+        Subclasses of the safe classes do not count, as in DeepSpeed: they may compute something else.
         """
         if self.autocast is None:
             return set()
@@ -77,13 +80,13 @@ class Precision:
         return {p for p in owned[True] - owned[False] if p.dtype == torch.float32}
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """The context of the model's forward."""
+        """Return the context in which the model's forward runs."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.autocast.dtype)
 
     def cast_inputs(self, value: Any) -> Any:
-        """The forward's arguments, floating-point tensors in tuples, lists and dicts cast where fp16.auto_cast asks."""
+        """Cast floating-point tensors in the forward's arguments (tuples, lists, dicts) if fp16.auto_cast is set."""
         if self.input_dtype is None:
             return value
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a backward costs beside its arithmetic: calls, counted, and never more of them than parameters ask for."""
+"""The overhead of a backward: the number of Python calls grows linearly with the number of parameters."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.reference import initialize
-from zharness.reference.unshard import UnshardedMemoryTracker
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 
 PACKAGE = "zharness/reference"
 
 
 class Scales(nn.Module):
-    """As many parameters as asked for, each in a layer of its own."""
+    """A model of ``count`` parameters, each in a layer of its own."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Checkpointed(Scales):
         return x
 
 
-def calls_of_backward(stage: int, net: Callable[[int], nn.Module], count: int) -> int:
-    """Calls of this package's functions during one backward over ``count`` parameters, once everything is warm."""
+def count_backward_calls(stage: int, net: Callable[[int], nn.Module], count: int) -> int:
+    """Count the calls of the engine's functions in the second backward over ``count`` parameters."""
     optimizer = {"type": "SGD", "params": {"lr": 0.5}}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine, *_ = initialize(model=net(count), config={**config, "optimizer": optimizer})
@@ -62,16 +62,14 @@ def calls_of_backward(stage: int, net: Callable[[int], nn.Module], count: int) -
 
 @pytest.mark.parametrize(("stage", "net"), [(0, Scales), (1, Scales), (2, Scales), (3, Scales), (3, Checkpointed)])
 @pytest.mark.world_size(2)
-def test_the_bookkeeping_of_a_backward_grows_with_the_parameters_and_not_faster(
-    stage: int, net: Callable[[int], nn.Module]
-) -> None:
-    few, some, many = (calls_of_backward(stage, net, count) for count in (10, 30, 50))
+def test_the_calls_of_a_backward_grow_linearly_with_the_parameters(stage: int, net: Callable[[int], nn.Module]) -> None:
+    few, some, many = (count_backward_calls(stage, net, count) for count in (10, 30, 50))
     assert many - some == some - few
 
 
 @contextmanager
-def counted(calls: list[str]) -> Iterator[None]:
-    """Inside, the names of all functions that Python code calls go to ``calls``."""
+def record_calls(calls: list[str]) -> Iterator[None]:
+    """Append the names of all functions that are called inside the block to ``calls``."""
 
     def count(frame: FrameType, event: str, _argument: object) -> None:
         if event in ("call", "c_call"):
@@ -84,19 +82,19 @@ def counted(calls: list[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def test_a_gathered_copy_costs_no_look_at_the_others_unless_there_may_be_more_than_ever() -> None:
-    ledger, costs = UnshardedMemoryTracker(), []
+def test_tracking_a_tensor_examines_the_others_only_if_the_peak_may_rise() -> None:
+    tracker, costs = UnshardedMemoryTracker(), []
     for _ in range(2):
         alive = []
         for _ in range(50):
             alive.append(torch.ones(3))
             calls: list[str] = []
-            with counted(calls):
-                ledger.add(alive[-1])
+            with record_calls(calls):
+                tracker.add(alive[-1])
             costs.append(len(calls))
         view = alive.pop().view(3, 1)
         alive.clear()
-        assert ledger.live_bytes() == view.nbytes
+        assert tracker.live_bytes() == view.nbytes
         del view
-        assert (ledger.live_bytes(), ledger.peak) == (0, 50 * 12)
+        assert (tracker.live_bytes(), tracker.peak) == (0, 50 * 12)
     assert set(costs[51:]) == {costs[51]}

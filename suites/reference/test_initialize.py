@@ -1,4 +1,4 @@
-"""What initialize returns and refuses: optimizers, schedules, data, ranks that differ, and the phases of an engine."""
+"""``initialize``: optimizers, schedules, data and differing ranks; and the phases of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -75,7 +75,7 @@ def rates(engine: Engine) -> list[float]:
 
 
 @pytest.mark.world_size(1)
-def test_every_configured_schedule_is_torchs_own_and_moves_at_boundaries_alone() -> None:
+def test_every_configured_schedule_is_torchs_own_and_steps_only_at_boundaries() -> None:
     for name, kind in SCHEDULERS.items():
         section = {"type": name, "params": SCHEDULES.get(name, {})}
         engine, plain = start(0, scheduler=section, gradient_accumulation_steps=2)
@@ -127,9 +127,7 @@ def elsewhere() -> torch.optim.lr_scheduler.LRScheduler:
     ],
 )
 @pytest.mark.world_size(2)
-def test_what_does_not_fit_the_optimizer_is_refused_and_the_model_left_as_it_was(
-    keys: dict[str, Any], words: str
-) -> None:
+def test_a_refused_optimizer_or_schedule_leaves_the_model_unchanged(keys: dict[str, Any], words: str) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=words):
         initialize(model=model, **({"config": config()} | keys))
@@ -137,7 +135,7 @@ def test_what_does_not_fit_the_optimizer_is_refused_and_the_model_left_as_it_was
 
 
 class Normed(torch.optim.SGD):
-    """As an optimizer of the client's own may be, with norms of whole parameters."""
+    """A client's optimizer that uses norms of full parameters."""
 
 
 def muon(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -146,7 +144,7 @@ def muon(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.world_size(1)
-def test_an_optimizer_that_is_none_of_torchs_needs_its_key_and_a_descendant_of_muon_never_passes() -> None:
+def test_an_optimizer_outside_torch_needs_its_key_and_a_subclass_of_muon_is_refused() -> None:
     def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
         return Normed(leaves.values(), lr=1.0)
 
@@ -160,7 +158,7 @@ def test_an_optimizer_that_is_none_of_torchs_needs_its_key_and_a_descendant_of_m
 
 @stages
 @pytest.mark.world_size(2)
-def test_a_clients_adagrad_that_has_not_stepped_is_taken_with_a_fresh_state(stage: int) -> None:
+def test_a_clients_adagrad_that_has_not_stepped_gets_a_new_state(stage: int) -> None:
     model = nn.Linear(3, 2)
     ours = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
     engine, optimizer, *_ = initialize(model=model, config=config(stage), optimizer=ours)
@@ -175,10 +173,10 @@ def test_a_clients_adagrad_that_has_not_stepped_is_taken_with_a_fresh_state(stag
 
 @stages
 @pytest.mark.world_size(1)
-def test_a_model_that_another_engine_has_is_refused_until_that_one_is_closed(stage: int) -> None:
+def test_a_model_of_another_engine_is_refused_until_that_engine_is_closed(stage: int) -> None:
     engine, _ = start(stage)
     for model in (engine.module, nn.Sequential(engine.module[0])):
-        with pytest.raises(ConfigError, match=r"belongs to an engine already.*close\(\)"):
+        with pytest.raises(ConfigError, match=r"belongs to another engine already.*close\(\)"):
             initialize(model=model, config=config(stage))
     whole = copy.deepcopy(engine.module)
     engine.close()
@@ -189,7 +187,7 @@ def test_a_model_that_another_engine_has_is_refused_until_that_one_is_closed(sta
 
 
 @pytest.mark.world_size(2)
-def test_a_refused_model_has_the_values_it_came_with_on_every_rank(rank: int) -> None:
+def test_a_refused_model_keeps_its_values_on_every_rank(rank: int) -> None:
     model = nn.BatchNorm1d(2)
     with torch.no_grad():
         for tensor in (model.weight, model.running_mean):
@@ -199,12 +197,12 @@ def test_a_refused_model_has_the_values_it_came_with_on_every_rank(rank: int) ->
     assert [model.weight.tolist(), model.running_mean.tolist()] == [[rank + 1.0] * 2] * 2
 
 
-def test_the_front_door_hands_out_the_engines_initialize() -> None:
+def test_the_package_exports_initialize() -> None:
     assert zharness.initialize is initialize
 
 
 @pytest.mark.world_size(2)
-def test_training_data_is_dealt_out_once_per_epoch_in_micro_batches(rank: int) -> None:
+def test_training_data_is_divided_among_the_ranks_once_per_epoch(rank: int) -> None:
     data = TensorDataset(torch.arange(12.0).reshape(12, 1))
     *_, loader, _ = initialize(model=nn.Linear(1, 1), config=config(), training_data=data)
     assert loader is not None
@@ -245,17 +243,17 @@ def other_rate(rank: int) -> dict[str, Any]:
     return {"optimizer": lambda leaves: torch.optim.SGD(leaves.values(), lr=1.0 + rank)}
 
 
-def other_group(rank: int) -> dict[str, Any]:
+def use_other_group(rank: int) -> dict[str, Any]:
     return {"optimizer": lambda leaves: torch.optim.SGD([leaves[("weight", "bias")[rank]]], lr=1.0)}
 
 
-def without_empty(rank: int) -> dict[str, Any]:
-    """What no checkpoint could be of: the second rank has no element of the bias, and leaves it out."""
+def omit_empty_leaf(rank: int) -> dict[str, Any]:
+    """Build an optimizer without the bias on the rank that owns no element of it: groups differ between ranks."""
     build = lambda leaves: torch.optim.SGD([leaf for leaf in leaves.values() if leaf.numel()], lr=1.0)  # noqa: E731
     return {"model": nn.Linear(3, 1), "optimizer": build}
 
 
-def bad_on_one(rank: int) -> dict[str, Any]:
+def misconfigure_one_rank(rank: int) -> dict[str, Any]:
     return {"config": config(7 if rank else 3)}
 
 
@@ -273,9 +271,9 @@ def raises_on_one(rank: int) -> dict[str, Any]:
         (other_frozen, r"'bias': .*trained on rank 0; .*frozen on rank 1"),
         (other_stage, r"configuration: stage: 0 on rank 0; 1 on rank 1"),
         (other_rate, r"optimizer group 0: .*'lr': 1\.0.* on rank 0; .*'lr': 2\.0"),
-        (other_group, r"optimizer group 0: \['weight'\].* on rank 0; \['bias'\].* on rank 1"),
-        (without_empty, r"optimizer group 0: \['weight', 'bias'\].* on rank 0; \['weight'\].* on rank 1"),
-        (bad_on_one, r"outcome: accepted on rank 0; .*unknown zero_optimization\.stage '7'.* on rank 1"),
+        (use_other_group, r"optimizer group 0: \['weight'\].* on rank 0; \['bias'\].* on rank 1"),
+        (omit_empty_leaf, r"optimizer group 0: \['weight', 'bias'\].* on rank 0; \['weight'\].* on rank 1"),
+        (misconfigure_one_rank, r"outcome: accepted on rank 0; .*unknown zero_optimization\.stage '7'.* on rank 1"),
         (raises_on_one, r"outcome: accepted on rank 0; ValueError: Invalid learning rate.* on rank 1"),
     ],
 )
@@ -292,7 +290,7 @@ def test_ranks_that_differ_raise_together_and_name_the_difference(
 
 @stages
 @pytest.mark.world_size(2)
-def test_no_sync_defers_reduction_where_gradients_are_whole_and_is_refused_elsewhere(stage: int, rank: int) -> None:
+def test_no_sync_defers_reduction_at_stages_0_and_1_and_is_refused_at_2_and_3(stage: int, rank: int) -> None:
     engine, _ = start(stage)
     inputs = torch.full((2, 3), 1.0 + rank)
     if stage >= 2:
@@ -326,7 +324,7 @@ def test_an_engine_that_was_closed_inside_no_sync_stays_closed() -> None:
 
 @stages
 @pytest.mark.world_size(2)
-def test_a_step_by_the_optimizer_itself_is_refused_and_names_the_engines(stage: int) -> None:
+def test_a_step_of_the_optimizer_itself_is_refused(stage: int) -> None:
     engine, _ = start(stage)
     engine.backward(engine(torch.ones(2, 3)).sum())
     with pytest.raises(UsageError, match=r"call engine\.step\(\), and engine\.zero_grad\(\)"):
@@ -340,7 +338,7 @@ def test_a_step_by_the_optimizer_itself_is_refused_and_names_the_engines(stage: 
 
 @stages
 @pytest.mark.world_size(1)
-def test_a_closed_engine_says_so(stage: int) -> None:
+def test_methods_of_a_closed_engine_raise(stage: int) -> None:
     engine, _ = start(stage)
     loss = engine(torch.ones(2, 3)).sum()
     engine.close()
@@ -364,5 +362,5 @@ def test_a_parameter_added_to_the_optimizer_alone_is_refused_at_the_next_step(st
     engine, _ = start(stage)
     engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
     engine.backward(engine(torch.ones(2, 3)).sum())
-    with pytest.raises(ConfigError, match=r"shape \(7,\) that is none of the leaves"):
+    with pytest.raises(ConfigError, match=r"shape \(7,\) that is not one of the leaves"):
         engine.step()

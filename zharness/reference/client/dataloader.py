@@ -1,4 +1,4 @@
-"""The client's data set as micro-batches of this rank."""
+"""A loader that yields this rank's micro-batches of the client's data set."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from zharness.errors import ConfigError
 
 
 class MicroBatchLoader(DataLoader[Any]):
-    """A torch DataLoader over this rank's share of ``dataset``; each iteration is a new epoch in a new order.
+    """A torch DataLoader over this rank's samples of ``dataset``; each iteration is one epoch, in a new order.
 
-    The epochs count from 0, or from what ``set_epoch`` says.
-
-    The shares are those of torch's DistributedSampler with seed 0, one micro-batch per item. Where the ranks do not
-    divide the data set, the sampler repeats its first samples, or drops its last ones with ``drop_last``.
+    Epochs count from 0, or from ``set_epoch``. The samples are those of torch's DistributedSampler with seed 0, one
+    micro-batch per item. If the world size does not divide the length of the data set, the sampler repeats its first
+    samples, or drops the last ones with ``drop_last``.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class MicroBatchLoader(DataLoader[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"training_data is a {type(dataset).__name__} without length, which cannot be dealt out to the ranks; "
+                f"training_data is a {type(dataset).__name__} without length, which cannot be divided among the ranks; "
                 "let each rank build a torch DataLoader over its own part"
             )
         self._rank_sampler: DistributedSampler[Any] = DistributedSampler(
@@ -42,7 +41,7 @@ class MicroBatchLoader(DataLoader[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is, as of torch's sampler: to go on after ``load_checkpoint``."""
+        """Set the epoch of the next iteration, to continue after ``load_checkpoint``."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""Models built on the meta device: their parameters get memory and values module by module, when they are sharded.
+"""Meta-device initialization: modules are materialised one by one, as they are sharded.
 
-``with torch.device("meta"): model = Net()`` builds a model without memory; ``initialize(model=model, ...)`` does the
-rest. With N ranks at stage 3 a rank so never holds more than 1/N of the model and one whole module.
+``with torch.device("meta"): model = Net()`` builds a model without memory, which ``initialize(model=model, ...)``
+materialises. At stage 3 a rank then never holds more than 1/N of the model and one full module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zharness.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeferredModule:
-    """A module with own tensors on the meta device, how it gives them values, and its own parameters' full shapes."""
+    """A module with tensors of its own on the meta device, the method that initializes them, and their full shapes."""
 
     module: nn.Module
     reset_parameters: Callable[[], None]
@@ -27,34 +27,35 @@ class DeferredModule:
 
     @torch.no_grad()
     def materialise(self, device: torch.device) -> list[Tensor]:
-        """Give the module's own meta tensors memory and values; those that it gave them to. Local to this rank.
+        """Allocate and initialize the module's own meta tensors on ``device``. Returns them. Local to this rank.
 
-        Parameters stay the same objects, so tied ones stay tied. One that another module materialised before keeps
-        what it got there, as with tying after construction: this module's reset sees a scratch tensor in its place.
+        Parameters stay the same objects, so tied ones stay tied. A parameter that another module has materialised keeps
+        its values, as if it was tied after construction: this module's ``reset_parameters`` writes to a scratch tensor.
         """
         parameters, buffers = self.module._parameters, self.module._buffers
-        kept = {name: p for name, p in parameters.items() if p is not None and not p.is_meta}
-        fresh: list[Tensor] = [p for name, p in parameters.items() if p is not None and name not in kept]
-        for parameter in fresh:
+        existing = {name: p for name, p in parameters.items() if p is not None and not p.is_meta}
+        materialised: list[Tensor] = [p for name, p in parameters.items() if p is not None and name not in existing]
+        for parameter in materialised:
             empty = torch.empty_like(parameter, device=device)
             torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))  # type: ignore[no-untyped-call]
         for name, buffer in buffers.items():
             if buffer is not None and buffer.is_meta:
                 buffers[name] = torch.empty_like(buffer, device=device)
-                fresh.append(buffers[name])  # type: ignore[arg-type]
-        for name, parameter in kept.items():
+                materialised.append(buffers[name])  # type: ignore[arg-type]
+        for name, parameter in existing.items():
             parameters[name] = nn.Parameter(torch.empty(self.shapes[name], dtype=parameter.dtype, device=device))
         try:
             self.reset_parameters()
         finally:
-            parameters.update(kept)
-        return fresh
+            parameters.update(existing)
+        return materialised
 
 
 def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
-    """What of ``model`` is on the meta device, children before parents, as constructors draw their random numbers.
+    """List the modules with tensors on the meta device, children before parents.
 
-    Raises ConfigError, before anything has memory, for a module that cannot give its tensors values.
+    That is the order in which constructors draw their random numbers. Raises ConfigError, before anything is allocated,
+    for a module without ``reset_parameters``.
     """
     return [
         _make_deferred_module(each)
@@ -64,7 +65,7 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def infer_device(model: nn.Module, comm: Comm) -> torch.device:
-    """Where ``model`` lives; where all of it is deferred, the device that the group's backend communicates from."""
+    """Return the device of the model's parameters; if all are on meta, the device of the group's backend."""
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     if real is not None:
         return real
@@ -74,7 +75,7 @@ def infer_device(model: nn.Module, comm: Comm) -> torch.device:
 
 def _make_deferred_module(module: nn.Module) -> DeferredModule:
     own = _direct_tensors(module)
-    # nn.MultiheadAttention's has the underscore.
+    # nn.MultiheadAttention calls it _reset_parameters.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ConfigError(
@@ -85,7 +86,7 @@ def _make_deferred_module(module: nn.Module) -> DeferredModule:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that lie directly in ``module``, by name."""
+    """Return the parameters and buffers of ``module`` itself, without its submodules, by name."""
     return {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
 
 

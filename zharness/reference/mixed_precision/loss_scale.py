@@ -1,4 +1,4 @@
-"""The loss scale of fp16: what a loss is multiplied by so that small gradients do not vanish, and when it moves."""
+"""The loss scale of fp16: a factor on the loss that keeps small gradients above underflow, and its schedule."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch.utils.hooks import RemovableHandle
 
 from zharness import torch_private as private
 from zharness.errors import NonFiniteError, UsageError
+from zharness.reference.torch_func import torch_fallback
 
 GROWTH_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """How a loss scale moves: as ``torch.amp.GradScaler``'s does, with growth_factor 2 and backoff_factor 0.5.
+    """How the loss scale changes: as in ``torch.amp.GradScaler``, with growth_factor 2 and backoff_factor 0.5.
 
-    ``window`` steps without overflow double it (its growth_interval); None keeps it as it is (static). DeepSpeed adds a
-    ``minimum``, below which training is given up, and a ``hysteresis``: of that many overflows only the last one halves
-    the scale. They are counted anew when the scale grows, with ``consecutive`` at every step without overflow.
+    ``growth_interval`` steps without overflow double it; None means a static scale. DeepSpeed adds ``min_scale``: an
+    overflow at that scale is an error. It also adds ``hysteresis``: of that many overflows only the last one halves the
+    scale. Their count restarts when the scale grows, or at every step without overflow with ``consecutive_hysteresis``.
     """
 
     initial_scale: float
@@ -34,9 +35,9 @@ class LossScaleConfig:
 
 
 class LossScale:
-    """The scale that losses need now, and the watch that no gradient arrives without it.
+    """The current loss scale. Hooks on the parameters raise if a backward of an unscaled loss reaches them.
 
-    An external scale (``override``) takes precedence over the engine's own, and is moved by its owner alone.
+    An external scale (``override``) has precedence over the configured one; only the caller changes it.
     """
 
     def __init__(self, config: LossScaleConfig | None, parameters: Iterable[nn.Parameter]) -> None:
@@ -52,21 +53,21 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the gradients of a scaled loss have to be divided by; 1.0 where none is needed."""
+        """The divisor of the gradients of a scaled loss; 1.0 if no scale is needed."""
         return self._scale if self._external_scale is None else self._external_scale
 
     def is_needed(self) -> bool:
-        """Whether a backward without the scale would be wrong."""
+        """Whether losses have to be scaled."""
         return self._config is not None or self._external_scale is not None
 
     def override(self, scale: float | None) -> None:
-        """Take an external scale, or give it back with None. Raises UsageError unless it is positive and finite."""
+        """Set an external scale; None removes it. Raises UsageError unless it is positive and finite."""
         if scale is not None and not 0 < scale < math.inf:
             raise UsageError(f"the external loss scale is {scale!r}; expected a positive, finite number, or None")
         self._external_scale = scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale; a half-precision scalar comes out in float32, as from GradScaler.scale."""
+        """Multiply ``loss`` by the scale; a half-precision loss becomes float32, as with GradScaler.scale."""
         if not self.is_needed():
             return loss
         scaled = loss * torch.tensor(self.value, dtype=torch.float32, device=loss.device)
@@ -75,59 +76,63 @@ class LossScale:
         return scaled
 
     def _mark_scaled_backward(self, grad: Tensor) -> None:
-        """The backward that is running now is of a scaled loss, and so are those that it starts (checkpoints)."""
+        """Mark the running backward, and those that it starts (reentrant checkpoints), as one of a scaled loss."""
         task = private.current_graph_task_id()
         if task != -1 and task == self._scaled_graph_task_id:
             return
-        before, self._scaled_graph_task_id = self._scaled_graph_task_id, task
+        outer_task, self._scaled_graph_task_id = self._scaled_graph_task_id, task
 
-        def leave() -> None:
-            self._scaled_graph_task_id = before
+        def restore_outer_task() -> None:
+            self._scaled_graph_task_id = outer_task
 
-        if private.can_queue_callback():
-            private.queue_backward_callback(leave)
+        torch_fallback.call_after_backward(restore_outer_task)
 
     def _register_hook(self, parameter: nn.Parameter) -> RemovableHandle:
-        """A frozen one as well, since it may be trained later; torch takes hooks of those that want gradients alone."""
-        wanted = parameter.requires_grad
+        """Register the check on ``parameter``, also if it is frozen, since it may be trained later.
+
+        torch accepts the hook only while ``requires_grad`` is True.
+        """
+        requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._refuse_unscaled)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(wanted)
+        parameter.requires_grad_(requires_grad)
         return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
+        """Raise UsageError in a backward of an unscaled loss; the hook of every parameter."""
         if self._external_scale is None and self._scaled_graph_task_id is None:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "
                 "or engine.scale(loss).backward(); for out.backward(g), engine.scale((out * g).sum()).backward(). "
-                "Then zero_grad(), since this backward left gradients behind"
+                "Call zero_grad() before, since this backward left gradients behind"
             )
 
     def forget_scaled_backward(self) -> None:
-        """No scaled backward is running (one that raised does not end by itself)."""
+        """Forget that a scaled backward is running: one that raised never reports its end."""
         self._scaled_graph_task_id = None
 
     def update(self, overflow: bool) -> None:
-        """After a step's gradients were seen on all ranks: overflow anywhere, or none.
+        """Update the loss scale after a step. ``overflow``: a gradient of any rank overflowed.
 
-        Raises NonFiniteError, on every rank alike, for an overflow at the smallest scale that is configured.
+        Raises NonFiniteError on every rank for an overflow at the smallest scale that is configured.
         """
-        how = self._config
-        if how is None or how.growth_interval is None or self._external_scale is not None:
+        config = self._config
+        if config is None or config.growth_interval is None or self._external_scale is not None:
             return
         if overflow:
             self._good_steps = 0
-            self._back_off(how)
+            self._back_off(config)
             return
         self._good_steps += 1
-        if how.consecutive_hysteresis:
-            self._remaining_hysteresis = how.hysteresis
-        if self._good_steps == how.growth_interval:
-            self._good_steps, self._remaining_hysteresis = 0, how.hysteresis
+        if config.consecutive_hysteresis:
+            self._remaining_hysteresis = config.hysteresis
+        if self._good_steps == config.growth_interval:
+            self._good_steps, self._remaining_hysteresis = 0, config.hysteresis
             if self._scale * GROWTH_FACTOR <= torch.finfo(torch.float32).max:
                 self._scale *= GROWTH_FACTOR
 
     def _back_off(self, config: LossScaleConfig) -> None:
+        """Halve the scale after an overflow, unless the hysteresis tolerates it."""
         if self._remaining_hysteresis > 1:
             self._remaining_hysteresis -= 1
             return
@@ -139,14 +144,15 @@ class LossScale:
         self._scale = max(self._scale / GROWTH_FACTOR, config.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs to go on with the same scales."""
+        """Return the state that a resumed training needs to continue with the same scales."""
         return {"scale": self._scale, "good_steps": self._good_steps, "patience": self._remaining_hysteresis}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``."""
+        """Continue from a saved ``state_dict()``."""
         self._scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
         self._remaining_hysteresis = int(state["patience"])
 
     def close(self) -> None:
+        """Remove the hooks from the parameters."""
         while self._hooks:
             self._hooks.pop().remove()

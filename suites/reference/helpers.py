@@ -1,4 +1,4 @@
-"""What several tests of the reference engine share: bitwise equality by name, and a backward that raises."""
+"""Helpers of several tests of the reference engine: bitwise equality by name, and a backward that raises."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The same names, and bitwise the same tensor under each."""
+    """Assert that both have the same names, with bitwise equal tensors."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(got[name], value), name
 
 
 class Breaking(torch.autograd.Function):
-    """Passes its input through; its backward raises ``ValueError("broken on purpose")``."""
+    """Returns a copy of its input; its backward raises ``ValueError("broken on purpose")``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models built on the meta device become what building them on a real one gives, bit for bit."""
+"""Models built on the meta device get the values that a real device gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import nn
 
 from zharness.errors import ConfigError
-from zharness.reference import initialize, meta_init
+from zharness.reference import initialize
+from zharness.reference.client import meta_init
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -41,7 +42,7 @@ def config(stage: int) -> dict[str, Any]:
 
 @stages
 @pytest.mark.world_size(1, 3)
-def test_a_deferred_model_starts_where_rank_0s_eager_one_does(stage: int) -> None:
+def test_a_deferred_model_starts_with_the_values_of_rank_0s_eager_model(stage: int) -> None:
     torch.manual_seed(0)
     eager = Net()
     with torch.device("meta"):
@@ -73,24 +74,24 @@ def test_an_optimizer_over_deferred_parameters_trains_them(stage: int) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_rank_holds_one_whole_module_and_its_shards_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_at_most_one_full_module_beside_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-    held = []
+    allocated = []
     materialise = meta_init.DeferredModule.materialise
 
     def watched(self: meta_init.DeferredModule, device: torch.device) -> Any:
         fresh = materialise(self, device)
-        held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        allocated.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         return fresh
 
     monkeypatch.setattr(meta_init.DeferredModule, "materialise", watched)
     initialize(model=model, config=config(3))
-    assert held == [64, 96, 128, 160, 192]
+    assert allocated == [64, 96, 128, 160, 192]
 
 
 @pytest.mark.world_size(2)
-def test_a_module_that_cannot_give_values_is_refused_before_anything_has_memory() -> None:
+def test_a_module_without_reset_parameters_is_refused_before_anything_is_allocated() -> None:
     with torch.device("meta"):
         model = Stubborn()
     with pytest.raises(ConfigError, match=r"Stubborn has weight on the meta device and no reset_parameters"):

@@ -1,4 +1,4 @@
-"""The client's optimizer, over the leaves that this rank updates in place of the client's parameters."""
+"""Build the client's optimizer and schedule over the leaves of this rank instead of the client's parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ParameterGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class LeafSubstitution:
-    """From a Parameter of the model to the leaf that takes its place."""
+    """Replace the model's Parameters by their leaves."""
 
     def __init__(self, model_params: Mapping[str, ModelParam], leaves: Leaves) -> None:
-        self._leaf_of = {original.parameter: leaves[name] for name, original in model_params.items()}
+        self._leaf_of = {param.parameter: leaves[name] for name, param in model_params.items()}
 
     def replace_groups(self, param_groups: ParameterGroups) -> list[dict[str, Any]]:
-        """Parameters, or torch.optim's groups of them, as groups of leaves."""
+        """Convert parameters, or torch.optim's groups of them, to groups of leaves."""
         entries = list(param_groups)
         groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
         for group in groups:
@@ -33,12 +33,13 @@ class LeafSubstitution:
         return groups
 
     def _find_leaf(self, parameter: Any) -> Tensor:
+        """Return the leaf of ``parameter``. Raises ConfigError if it is not one of the model's."""
         if not isinstance(parameter, nn.Parameter) or parameter not in self._leaf_of:
             kind = type(parameter).__name__
             shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
             raise ConfigError(
-                f"the optimizer holds a {kind} of shape {shape} that is no parameter of the model; "
-                "build it from model.parameters() of the very model that is passed"
+                f"the optimizer holds a {kind} of shape {shape} that is not a parameter of the model; "
+                "build it from model.parameters() of the model that is passed"
             )
         return self._leaf_of[parameter]
 
@@ -54,10 +55,11 @@ def build_optimizer(
     model_params: Mapping[str, ModelParam],
     leaves: Leaves,
 ) -> torch.optim.Optimizer:
-    """The optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
+    """Build the optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
 
-    A client's optimizer passes into the engine's hands: its groups are pointed at the leaves, so that a schedule built
-    over it goes on working. It must not have stepped, since its state would belong to other tensors.
+    The groups of the client's own optimizer are changed to the leaves, so that a schedule built over it still works. It
+    must not have stepped, since its state would belong to other tensors. Raises ConfigError for an optimizer that
+    cannot be used.
     """
     substitution = LeafSubstitution(model_params, leaves)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -67,7 +69,7 @@ def build_optimizer(
         groups = substitution.replace_groups(optimizer.param_groups)
         for group, replaced in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = replaced["params"]
-        if isinstance(optimizer, torch.optim.Adagrad):  # alone in making its state before the first step
+        if isinstance(optimizer, torch.optim.Adagrad):  # the only one that makes its state before the first step
             optimizer.state.clear()
             optimizer.state.update(
                 torch.optim.Adagrad([dict(g) for g in optimizer.param_groups], **optimizer.defaults).state
@@ -92,11 +94,12 @@ def build_optimizer(
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer state was made before the first step, as Adagrad's."""
     return "step" in state and not state["step"]
 
 
 def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
-    """Raises ConfigError for an optimizer that cannot work on shards, or of which nobody has said that it can."""
+    """Raise ConfigError for an optimizer that cannot update shards, or that is not known to be able to."""
     for each in optimizer_class.__mro__:
         refuse_non_elementwise(each.__name__)
     if (
@@ -105,13 +108,17 @@ def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
         and not optimizer_class.__module__.startswith("torch.optim.")
     ):
         raise ConfigError(
-            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is none of torch.optim's; if it works on every element "
-            "by itself, without norms of whole parameters, set zero_allow_untested_optimizer: true; else stage 0"
+            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is not one of torch.optim's; if it "
+            "updates every element by itself, without norms of whole parameters, set zero_allow_untested_optimizer: "
+            "true; else use stage 0"
         )
 
 
 def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.optim.Optimizer) -> Any:
-    """The client's learning-rate schedule, one from its builder, the configured one, or None."""
+    """Build the learning-rate schedule: the client's own, one from its builder, the configured one, or None.
+
+    Raises ConfigError for a schedule that cannot be used.
+    """
     made = schedule(optimizer) if callable(schedule) else schedule
     if made is None and choice is not None:
         try:
@@ -123,7 +130,9 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
     if made is None:
         return None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau steps on a metric, which the engine does not know; step it yourself")
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which the engine does not have; step it yourself"
+        )
     if not callable(getattr(made, "step", None)):
         raise ConfigError(
             f"lr_scheduler is a {type(made).__name__}; expected a scheduler, or a callable that makes one"
@@ -134,21 +143,24 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
 
 
 def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
-    """The optimizer in words, so that ranks can be compared: its class, and of each group the members and settings.
+    """Describe the optimizer's class, and the members and settings of its groups, to compare them between ranks.
 
-    Leaves without elements on a rank are told too: a checkpoint is of the same groups on every rank.
+    Leaves without elements on this rank count too, since a checkpoint has the same groups on every rank.
     """
     names = {id(leaf): name for name, leaf in leaves.items()}
-    told = {"optimizer": type(optimizer).__name__}
+    facts = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
         members = [names[id(leaf)] for leaf in group["params"]]
-        told[f"optimizer group {index}"] = f"{members}, {settings}"
-    return told
+        facts[f"optimizer group {index}"] = f"{members}, {settings}"
+    return facts
 
 
 def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
-    """From now on ``optimizer.step()`` raises UsageError unless the engine asks, which gives the leaves gradients."""
+    """Let ``optimizer.step()`` raise UsageError if no leaf has a gradient: only the engine's ``step`` assigns them.
+
+    Returns the handle that removes the check.
+    """
 
     def check_has_grads(*_: Any) -> None:
         if all(leaf.grad is None for leaf in leaves.values()):
@@ -161,12 +173,13 @@ def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> Rem
 
 
 def check_only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
-    """Raises ConfigError for a tensor in the optimizer that the engine would never give a gradient."""
+    """Raise ConfigError if the optimizer holds a tensor that is not a leaf, as it would never get a gradient."""
     known = {id(leaf) for leaf in leaves.values()}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise ConfigError(
-                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is none of the leaves which the "
-                    "engine gives gradients; a builder makes groups of its argument's values, and none are added later"
+                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not one of the leaves to "
+                    "which the engine assigns gradients; build its groups from the values of the builder's argument, "
+                    "and add none later"
                 )
