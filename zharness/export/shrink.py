@@ -192,11 +192,11 @@ def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[
     wanted, found, tried = extract_failure_signature(first.verdict, first.cause), first, 1
     seen = {first.cell}
     while True:
-        for case in iter_candidate_cells(runner, found.cell, deadline):
-            if case in seen or time.monotonic() > deadline:
+        for candidate in iter_candidate_cells(runner, found.cell, deadline):
+            if candidate in seen or time.monotonic() > deadline:
                 continue
-            seen.add(case)
-            record = run_cell(runner, case)
+            seen.add(candidate)
+            record = run_cell(runner, candidate)
             tried += 1
             if record is not None and wanted.can_match(extract_failure_signature(record.verdict, record.cause)):
                 found = record
@@ -215,12 +215,12 @@ def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterato
 
 def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[Cell]:
     """Yield cells that are smaller in one axis, the smallest first; ``user_models`` are variants of a user's model."""
-    check = get_law(cell.law)
-    sizes = {name: count_parameter_owners(name) for name in check.models}
+    law = get_law(cell.law)
+    sizes = {name: count_parameter_owners(name) for name in law.models}
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
     if is_user_model(cell.model):  # an engine's fault shows in any model; one needs few tries
-        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in check.variants] else []
+        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     if cell.engine_variant:
         yield replace(cell, engine_variant="")

@@ -112,7 +112,7 @@ def compare_releases(
         if any(record.stale_reason.endswith(each.location) for each in expected_failures if record.stale_reason):
             click.echo(f"\nSTALE {record.cell.id}: {record.stale_reason}")
     known = sum(
-        is_broken(record) and is_broken(found[1].records.get(case)) for case, record in found[0].records.items()
+        is_broken(record) and is_broken(found[1].records.get(cell)) for cell, record in found[0].records.items()
     )
     total = (
         f"{found[0].release} and {found[1].release}, {counted}: the change breaks {len(broken)}; "

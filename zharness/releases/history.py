@@ -32,7 +32,7 @@ class ReleaseRecords:
 class Flip:
     """A cell whose law holds on one of two consecutive judged releases and is broken on the other."""
 
-    case: Cell
+    cell: Cell
     before: Record
     after: Record
 
@@ -65,27 +65,27 @@ def run_releases(release_engines: Iterable[str], request: Request, run_request: 
 
 def list_cells(columns: Iterable[ReleaseRecords]) -> list[Cell]:
     """Return every cell of any release, in the order of the matrix."""
-    return list(dict.fromkeys(case for each in columns for case in each.records))
+    return list(dict.fromkeys(cell for each in columns for cell in each.records))
 
 
 def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
     """Yield every change between holding and broken, cell by cell."""
-    for case in list_cells(columns):
-        records = [each.records[case] for each in columns if case in each.records]
+    for cell in list_cells(columns):
+        records = [each.records[cell] for each in columns if cell in each.records]
         records = [record for record in records if law_status(record) is not LawStatus.UNKNOWN]
         for before, after in itertools.pairwise(records):
             if law_status(before) is not law_status(after):
-                yield Flip(case, before, after)
+                yield Flip(cell, before, after)
 
 
 def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> list[Change]:
     """Return what changed in the cells that both runs have."""
     found = []
-    for case, now in after.items():
-        if case in before:
-            kind = classify_change(before[case], now)
+    for cell, now in after.items():
+        if cell in before:
+            kind = classify_change(before[cell], now)
             if kind is not None:
-                found.append(Change(kind, before[case], now))
+                found.append(Change(kind, before[cell], now))
     return found
 
 

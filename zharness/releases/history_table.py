@@ -29,19 +29,19 @@ def render_overview(columns: Sequence[ReleaseRecords]) -> str:
 def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
     """Return the table; cells of a law with the same verdicts on all releases share a row."""
     rows: dict[tuple[str, tuple[str, ...]], list[Cell]] = {}
-    for case in list_cells(columns):
-        way = tuple(each.records[case].verdict.value if case in each.records else "" for each in columns)
-        rows.setdefault((case.law, way), []).append(case)
-    body = [[check, describe_cells(alike), *way] for (check, way), alike in rows.items()]
-    return tabulate(body, ["check", "cell", *(each.release for each in columns)], disable_numparse=True)
+    for cell in list_cells(columns):
+        verdicts = tuple(each.records[cell].verdict.value if cell in each.records else "" for each in columns)
+        rows.setdefault((cell.law, verdicts), []).append(cell)
+    body = [[law, describe_cells(same_cells), *verdicts] for (law, verdicts), same_cells in rows.items()]
+    return tabulate(body, ["law", "cell", *(each.release for each in columns)], disable_numparse=True)
 
 
 def describe_cells(same_cells: Sequence[Cell]) -> str:
     """Return one cell's axes, or the number of cells and their stages."""
     if len(same_cells) == 1:
-        (case,) = same_cells
-        return case.id.removeprefix(f"{case.law}[{case.engine_label}-").removesuffix("]")
-    stages = ",".join(str(stage) for stage in sorted({case.stage for case in same_cells}))
+        (cell,) = same_cells
+        return cell.id.removeprefix(f"{cell.law}[{cell.engine_label}-").removesuffix("]")
+    stages = ",".join(str(stage) for stage in sorted({cell.stage for cell in same_cells}))
     return f"{len(same_cells)} cells, stages {stages}"
 
 
@@ -67,7 +67,7 @@ def describe_flips(flips: Sequence[Flip]) -> str:
     failed = first.after if broken else first.before
     word = "BROKEN" if broken else "MENDED"
     lines = [
-        f"{word} between {first.before.engine_version} and {first.after.engine_version}: {flip.case.id}"
+        f"{word} between {first.before.engine_version} and {first.after.engine_version}: {flip.cell.id}"
         for flip in flips
     ]
     return "\n".join([*lines, f"  {shorten_cause(failed.cause)}", f"  again: {failed.command}"])
@@ -81,7 +81,7 @@ def shorten_cause(cause: str) -> str:
 
 def render_flip_count(columns: Sequence[ReleaseRecords], flips: Sequence[Flip]) -> str:
     """Return the final line of a matrix over releases."""
-    every, flipped = list_cells(columns), {flip.case for flip in flips}
+    every, flipped = list_cells(columns), {flip.cell for flip in flips}
     return f"{len(every)} cells on {len(columns)} releases: {len(flipped)} flip, {len(every) - len(flipped)} do not"
 
 

@@ -41,7 +41,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no check runs on
+_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no law runs on
 TIMEOUT_SECONDS = 300.0  # only a hang should meet it, also on a busy machine
 
 
