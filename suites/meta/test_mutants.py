@@ -21,7 +21,7 @@ KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.ta
 # what they ask, one for each variant.
 SAMPLE = list(
     {
-        (target.check, target.variant if target.check.endswith(".any_order") else ""): (mutant, target)
+        (target.law, target.variant if target.law.endswith(".any_order") else ""): (mutant, target)
         for mutant, target in KILLS
     }.values()
 )
@@ -54,7 +54,7 @@ def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:
     case = make_target_cell(mutant, target)
-    assert target.model in get_law(target.check).models
+    assert target.model in get_law(target.law).models
     assert not unsupported_reason(get_law(case.law), case, mutant.claims(case.stage))
     record = runner.run(PlannedCell(case))
     assert record.verdict.is_broken, record.cause or record.verdict
@@ -80,7 +80,7 @@ def test_nine_tenths_of_the_mutants_are_named() -> None:
 
 
 def test_every_law_kills_some_mutant() -> None:
-    assert {target.check for _, target in KILLS} == {name for name, check in LAWS.items() if check.models}
+    assert {target.law for _, target in KILLS} == {name for name, check in LAWS.items() if check.models}
 
 
 def test_every_mutant_says_what_it_does_wrong_and_which_law_notices() -> None:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.errors import CheckpointError
-from zharness.laws.state_foreign_checkpoints import PickledCommand, run_on_rank_0, write_universal_checkpoint
+from zharness.law_kit.rank_actions import run_on_rank_0
+from zharness.laws.state.refuse_pickle import PickledCommand
+from zharness.laws.state.universal import write_universal_checkpoint
 from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints.universal import TensorParallelSlice
 

@@ -18,7 +18,7 @@ from suites.reference.helpers import assert_same
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
 from zharness.errors import CheckpointError
-from zharness.laws.state_foreign_checkpoints import write_universal_checkpoint
+from zharness.laws.state.universal import write_universal_checkpoint
 from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints import unpickling
 

@@ -26,7 +26,7 @@ class KillAttempts:
 def make_target_cell(mutant: Mutant, target: Target) -> Cell:
     """The cell that ``target`` names."""
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Cell(target.check, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
+    return Cell(target.law, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
 
 
 def plan_kill_attempts(
@@ -36,14 +36,14 @@ def plan_kill_attempts(
 
     ``models`` narrows the check's models; its first alone where none is named.
     """
-    own = [make_target_cell(mutant, target) for target in mutant.targets if target.check == law.name]
+    own = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
-        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
+        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant.name)
         for world_size in world_sizes
         for model in chosen
         for stage in mutant.stages
-        for variant, _ in law.variants
+        for variant in law.variants
     ]
     others = [case for case in dict.fromkeys(rest) if case not in own]
     # A target names the part and the parameter that the engine around it, whatever is known of it there, has right.

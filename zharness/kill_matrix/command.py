@@ -60,7 +60,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
         model_spec(model)
     for world_size in options.world_sizes:
         check_world_size(world_size)
-    own = [(mutant, check) for mutant in chosen for check in checks if check.name in mutant.named_checks]
+    own = [(mutant, check) for mutant in chosen for check in checks if check.name in mutant.named_laws]
     every = own if options.scope is LawScope.TARGET_LAWS else [(mutant, check) for mutant in chosen for check in checks]
     # Those that a mutant names come first: a run that is stopped has the most to say then.
     tries = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in dict.fromkeys([*own, *every])]

@@ -9,8 +9,8 @@ from statistics import median_low
 from tabulate import tabulate
 
 from zharness.kill_matrix.cells import make_target_cell
-from zharness.kill_matrix.keep_reasons import get_keep_reason
-from zharness.mutants import MUTANTS, PATH, Kind, Mutant
+from zharness.laws import LAWS
+from zharness.mutants import MUTANTS, PATH, FaultKind, Mutant
 from zharness.run import Record, Verdict
 
 
@@ -61,7 +61,7 @@ class KillMatrix:
         """Checks that are nobody's only killer and do not say why they are kept; told as ``idle`` is."""
         complete = len(self.mutants) == len(MUTANTS)
         return (
-            [check for check, names in self.sole_kills_by_law().items() if not names and not get_keep_reason(check)]
+            [check for check, names in self.sole_kills_by_law().items() if not names and not LAWS[check].kept_because]
             if complete
             else []
         )
@@ -121,14 +121,14 @@ def render_mutants_table(matrix: KillMatrix) -> str:
 def render_laws_table(matrix: KillMatrix) -> str:
     """A row for each check that was tried."""
     victims, sole = matrix.kills_by_law(), matrix.sole_kills_by_law()
-    rows = [[check, len(victims[check]), ", ".join(sole[check]) or get_keep_reason(check)] for check in matrix.laws]
+    rows = [[check, len(victims[check]), ", ".join(sole[check]) or LAWS[check].kept_because] for check in matrix.laws]
     return tabulate(rows, ["check", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
 
 
 def render_fault_kinds_table(matrix: KillMatrix) -> str:
     """A row for each kind of fault: mutants, and the checks that kill the hardest and the middle one of them."""
     table, rows = matrix.killers_by_mutant(), []
-    for kind in Kind:
+    for kind in FaultKind:
         real = [mutant for mutant in matrix.mutants if mutant.kind is kind and not mutant.equivalent]
         if real:
             killers = [len(table[mutant.name]) for mutant in real]
@@ -143,7 +143,7 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
         ("survives every check", [mutant.name for mutant in matrix.survivors()]),
         ("is said to be equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
         ("kills no mutant", matrix.laws_without_kills()),
-        ("is nobody's only killer, and kills/kept.py gives no reason to keep it", matrix.laws_without_reason()),
+        ("is nobody's only killer, and its kept_because is empty", matrix.laws_without_reason()),
         ("names something else", matrix.check_named_divergences()[1]),
         ("is a failure of the harness", [f"{record.cell.id}: {record.cause}" for record in matrix.errors()]),
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from zharness import engines
+from zharness import engines, torch_private
 from zharness.engines import Capabilities, EngineConfig
+from zharness.mutants import seams_engines
 
 
 class Around:
@@ -56,10 +58,50 @@ class Around:
     def optimizer(self) -> torch.optim.Optimizer:
         """The right engine's, whichever it is."""
         inner = getattr(self.right, "engine", None)
-        found: torch.optim.Optimizer = self.right._optimizer if inner is None else inner.optimizer
+        found: torch.optim.Optimizer = seams_engines.optimizer(self.right) if inner is None else inner.optimizer
         return found
 
 
-def in_backward() -> int:
-    """The number of the backward that is running; -1 outside one."""
-    return torch._C._current_graph_task_id()
+class OverDDP(Around):
+    """An engine whose optimizer is torch's own, over full parameters."""
+
+    over = "ddp"
+
+
+class OverFSDP2(Around):
+    """An engine whose optimizer is torch's own, over sharded parameters."""
+
+    over = "fsdp2"
+    stages = (3,)
+
+
+class HookedParameters(Around):
+    """An engine that changes the local gradient of every parameter, in every backward."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self.changed)  # type: ignore[no-untyped-call]
+
+    def changed(self, grad: Tensor) -> Tensor:
+        """Return what the gradient becomes."""
+        return 2 * grad
+
+
+class SpoiledLoad(Around):
+    """An engine that loads a checkpoint, and then spoils what it loaded."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.spoil()
+
+    def load_universal(self, path: Path) -> None:
+        self.right.load_universal(path)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Change what was loaded."""
+
+
+in_backward = torch_private.current_graph_task_id  # -1 outside a backward
