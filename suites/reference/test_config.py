@@ -57,14 +57,14 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
         ({"fp16": {"enabled": True, "loss_scale": -1}}, ["fp16.loss_scale", "-1"]),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ["fp16.loss_scale_window", "0"]),
         ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, ["torch_autocast.dtype", "int8", "bf16"]),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, ["torch_autocast.dtype", "no lower"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, ["torch_autocast.dtype", "not a lower precision"]),
         (
             {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linea"]}},
             ["torch.nn.Linea", "import"],
         ),
         (
             {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.init"]}},
-            ["torch.nn.init", "no class"],
+            ["torch.nn.init", "not a class"],
         ),
         ({"communication_data_type": "fp8"}, ["communication_data_type", "fp8", "fp32, bf16, fp16"]),
         (masters("bf16", 3) | {"communication_data_type": "fp32"}, ["communication_data_type", "float32", "bfloat16"]),
@@ -160,11 +160,11 @@ def test_a_configuration_is_read_from_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 2}))
     assert load_config(path) == load_config(str(path)) == {"train_batch_size": 2}
-    for text, words in (("{", "no readable JSON"), ("[1]", "holds a list")):
+    for text, words in (("{", "not a readable JSON"), ("[1]", "has a list")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             load_config(path)
-    with pytest.raises(ConfigError, match="no readable JSON"):
+    with pytest.raises(ConfigError, match="not a readable JSON"):
         load_config(tmp_path / "none.json")
 
 

@@ -148,7 +148,7 @@ def test_an_optimizer_outside_torch_needs_its_key_and_a_subclass_of_muon_is_refu
     def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
         return Normed(leaves.values(), lr=1.0)
 
-    with pytest.raises(ConfigError, match=r"test_door\.Normed.*zero_allow_untested_optimizer: true"):
+    with pytest.raises(ConfigError, match=r"test_initialize\.Normed.*zero_allow_untested_optimizer: true"):
         initialize(model=nn.Linear(3, 2), config=config(1), optimizer=build)
     initialize(model=nn.Linear(3, 2), config=config(1, zero_allow_untested_optimizer=True), optimizer=build)
     initialize(model=nn.Linear(3, 2), config=config(0), optimizer=build)
