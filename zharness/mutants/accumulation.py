@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that count or divide the micro-batches of an accumulation window wrongly."""
 
 from __future__ import annotations
 

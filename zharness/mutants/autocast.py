@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that run forward or backward in a wrong autocast state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that lose, or double, the gradients of one backward among several."""
 
 from __future__ import annotations
 

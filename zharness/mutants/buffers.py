@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that change, share or forget the model's buffers."""
 
 from __future__ import annotations
 

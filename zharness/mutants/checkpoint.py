@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that save or load a checkpoint wrongly."""
 
 from __future__ import annotations
 

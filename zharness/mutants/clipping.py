@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that clip gradients to a wrong norm, or at a wrong time."""
 
 from __future__ import annotations
 

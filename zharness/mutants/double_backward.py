@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that are wrong when gradients are differentiated again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that report wrong full tensors, or change training when they are read."""
 
 from __future__ import annotations
 

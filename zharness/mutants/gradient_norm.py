@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that compute or report a wrong gradient norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that register, skip or leave hooks, or do too much work in them."""
 
 from __future__ import annotations
 

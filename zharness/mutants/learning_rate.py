@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that use or report other learning rates than the schedule gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that apply, move, save or check the loss scale wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that round, or forget, fp32 master weights and accumulated gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that hold more memory, or send more bytes, than their stage should."""
 
 from __future__ import annotations
 

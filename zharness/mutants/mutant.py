@@ -1,4 +1,4 @@
-"""A mutant as data: an engine broken on purpose in one way, and the laws that have to notice."""
+"""A mutant as data: an engine broken on purpose in one way, and the cells that have to notice."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zharness.parity import Mismatch, Part
 MutantClass = TypeVar("MutantClass", bound=type[Around])
 Factory = TypeVar("Factory", bound=EngineFactory)
 
-PATH = "zharness.mutants:"  # before a mutant's name: an engine for every command that takes one
+PATH = "zharness.mutants:"  # the prefix that makes a mutant's name an engine name
 ALL_STAGES, SHARDED_STAGES = (0, 1, 2, 3), (1, 2, 3)
 
 
 class FaultKind(Enum):
-    """What is wrong with a mutant."""
+    """The kind of fault that a mutant has."""
 
     SCALE = "a wrong factor"
     CONTRIBUTION = "lost, doubled or late"
@@ -120,12 +120,12 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The class's name in lower case, with underscores."""
+        """The name of its class, in lower case with underscores."""
         return re.sub(r"(?<=.)(?=[A-Z])", "_", self.build.__name__).lower()
 
     @property
     def engine(self) -> str:
-        """The name under which a command takes it for an engine."""
+        """The engine name by which commands select it."""
         return PATH + self.name
 
     @property
@@ -145,7 +145,7 @@ class Mutant:
 
     @property
     def named_laws(self) -> frozenset[str]:
-        """The laws of its targets."""
+        """The names of its targets' laws."""
         return frozenset(target.law for target in self.targets)
 
     def claims(self, stage: int) -> Capabilities:
@@ -171,7 +171,7 @@ class BuiltByFactory(Around):
         self.capabilities = self.claims(self.right.capabilities)
 
 
-REGISTERED: list[Mutant] = []  # by the two decorators below, in the order of the files that use them
+REGISTERED: list[Mutant] = []  # filled by the decorators below when the files that use them are imported
 
 
 def mutant(
@@ -201,10 +201,10 @@ def mutant_factory(
 
 
 def deepspeed(number: int) -> str:
-    """The address of an issue, or a pull request, of DeepSpeed."""
+    """Return the address of a DeepSpeed issue or pull request."""
     return f"https://github.com/deepspeedai/DeepSpeed/issues/{number}"
 
 
 def pytorch(number: int) -> str:
-    """The address of an issue of PyTorch."""
+    """Return the address of a PyTorch issue."""
     return f"https://github.com/pytorch/pytorch/issues/{number}"

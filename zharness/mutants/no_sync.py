@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants whose ``no_sync`` loses gradients, keeps them too long, or stays in force after an exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants whose optimizer steps with other constants, moments or groups than configured."""
 
 from __future__ import annotations
 

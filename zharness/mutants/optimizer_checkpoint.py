@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that save or restore optimizer state and schedules wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that go wrong with frozen, unfrozen, tied, sparse or edited parameters."""
 
 from __future__ import annotations
 

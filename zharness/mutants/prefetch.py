@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that unshard weights too early, cache them, or keep them after use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that draw from, or seed, the random generator of the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that reduce gradients in a wrong dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants whose reduction over ranks is missing, or wrong by a factor."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine]
 
 
 def replace_attribute(owner: object, name: str, value: object) -> None:
-    """Set an attribute of one object, also of a frozen dataclass."""
+    """Replace an attribute of one object, also of a frozen dataclass. Raises AttributeError if there is none."""
+    getattr(owner, name)  # a method that was renamed must not leave its mutant right
     object.__setattr__(owner, name, value)
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that cut, reduce, gather or report shards wrongly."""
 
 from __future__ import annotations
 

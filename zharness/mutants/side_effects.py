@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that change the caller's model, inputs or process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that let a backward use memory or weights that it must not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that are wrong under torch.func, or when inputs or weights are substituted."""
 
 from __future__ import annotations
 

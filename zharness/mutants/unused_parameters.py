@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mutants that go wrong with parameters that no rank, or only some ranks, used in a step."""
 
 from __future__ import annotations
 
