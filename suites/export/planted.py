@@ -1,4 +1,4 @@
-"""A user's model, and what goes wrong where it is imported: a fault planted into DeepSpeed."""
+"""A user's model whose module plants a fault into DeepSpeed when it is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FACTOR = 1.0001  # of every gradient, before it is averaged
 
 
 def plant() -> None:
-    """Have DeepSpeed's stages 1 and 2 average gradients that are too large."""
+    """Make DeepSpeed's stages 1 and 2 average gradients that are multiplied by ``FACTOR``."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -25,7 +25,7 @@ def plant() -> None:
 
 
 def lora() -> Any:
-    """Adapters on a frozen GPT-2 of four blocks, which recomputes them."""
+    """Build LoRA adapters on a frozen GPT-2 with four blocks and activation checkpointing."""
     from peft import LoraConfig, get_peft_model
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=64, n_positions=32, vocab_size=128))

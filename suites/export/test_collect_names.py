@@ -1,4 +1,4 @@
-"""Names that two modules have: each user of one still has its own in the script, or there is no script."""
+"""Two definitions with one name: each user still gets the right one in the script, or the export is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes modules of the package SKETCH, by name: ``a="X = 1"``. A dot of a name is written as two underscores."""
+    """Return a function that writes modules of the package SKETCH: ``a="X = 1"``. Two underscores stand for a dot."""
     monkeypatch.setattr(zharness, "__path__", [*zharness.__path__, str(tmp_path)])
 
     def written(**texts: str) -> None:
@@ -39,14 +39,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def script_of(collection: DefinitionCollection, folder: Path) -> dict[str, Any]:
-    """What the names of a script mean once it has run."""
+    """Run a script of the collected definitions and return its globals."""
     path = folder / "script.py"
     path.write_text("\n\n".join([*collection.imports.values(), *collection.texts.values()]))
     return runpy.run_path(str(path))
 
 
 def added(collection: DefinitionCollection, *names: str) -> list[str]:
-    """What the script calls definitions of SKETCH: ``a.X`` is the X of its module a."""
+    """Collect definitions of SKETCH (``a.X`` is the X of its module a) and return their names in the script."""
     return [collection.add(f"{SKETCH}.{module}", name) for module, _, name in (each.rpartition(".") for each in names)]
 
 
@@ -104,18 +104,18 @@ def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: P
 
 def test_the_third_of_three_definitions_of_this_package_is_not_dropped() -> None:
     collection = DefinitionCollection()
-    modules = ("zharness.law_kit.optimizer_step", "zharness.doctor.command", "zharness.export.command")
-    called = [collection.add(module, "told") for module in modules]
-    assert called == ["told", "command_told", "command_told_2"]
+    modules = ("zharness.engines.reference", "zharness.engines.deepspeed_capabilities", "zharness.engines.fsdp2")
+    called = [collection.add(module, "capabilities_at") for module in modules]
+    assert called == ["capabilities_at", "deepspeed_capabilities_capabilities_at", "fsdp2_capabilities_at"]
     assert {f"def {name}" for name in called} <= {text.partition("(")[0] for text in collection.texts.values()}
 
 
 @pytest.mark.parametrize(
     ("part", "names"),
     [
-        ("taken", frozenset({"b_told"})),
-        ("given", frozenset({"b_told"})),
-        ("instead", {"b_told": "from math import pi as b_told"}),
+        ("reserved", frozenset({"b_told"})),
+        ("provided", frozenset({"b_told"})),
+        ("import_overrides", {"b_told": "from math import pi as b_told"}),
         ("imports", {"b_told": "from math import pi as b_told"}),
     ],
 )
@@ -159,7 +159,7 @@ WITHIN = {
 
 
 def scopes(within: str) -> str:
-    """A function that asks for its module's ``told`` in one scope, and has something of that name in another."""
+    """Return a function that reads its module's ``told`` in one scope and binds that name in another."""
     body = "\n".join(f"        {line}" for line in dedent(within).strip().splitlines())
     return f"def asked():\n    def other():\n{body}\n    return told()\n"
 
@@ -170,7 +170,7 @@ def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write:
     write(a=text, b=text)
     collection = DefinitionCollection()
     assert added(collection, "a.asked") == ["asked"], "what has its own name is mistaken for nothing"
-    with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
         added(collection, "b.asked")
 
 
@@ -185,7 +185,7 @@ def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write:
 )
 def test_nor_for_anything_within_what_is_no_function(write: Write, text: str) -> None:
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}\n")
-    with pytest.raises(HarnessFault, match="told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
         added(DefinitionCollection(), "a.told", "b.asked")
 
 
@@ -239,7 +239,7 @@ def test_a_loop_of_a_class_body_reads_its_own_variable(write: Write, loop: str) 
 
 def test_nothing_within_a_definition_is_mistaken_for_a_new_name(write: Write) -> None:
     write(a="told = 1\n", b="told = 2\ndef asked(b_told):\n    return told + b_told\n")
-    with pytest.raises(HarnessFault, match="b_told is a name at the top and of something within"):
+    with pytest.raises(HarnessFault, match="b_told is both a module-level name and a name inside"):
         added(DefinitionCollection(), "a.told", "b.asked")
 
 

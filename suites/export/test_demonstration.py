@@ -1,6 +1,6 @@
-"""A fault planted into DeepSpeed under a LoRA on a GPT-2 that recomputes: found, and in the smallest too.
+"""A fault in DeepSpeed is found with a LoRA model on a checkpointed GPT-2, and with the smallest such model too.
 
-All of it in processes of its own: a model's factory that changes an engine changes it for all who share the process.
+Every command runs in its own process, because importing the model changes DeepSpeed for the whole process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FACTOR = "it is 1.0001 x the right gradient"
 
 
 def zharness(status: int, *arguments: str) -> None:
-    """The command in a process of its own, which has to end with this exit code."""
+    """Run the command in a process of its own and check its exit code."""
     done = programs.run("-m", "zharness", *arguments)
     assert done.returncode == status, done.stdout + done.stderr
 
@@ -50,5 +50,5 @@ def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
     zharness(0, "export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
     script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
-    assert "reduced(factory(), {'num_hidden_layers': '1'" in script
-    assert "class Training" in script, "which the bench of the script names"
+    assert "lora(), {'num_hidden_layers': '1'" in script
+    assert "class TrainingConfig" in script, "which the bench of the script names"

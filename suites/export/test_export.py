@@ -1,4 +1,4 @@
-"""`zharness export`: scripts that stand on their own and show what their cell shows."""
+"""`zharness export`: scripts run without the package and show the same verdict as their cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zharness.export.collect import DefinitionCollection, defined_names
 from zharness.export.command import render_law_table
 from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
 from zharness.export.judge_script import render_function
-from zharness.export.law_steps import SELF_COMPARING_LAWS, explain_long_script
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import ScriptWriter
 from zharness.export.source_text import prune_unused, render_imports
@@ -49,7 +49,9 @@ def claims_of(engine: str, stage: int) -> engines.Capabilities:
 
 
 def cells_to_export(whole: bool) -> list[Cell]:
-    """A cell of every law whose script is a short one, or ``whole``; the engines in turn, at the highest stage."""
+    """Return one cell of every law with a short script (``whole``: a long one), on the engines in turn, at the top
+    stage.
+    """
     planned = plan(Request(engines=ENGINES), claims_of)
     found: list[Cell] = []
     for number, check in enumerate(
@@ -69,29 +71,26 @@ def cells_to_export(whole: bool) -> list[Cell]:
 
 
 def asked_of_engines(text: str) -> set[str]:
-    """The methods that a script calls on what it calls engine."""
+    """Return the methods that a script calls on its variable ``engine``."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
     named = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "engine"}
     return named - {"module", "rank", "seen"}
 
 
 def methods_of(name: str, text: str) -> set[str]:
-    """The methods of a script's classes of that name."""
+    """Return the methods of a script's classes with that name."""
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
     return {inner.name for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)}
 
 
 def twice_defined(text: str) -> list[str]:
-    """Names that two statements at the top of a script define: what uses the first would get the second.
-
-    But for a class that is made of the one before it.
-    """
+    """Return the names that two top-level statements of a script define, except subclasses of the earlier class."""
     counts = Counter(name for statement in ast.parse(text).body for name in defined_names(statement))
     return [name for name, count in counts.items() if count > 1 and f"class {name}({name}):" not in text]
 
 
 def scripts_of(cases: list[Cell], folder: Path) -> Iterator[tuple[Cell, str]]:
-    """The script of each cell; all are in ``folder`` afterwards, and have no undefined and no idle names."""
+    """Yield the script of each cell, then check all in ``folder`` for undefined and unused names."""
     for number, case in enumerate(cases):
         script = render_cell_script(record_of(case), claims_of(case.engine, case.stage), "x.py")
         path = folder / f"{number}.py"
@@ -114,7 +113,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
     cases = cells_to_export(whole=False)
     assert len(cases) > 50
     for case, text in scripts_of(cases, tmp_path):
-        made = "Engine" if case.law in SELF_COMPARING_LAWS else "Plain"
+        made = "Engine" if is_self_comparison(LAWS[case.law].steps) else "Plain"
         assert asked_of_engines(text) <= methods_of(made, text), case.id
 
 
@@ -134,7 +133,7 @@ def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text:
 
 
 def ended(text: str, folder: Path) -> tuple[int, str]:
-    """The exit code and the last line of a script, run as the one rank that there is."""
+    """Run a script as the only rank and return its exit code and last line."""
     path = folder / "script.py"
     path.write_text(text)
     rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -155,11 +154,11 @@ def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tm
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
     case = Cell.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
     scene = render_function(LAWS[case.law].observe, ScriptWriter(case.engine, WHOLE))
-    assert scene.startswith("observing(Scene(play=")
+    assert scene.startswith("make_scenario_observer(Scenario(script=")
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:
-    with pytest.raises(UsageError, match=r"no words for .*, a object"):
+    with pytest.raises(UsageError, match=r"a script cannot contain .*, a object"):
         render_literal({"a": [object()]}, DefinitionCollection(), [])
 
 
@@ -211,7 +210,7 @@ def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_en
     claims = claims_of("deepspeed", 1)
     text = render_cell_script(record_of(case), claims, "x.py").text
     assert "DTYPE = torch.bfloat16" in text
-    assert f"WIRE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
+    assert f"REDUCE_DTYPE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
     assert 'EngineConfig(stage=1, dtype="bf16"' in text
     assert "EXACT = False" in text
 
@@ -231,21 +230,21 @@ def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_o
     case = Cell.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
     text = render_cell_script(record_of(case), claims_of("deepspeed", 1), "x.py").text
     assert "safe_get_full_fp32_param" in text
-    assert "What the model computes with: the weights that the optimizer has, in its dtype." in text
+    assert "The optimizer's weights in the model's dtype." in text
 
 
 def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:
     case = Cell.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
     text = render_cell_script(record_of(case), claims_of("fsdp2", 3), "x.py").text
     assert "OPTIONS = {'grouping': 'block'}" in text
-    assert "module.register_forward_pre_hook(joined, with_kwargs=True)" in text
+    assert "module.register_forward_pre_hook(insert_junction, with_kwargs=True)" in text
     assert "class Junction(torch.autograd.Function)" in text
 
 
 def test_what_is_saved_is_held_against_the_engine_itself() -> None:
     case = Cell.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
     text = render_cell_script(record_of(case), claims_of("deepspeed", 2), "x.py").text
-    assert 'BESIDE = "the engine that never stopped"' in text
+    assert 'BASELINE_NAME = "the engine that never stopped"' in text
     assert "class Plain" not in text
 
 
@@ -258,19 +257,19 @@ def test_definitions_come_with_what_they_use_and_before_it() -> None:
     assert collection.imports["nn"] == "from torch import nn"
 
 
-def test_of_two_definitions_of_one_name_the_second_has_its_module_s_before_it() -> None:
+def test_the_second_of_two_definitions_with_one_name_gets_its_module_as_prefix() -> None:
     collection = DefinitionCollection()
-    assert collection.add("zharness.law_kit.rank_context", "flattened") == "flattened"
-    assert collection.add("zharness.laws.state_foreign_checkpoints", "flattened") == "foreign_state_flattened"
-    assert collection.texts["foreign_state_flattened"].startswith("def foreign_state_flattened(")
-    collection.add("zharness.laws.state_foreign_checkpoints", "attempted")
-    assert "foreign_state_flattened(engine)" in collection.texts["attempted"]
+    assert collection.add("zharness.law_kit.construction", "clone_tensors") == "clone_tensors"
+    assert collection.add("zharness.engines.torch_checkpoint", "clone_tensors") == "torch_checkpoint_clone_tensors"
+    assert collection.texts["torch_checkpoint_clone_tensors"].startswith("def torch_checkpoint_clone_tensors(")
+    collection.add("zharness.engines.torch_checkpoint", "load_shards")
+    assert "torch_checkpoint_clone_tensors(sharded_state_dict(engine_state))" in collection.texts["load_shards"]
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
-    collection = DefinitionCollection(_definition_sites={"FOLDER": ("elsewhere", "FOLDER")})
+    collection = DefinitionCollection(_definition_sites={"FOLDER_NAME": ("elsewhere", "FOLDER_NAME")})
     with pytest.raises(HarnessFault, match="one script cannot hold both"):
-        collection.add("zharness.engines.torch_checkpoint", "FOLDER")
+        collection.add("zharness.engines.torch_checkpoint", "FOLDER_NAME")
 
 
 def test_what_nothing_uses_is_cut_out() -> None:

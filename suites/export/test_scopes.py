@@ -1,4 +1,4 @@
-"""Names that a piece of a module takes from it, and those that it gives: the same on every Python."""
+"""The names that source text reads from its module, and those that it binds, are the same on every Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zharness shrink`: to the smallest that fails in the same way."""
+"""`zharness shrink`: find the smallest failure that matches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from suites.warm import programs
 from zharness import engines
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners
 from zharness.export.program_script import has_short_script, render_program_script
@@ -23,7 +24,6 @@ from zharness.export.shrink import (
 )
 from zharness.run.program_runner import ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
-from zharness.run.runner import build_rank_environment
 from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Act, Program
 
@@ -102,7 +102,8 @@ def test_a_program_becomes_modules_and_lines() -> None:
         "ddp", "2.13.0", program, ProgramOutcome(Verdict.FAIL, "step 1, reduction: x"), claims
     )
     compile(script.text, "script.py", "exec")
-    assert "Chain([nn.Identity(), Twice(Chain([nn.Linear(3, 3), nn.ReLU()])), Read(3, 2), Unused(1)])" in script.text
+    repeated = "RepeatedBlock(Chain([nn.Linear(3, 3), nn.ReLU()]))"
+    assert f"Chain([nn.Identity(), {repeated}, UncalledLinear(3, 2), UnusedParameter(1)])" in script.text
     assert "with engine.no_sync():" in script.text
     assert "second_loss(output0)" in script.text
 
@@ -124,7 +125,7 @@ def test_a_program_that_a_caller_s_lines_do_not_tell_is_written_with_its_judge(p
     script = render_program_script("deepspeed", "0.19.8", program, outcome, claims)
     compile(script.text, "script.py", "exec")
     assert script.signature == "step 3, optimizer"
-    assert "judge = lambda trial: judge_program(trial, PROGRAM)" in script.text
+    assert "judge = lambda ctx: judge_program(ctx, PROGRAM)" in script.text
 
 
 def test_the_program_of_a_law_of_any_order_is_cut_down_before_any_is_drawn() -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.report import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
-from zharness.run.runner import WithheldPolicy, build_rank_environment
+from zharness.run.runner import WithheldPolicy
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 
@@ -36,7 +37,7 @@ BUILD_ERRORS = {
     "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
     "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
     "stops_training": "the engine changed the training flag of first",
-    "freezes": "the engine changed requires_grad of 'first.weight'; what trains is the caller's to say",
+    "freezes": "the engine changed requires_grad of 'first.weight'; only the caller may choose which parameters train",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",
 }
 

@@ -11,7 +11,6 @@ import pytest
 from zharness.errors import UsageError
 from zharness.kill_matrix import make_target_cell
 from zharness.kill_matrix.clean_record import make_clean_record, upper_bound
-from zharness.kill_matrix.keep_reasons import KEEP_REASONS
 from zharness.kill_matrix.matrix import KillMatrix, render_fault_kinds_table
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import LAWS
@@ -98,9 +97,10 @@ def test_a_pattern_that_matches_no_mutant_is_refused() -> None:
         find_mutants(("nobody",))
 
 
-def test_each_check_has_a_reason_of_its_own_to_be_kept() -> None:
-    assert sorted(KEEP_REASONS) == sorted(name for name, check in LAWS.items() if check.models)
-    assert len(set(KEEP_REASONS.values())) == len(KEEP_REASONS)
+def test_each_law_on_a_model_of_the_workload_has_its_own_reason_to_be_kept() -> None:
+    reasons = {name: law.kept_because for name, law in LAWS.items() if law.kept_because}
+    assert sorted(reasons) == sorted(name for name, law in LAWS.items() if law.models)
+    assert len(set(reasons.values())) == len(reasons)
 
 
 def test_the_bound_without_a_false_alarm_is_the_rule_of_three() -> None:

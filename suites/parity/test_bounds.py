@@ -1,4 +1,4 @@
-"""The bounds hold for every order of summation and every replayed step, and are tight enough to catch what is wrong."""
+"""The bounds hold for every order of summation and every replayed step, and are tight enough to catch faults."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ NAMES = {kind: kind.__name__.lower() for kind, _ in OPTIMIZERS.values()}
 
 
 def one_step(name: str, seed: int, steps: int, foreach: bool):
-    """A parameter driven for ``steps`` steps; the last step's weight, gradient and state before and after."""
+    """Run ``steps`` steps and return the last one's weight, gradient and state, before and after."""
     build, arguments = OPTIMIZERS[name]
     generator = torch.Generator().manual_seed(seed)
     weight = torch.nn.Parameter(torch.randn(100, generator=generator))

@@ -1,4 +1,4 @@
-"""Tier C passes torch's own kernels in any order of samples, and fails the smallest error that it says it catches."""
+"""Tier C passes torch's own kernels in any order of samples, and fails the smallest error that it claims to catch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: st
 
 
 class Apart(nn.Linear):
-    """A linear layer whose product and bias are not fused, summed in two halves."""
+    """A linear layer that adds the bias separately and sums the product in two halves."""
 
     def forward(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""Comparisons name the worst element, its owner and its distance, and are never fooled by NaN, shapes or names."""
+"""Comparisons name the worst element, its owner and its distance, and handle NaN, wrong shapes and wrong names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_numbers_within_their_bounds_are_judged_alike_by_the_short_way_and_by_th
     for signal in (None, torch.zeros_like(expected), expected / 8):
         short = compare_within_bound(PLACE, expected, actual, bound, signal=signal)
         with monkeypatch.context() as patch:
-            patch.setattr(compare, "small", lambda *_: None)
+            patch.setattr(compare, "compare_fast_path", lambda *_: None)
             assert compare_within_bound(PLACE, expected, actual, bound, signal=signal) == short
         assert short.mismatch is None
 
@@ -244,7 +244,11 @@ def test_what_an_update_would_lose_is_measured_against_the_update() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "dtype", "why"),
-    [(3, torch.float32, "3 is no power of two"), (2, torch.bfloat16, "the 8 bits of bfloat16"), (2, torch.float32, "")],
+    [
+        (3, torch.float32, "3 is not a power of two"),
+        (2, torch.bfloat16, "the 8 bits of bfloat16"),
+        (2, torch.float32, ""),
+    ],
 )
 def test_where_exactness_does_not_apply_it_says_why(world_size: int, dtype: torch.dtype, why: str) -> None:
     found = certify_exactness(Baseline(model_spec("exact"), seed=5, world_size=world_size), range(1), dtype)
@@ -256,6 +260,6 @@ def test_halving_a_subnormal_of_fp16_is_not_certified() -> None:
     step = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
     odd, even = (LocalResult(torch.zeros(()), {"w": torch.tensor([1.0, count * step])}) for count in (717, 718))
     assert single_term_mean_exactness(even, 2, torch.float16)
-    assert "is no number of float16" in single_term_mean_exactness(odd, 2, torch.float16).reason
+    assert "is not a number of float16" in single_term_mean_exactness(odd, 2, torch.float16).reason
     assert single_term_mean_exactness(odd, 2, torch.float16, loss_scale=16.0)
-    assert "no power of two" in single_term_mean_exactness(even, 3, torch.float32).reason
+    assert "not a power of two" in single_term_mean_exactness(even, 3, torch.float32).reason

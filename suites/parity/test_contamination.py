@@ -1,4 +1,4 @@
-"""A process in which torch is not torch, or runs otherwise, is noticed; a baseline that is not apart is refused."""
+"""Replaced functions of torch, different settings, and memory shared with the baseline are detected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zharness.errors import HarnessFault, UsageError
-from zharness.laws.resources import get_storage
+from zharness.laws.resources.leaks import get_storage
 from zharness.parity.contamination import read_process_conditions, require_clean_torch, require_no_shared_memory
 
 
@@ -22,7 +22,7 @@ def test_torch_as_released_is_clean() -> None:
 
 
 class Kernel:
-    """A callable that is no function."""
+    """A callable that is not a function."""
 
     def __call__(self, *args):
         return args[0]

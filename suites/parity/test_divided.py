@@ -1,4 +1,6 @@
-"""Gradients that an engine divides, the loss or the gradient: both are right, and what is wrong is told of one."""
+"""An engine may divide the loss or the gradient by the accumulation steps; a mismatch is reported against one of the
+two.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zharness.errors import EngineContractError
+from zharness.law_kit.accumulation import judge_engine_divided_gradients
 from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
-from zharness.laws.training_accumulation import judge_engine_divided_gradients
 from zharness.parity import Mismatch, Tier
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.certificate import Exactness
@@ -38,26 +40,26 @@ APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits both: thi
 
 @dataclass(frozen=True)
 class Drawn(Baseline):
-    """A baseline whose local gradients are drawn; these tests run no model."""
+    """A baseline with random local gradients; these tests run no model."""
 
-    names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
+    parameter_names: tuple[str, ...] = field(default=NAMES)  # type: ignore[misc]  # a property there
 
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return dict.fromkeys(self.names, torch.float32)
+    def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
+        return dict.fromkeys(self.parameter_names, torch.float32)
 
-    def locals(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
+    def run_all_ranks(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
         whole = [local(step, rank) for rank in RANKS]
         return [LocalResult(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
 
 
 def by_loss() -> Grads:
-    """The mean over ranks of the sum over micro-steps of gradients of a third of the loss."""
+    """Return the mean over ranks of the sum over micro-steps of gradients of a third of the loss."""
     return {name: sum_of(name, 3) / len(RANKS) for name in NAMES}
 
 
 def by_gradient() -> Grads:
-    """The mean over ranks and micro-steps of the undivided gradients."""
+    """Return the mean over ranks and micro-steps of the undivided gradients."""
     return {name: sum_of(name, 1) * APART / len(RANKS) / 3 for name in NAMES}
 
 
@@ -70,13 +72,13 @@ def wrong_in(grads: Grads, name: str) -> Grads:
 
 
 def trial_of(copies: Sequence[Grads]) -> JudgeContext:
-    """Of what the ranks report."""
+    """Return the judge's context for these gradients of the ranks."""
     seen = [RankEvidence((Snapshot("grads", 0, copy),), {}, ProcessConditions({}, ())) for copy in copies]
     return JudgeContext(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
 
 
 def first_wrong(*copies: Grads) -> Mismatch | None:
-    """In what the ranks report."""
+    """Return the first mismatch in these gradients of the ranks; None if there is none."""
     trial = trial_of(copies)
     divided = [[local(step, rank, 3) for rank in RANKS] for step in STEPS]
     return list(stop_at_first_mismatch(judge_engine_divided_gradients(trial, "grads", 0, STEPS, {}, divided)))[

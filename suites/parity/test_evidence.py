@@ -1,4 +1,4 @@
-"""What a failing cell shows: the error over the tensor and its shards, distances from float64, layers and curves."""
+"""The report of a failing cell: error over the tensor and its shards, distances from float64, layers and curves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from zharness.engines import Piece
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.kill_matrix import MutantRunner, make_target_cell
+from zharness.law_kit.default_training import DEFAULT_TRAINING
 from zharness.laws import LAWS
 from zharness.mutants import MUTANTS
 from zharness.parity import Comparison, Part, compare_bitwise, compare_within_bound, snapshot
@@ -45,7 +46,7 @@ PLACE = TensorLocation("b", Part.REDUCTION, step=2, pieces=PIECES)
 
 
 def comparison(name: str, wrong: float = 0.0, part: Part = Part.REDUCTION, step: int = 2) -> Comparison:
-    """Six ones beside six of which the last is off by ``wrong`` bounds."""
+    """Compare six ones with six ones of which the last is off by ``wrong`` bounds."""
     expected, bound = torch.ones(6, dtype=torch.float64), torch.full((6,), 2.0**-10, dtype=torch.float64)
     actual = torch.ones(6)
     actual[5] += wrong * 2.0**-10
@@ -112,13 +113,14 @@ def test_plain_torch_that_cannot_step_from_a_wrong_state_leaves_the_rest_to_be_s
 
 
 def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unrecorded(trial: object, course: object) -> None:
+    def unrecorded(ctx: object, run: object) -> None:
         raise EngineContractError("nothing was recorded under 'loss' at step 0")
 
-    monkeypatch.setattr(observe_and_judge, "curves", unrecorded)
-    check = next(check for check in LAWS.values() if check.training_runs)
-    for variant in check.training_runs:
-        assert observe_and_judge.training_curves(SimpleNamespace(variant=variant), check) == {}
+    monkeypatch.setattr(observe_and_judge, "build_curves", unrecorded)
+    law = next(law for law in LAWS.values() if all(variant.training_run for variant in law.variants))
+    for variant in law.variants:
+        ctx = SimpleNamespace(variant=variant.name, training=DEFAULT_TRAINING)
+        assert observe_and_judge.training_curves(ctx, law) == {}
 
 
 def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
@@ -136,7 +138,7 @@ def test_a_rank_that_ends_half_way_leaves_no_records_of_the_cell_before(tmp_path
     before.finish({}, read_process_conditions())
     assert [each.label for each in snapshot.read_evidence(tmp_path, 0).snapshots] == ["old"]
     snapshot.open_evidence_writer(tmp_path, 0).write_snapshot("new", 0, {"weight": torch.ones(3)})
-    with pytest.raises(HarnessFault, match="rank 0 ended before it had told what it recorded"):
+    with pytest.raises(HarnessFault, match="rank 0 ended before it finished its evidence file"):
         snapshot.read_evidence(tmp_path, 0)
 
 
@@ -197,7 +199,7 @@ def runner() -> Iterator[MutantRunner]:
 
 
 def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
-    """The record of the mutant in its first target of ``check``, and its evidence."""
+    """Return the record of the mutant in its first target of ``check``, and its evidence."""
     target = next(target for target in MUTANTS[mutant].targets if target.law == check)
     record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
@@ -206,7 +208,7 @@ def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, 
 
 
 def distances(counts: list[int]) -> int:
-    """The last class that has an element."""
+    """Return the last class that has an element."""
     return max(index for index, count in enumerate(counts) if count)
 
 
@@ -266,5 +268,5 @@ def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refus
     plain = record.as_json()
     del plain["evidence"]
     assert parse_record(json.dumps(plain)).evidence is None
-    with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected Exhibit"):
+    with pytest.raises(UsageError, match=r"evidence is .'heat': 1., expected MismatchReport"):
         parse_record(json.dumps({**plain, "evidence": {"heat": 1}}))

@@ -1,4 +1,4 @@
-"""Nodes in the baseline's graph where an engine has its own: another order of sums, and no other gradient."""
+"""Autograd nodes in the baseline where an engine has its own change the order of sums, and no gradient otherwise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LARGE = 2.0**25  # 1 + LARGE is LARGE in float32
 
 
 class Difference(nn.Module):
-    """Uses its input twice, and is 0."""
+    """A module that subtracts its input from itself."""
 
     def forward(self, *, value: Tensor) -> Tensor:
         return value * LARGE - value * LARGE
 
 
 class Behind(nn.Module):
-    """A tensor that goes into a module, and is used once more behind it."""
+    """A model that uses the input of a module once more outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_fsdp2_puts_a_node_into_the_graph_at_the_modules_that_it_claims(grouping
 
 
 def nodes(output: Tensor, name: str) -> int:
-    """How many nodes of the graph behind ``output`` have ``name`` in theirs."""
+    """Return the number of autograd nodes behind ``output`` whose name contains ``name``."""
     seen, ahead = set(), [output.grad_fn]
     while ahead:
         node = ahead.pop()

@@ -1,4 +1,6 @@
-"""Large tensors: what is bitwise plain torch's own needs no bound, and what is not is judged as small ones are."""
+"""Large tensors: a result that is bitwise plain torch's needs no bound; any other is judged like that of a small
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from zharness.law_kit.clipping import ClipFactor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.optimizer_step import ClipFactor, ClippedSgdStep, ParameterStep
+from zharness.law_kit.optimizer_step import ClippedSgdStep, ParameterStep
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.compare import CHUNK_ELEMENTS
@@ -26,14 +29,14 @@ LAST = COUNT - 1
 
 @dataclass(frozen=True)
 class Named(Baseline):
-    """A baseline of one parameter, of which these tests run nothing."""
+    """A baseline with one parameter, of which these tests run nothing."""
 
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
+    def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
         return {"w": torch.float32}
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def parameter_names(self) -> tuple[str, ...]:
         return ("w",)
 
 
@@ -42,13 +45,13 @@ def drawn(number: int) -> Tensor:
 
 
 def trial(*copies: Tensor) -> JudgeContext:
-    """Two ranks that report these gradients."""
+    """Return the judge's context of two ranks with these gradients."""
     seen = [RankEvidence((Snapshot("grads", 0, {"w": copy}),), {}, ProcessConditions({}, ())) for copy in copies]
     return JudgeContext(Named(model_spec("mlp"), 0, 2), tuple(seen), torch.float32)
 
 
 def locals_of(terms: list[list[Tensor]]) -> list[list[LocalResult]]:
-    """By micro-step and rank."""
+    """Return local results by micro-step and rank."""
     return [[LocalResult(torch.zeros(()), {"w": term}) for term in row] for row in terms]
 
 
@@ -104,7 +107,7 @@ OPTIMIZERS = {
 
 
 def stepped(name: str, steps: int, settings: dict[str, float]) -> ParameterStep:
-    """The last of ``steps`` steps of torch.optim's with ``settings``, told as one with those of OPTIMIZERS."""
+    """Return the last of ``steps`` torch.optim steps with ``settings``, claiming the settings in OPTIMIZERS."""
     weight = drawn(0)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
     optimizer = kinds[name]([weight], **settings)

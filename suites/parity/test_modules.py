@@ -1,4 +1,4 @@
-"""The first module that computes something else is named in each direction, and none that merely inherits an error."""
+"""The first diverging module is named in each direction, and modules that only inherit an error are not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_wrong_forward_is_named_alone_and_in_no_other_module(name: str, path: 
 
 
 class Twice(torch.autograd.Function):
-    """The identity, whose gradient is twice what it should be."""
+    """The identity with a gradient that is twice the right one."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:

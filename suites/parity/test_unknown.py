@@ -1,4 +1,4 @@
-"""What a judge does not know, it holds against nobody: and what it knows, it does."""
+"""Numbers that a judge cannot know count as undetermined, and all others are judged."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.optimizer_step import NO_CLIPPING, ClipFactor, ClippedSgdStep
-from zharness.law_kit.program_executor import OPTIMIZERS
+from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.program_judge import StepCounts, judge_parameter_updates
+from zharness.law_kit.program_steps import OPTIMIZERS
 from zharness.law_kit.recorded_gradients import drain_gradients, has_split_gradients, record_gradients, split_gradient
 from zharness.parity import Comparison, Part
 from zharness.parity.baseline import Baseline, LocalResult
@@ -98,7 +99,7 @@ def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_t
 def reduced(
     name: str, given: Tensor, terms: list[Tensor], dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
 ) -> list[Comparison]:
-    """What a trial of three ranks says of ``given`` as the mean of ``terms``."""
+    """Judge ``given`` as the mean of ``terms`` over three ranks."""
     evidence = RankEvidence((Snapshot("grads", 0, {name: given}),), {}, ProcessConditions({}, ()))
     trial = JudgeContext(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, declared_reduce_dtype=wire)
     return list(trial.compare_reduced_grads("grads", [[LocalResult(torch.zeros(()), {name: term}) for term in terms]]))

@@ -1,4 +1,4 @@
-"""Halving between releases: how many runs it takes, what it steps over, and what it refuses."""
+"""Bisection of releases: number of runs, skipped releases, refused arguments."""
 
 from __future__ import annotations
 

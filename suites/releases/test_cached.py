@@ -1,4 +1,4 @@
-"""The cache: listed and cleaned by what it says of itself, and nothing else touched."""
+"""The release cache lists and removes its own entries and touches nothing else."""
 
 from __future__ import annotations
 

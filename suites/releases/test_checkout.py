@@ -1,4 +1,4 @@
-"""Source checkouts as releases: put in front as they are, named by their commit, and never written into."""
+"""Source checkouts as releases: used in place, named by their commit, never written into."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What git has of DeepSpeed, in small."""
+    """Write a small copy of DeepSpeed's sources as git has them."""
     package = tmp_path / "DeepSpeed" / "deepspeed"
     (package / "ops" / "op_builder").mkdir(parents=True)
     (package / "ops" / "__init__.py").touch()
@@ -57,7 +57,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def file_of(module: str) -> str | None:
-    """In a rank: where a module is imported from."""
+    """Return the file from which a rank imports a module."""
     return importlib.import_module(module).__file__
 
 

@@ -1,4 +1,4 @@
-"""The commands about releases as a user spells them: what is wrong is said before anything is installed or run."""
+"""Commands about releases: wrong arguments are reported before anything is installed or run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zharness.run.pytest_cells import plan_marked_cells
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "fork", no_fork)
-    monkeypatch.setattr(index, "releases", lambda _: ("0.18.8", "0.19.8"))
+    monkeypatch.setattr(index, "list_releases", lambda _: ("0.18.8", "0.19.8"))
     return tmp_path / "cache"
 
 
@@ -54,9 +54,9 @@ def told(*arguments: str) -> Result:
         ),
         ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two releases"),
         ("releases --list --clean", "name one of them"),
-        ("releases deepspeed 0.18.8 --check trainning", "unknown check 'trainning'"),
+        ("releases deepspeed 0.18.8 --check trainning", "unknown law 'trainning'"),
         ("releases deepspeed 0.18.8 --check training --stage 4", "unknown stage '4'"),
-        ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown check 'trainning'"),
+        ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown law 'trainning'"),
         (
             "bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8 --stage 1 --timeout 9",
             "got --stage, --timeout for reproduction 7913",
@@ -117,7 +117,7 @@ def nothing_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(distribution: str, release: str) -> NoReturn:
         raise UsageError(f"{distribution} {release} cannot be had")
 
-    monkeypatch.setattr(overlay, "ensure", refuse)
+    monkeypatch.setattr(overlay, "ensure_overlay", refuse)
 
 
 @pytest.mark.usefixtures("nothing_can_be_had")

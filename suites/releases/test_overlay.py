@@ -1,4 +1,4 @@
-"""Overlays: whole or absent, one builder at a time, and one clear sentence when a release cannot be had."""
+"""Overlays are complete or absent, built by one process at a time, and errors are one clear sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made_up(folder: Path, wanted: overlay.Stamp, body: str = "") -> None:
-    """What pip would leave behind for a package without dependencies."""
+    """Write what pip would install for a package without dependencies."""
     package = folder / wanted.distribution
     package.mkdir()
     (package / "__init__.py").write_text(f"{body}\n__version__ = {wanted.release!r}\n")
@@ -77,7 +77,7 @@ def test_a_full_disk_is_told_with_the_folder_and_leaves_nothing(cache: Path, mon
 def test_a_pip_that_found_the_disk_full_is_told_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     output = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
     done = subprocess.CompletedProcess([], 1, output)
-    monkeypatch.setattr(overlay, "run_apart", lambda *_: done)
+    monkeypatch.setattr(overlay, "run_isolated", lambda *_: done)
     with pytest.raises(UsageError, match=r"made_up==1\.0 does not fit on the disk of .*ZHARNESS_CACHE"):
         overlay.ensure_overlay("made_up", "1.0")
 
@@ -88,7 +88,7 @@ def test_a_release_for_another_python_is_told_with_the_python_it_needs(monkeypat
         "0.9 Requires-Python >=3.99; 1.0 Requires-Python >=3.98,<4\n"
         "ERROR: Could not find a version that satisfies the requirement made_up==1.0 (from versions: 0.7, 0.8)"
     )
-    monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
+    monkeypatch.setattr(overlay, "run_isolated", lambda *_: subprocess.CompletedProcess([], 1, output))
     with pytest.raises(UsageError, match=r"made_up==1\.0 needs Python >=3\.98,<4, and this is 3\."):
         overlay.ensure_overlay("made_up", "1.0")
 
@@ -100,7 +100,7 @@ def test_a_release_that_does_not_install_is_told_with_what_it_raised(monkeypatch
         "error: metadata-generation-failed\n"
         "× Encountered error while generating package metadata."
     )
-    monkeypatch.setattr(overlay, "run_apart", lambda *_: subprocess.CompletedProcess([], 1, output))
+    monkeypatch.setattr(overlay, "run_isolated", lambda *_: subprocess.CompletedProcess([], 1, output))
     with pytest.raises(UsageError, match=r"does not install: ValueError: CPU_Accel.*; see .*: python -m pip download"):
         overlay.ensure_overlay("made_up", "1.0")
 
@@ -190,7 +190,7 @@ def test_a_killed_install_is_cleared_by_the_next_one(cache: Path, monkeypatch: p
         "    (folder / 'half').touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "overlay._install = killed\n"
-        "overlay.ensure('made_up', '1.0')\n"
+        "overlay.ensure_overlay('made_up', '1.0')\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert [name.partition(".building-")[1] for name in left_in(cache)] == [".building-"]
@@ -207,7 +207,7 @@ def test_torch_is_installed_with_what_it_needs_and_an_engine_over_what_is_here(m
         assert not env["PIP_CONSTRAINT"], "it names the release of the environment"
         raise UsageError("no network")
 
-    monkeypatch.setattr(overlay, "run_apart", recorded)
+    monkeypatch.setattr(overlay, "run_isolated", recorded)
     monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
     for distribution in ("torch", "made_up"):
         with pytest.raises(UsageError, match="no network"):

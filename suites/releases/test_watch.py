@@ -1,4 +1,4 @@
-"""Cells over releases: where each flips, what changed since a record, and what a change broke."""
+"""Cells over releases: where a law flips, what changed since a record, and what a change broke."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.run import Record, Request
 from zharness.run.changes import ChangeKind, classify_change
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Verdict
-from zharness.run.runner import apply_expected_failure
+from zharness.run.verdicts import apply_expected_failure
 
 PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
     Verdict.PASS,
@@ -35,7 +35,7 @@ def record(case: Cell, verdict: Verdict, cause: str = "", release: str = "1.0") 
 
 
 class Engine:
-    """Releases of an engine, each with what its cells show."""
+    """Releases of an engine, each with the outcomes of its cells."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -159,7 +159,7 @@ def test_a_record_of_another_engine_is_refused() -> None:
 
 
 def test_the_newest_release_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "releases", lambda _: ("0.9", "0.10"))
+    monkeypatch.setattr(index, "list_releases", lambda _: ("0.9", "0.10"))
     assert compare_releases.spell_releases("deepspeed", ("0.9", "@../x"), True) == [
         "deepspeed==0.9",
         "deepspeed@../x",
@@ -213,7 +213,7 @@ def test_what_fails_once_and_not_again_is_told_and_breaks_nothing(capsys: pytest
 
 def test_an_excuse_of_the_users_own_that_went_stale_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Engine({"1": {CASE: PASS}, "2": {CASE: PASS}})
-    mine = replace(excuse("mine#1"), place="mine.toml:3")
+    mine = replace(excuse("mine#1"), location="mine.toml:3")
 
     def stale(request: Request) -> list[Record]:
         return [apply_expected_failure(found, mine) for found in engine.measure(request)]
@@ -229,7 +229,7 @@ def test_what_the_users_own_excuses_cover_is_not_broken_by_the_change(capsys: py
     engine = Engine({"1": {CASE: PASS}, "2": {CASE: FAIL}})
 
     def covered(request: Request) -> list[Record]:
-        return [replace(found, excuse="mine#1") for found in engine.measure(request)]
+        return [replace(found, expected_failure="mine#1") for found in engine.measure(request)]
 
     own = (excuse("mine#1"),)
     assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), covered, own) == 0
@@ -250,7 +250,7 @@ def test_halving_runs_the_releases_of_the_index_between_the_two(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = tuple(f"0.{number}" for number in range(20))
-    monkeypatch.setattr(index, "releases", lambda _: known)
+    monkeypatch.setattr(index, "list_releases", lambda _: known)
     told = Engine({release: {CASE: FAIL if number < 12 else PASS} for number, release in enumerate(known)})
     trial = compare_releases.make_cell_trial("deepspeed", Request((CASE.id,)), told.measure)
     assert compare_releases.run_bisect("deepspeed", "0.18", "0.3", trial) == 0
@@ -262,14 +262,16 @@ def test_halving_runs_the_releases_of_the_index_between_the_two(
 
 
 def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_releases, "place", lambda text, _: ReleaseEnvironment(text.partition("==")[2]))
+    monkeypatch.setattr(
+        compare_releases, "prepare_release", lambda text, _: ReleaseEnvironment(text.partition("==")[2])
+    )
     shown = {"1": repros.ReproVerdict.REPRODUCED, "2": repros.ReproVerdict.NOT_REPRODUCED}
     otherwise = repros.ReproVerdict.FAILED_OTHERWISE
 
     def run(repro: repros.Repro, text: str, where: ReleaseEnvironment) -> repros.ReproResult:
         return repros.build_result(repro, text, where.release, shown.get(where.release, otherwise), "told")
 
-    monkeypatch.setattr(repros, "run", run)
+    monkeypatch.setattr(repros, "run_repro", run)
     trial = compare_releases.make_repro_trial(repros.find_repro("deepspeed", "7913"))
     assert [trial(release)[0] for release in "123"] == [Outcome.BAD, Outcome.GOOD, Outcome.SKIPPED]
     with pytest.raises(UsageError, match="reproduction 7913 is none of fsdp2"):

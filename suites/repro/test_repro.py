@@ -1,4 +1,4 @@
-"""Reproductions of real bugs on a release with the bug and one with the fix, and when a script fails otherwise."""
+"""Reproductions of real bugs on a release with the bug, on one with the fix, and scripts that fail in another way."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from zharness.errors import UsageError
-from zharness.releases import launch, overlay, repro_runs, repro_table
-from zharness.releases import repros as repro
+from zharness.releases import launch, overlay, repro_runs, repro_table, repros
 from zharness.releases.release_environment import ReleaseEnvironment
 from zharness.releases.repro_items import ReproFile
 from zharness.releases.repro_runs import ReproRun, select_runs
@@ -40,10 +39,10 @@ ok: repro: nothing wrong OK.
 '''
 
 
-def script(folder: Path, body: str = "", header: str = HEADER) -> repro.Repro:
+def script(folder: Path, body: str = "", header: str = HEADER) -> repros.Repro:
     path = folder / "deepspeed_1_made_up.py"
     path.write_text(header + body)
-    return repro.parse_repro(path)
+    return repros.parse_repro(path)
 
 
 def alive(pid: int) -> bool:
@@ -52,8 +51,8 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def result(made_up: repro.Repro, release: str, verdict: ReproVerdict, evidence: str = "told") -> ReproResult:
-    return repro.build_result(made_up, f"deepspeed=={release}", release, verdict, evidence)
+def result(made_up: repros.Repro, release: str, verdict: ReproVerdict, evidence: str = "told") -> ReproResult:
+    return repros.build_result(made_up, f"deepspeed=={release}", release, verdict, evidence)
 
 
 def test_each_side_of_a_bug_shows_what_its_header_says() -> None:
@@ -89,7 +88,7 @@ def test_a_script_that_ends_otherwise_is_no_reproduction(tmp_path: Path) -> None
 
 
 def test_a_script_past_its_deadline_is_no_reproduction(tmp_path: Path) -> None:
-    found = repro.run_repro(script(tmp_path, "import signal\nsignal.pause()"), "deepspeed", HERE, seconds=0.1)
+    found = repros.run_repro(script(tmp_path, "import signal\nsignal.pause()"), "deepspeed", HERE, seconds=0.1)
     assert found.verdict is ReproVerdict.FAILED_OTHERWISE
     assert found.evidence == "did not end within 0 s"
 
@@ -108,20 +107,20 @@ while True:
     made_up = replace(script(tmp_path, body), ranks=2)
     running = launch.CommandGroup()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(repro.run_repro, made_up, "deepspeed", HERE, 100.0, running)
+        future = pool.submit(repros.run_repro, made_up, "deepspeed", HERE, 100.0, running)
         ranks = os.open(told, os.O_RDWR)  # also to write, so that the first rank's end is not the end of the file
         pids = [int(os.read(ranks, 9)) for _ in range(2)]
         running.terminate()
         assert future.result().verdict is ReproVerdict.FAILED_OTHERWISE
     assert not [pid for pid in pids if alive(pid)]
     with pytest.raises(KeyboardInterrupt):
-        repro.run_repro(made_up, "deepspeed", HERE, 100.0, running)
+        repros.run_repro(made_up, "deepspeed", HERE, 100.0, running)
 
 
 def test_what_needs_cuda_is_not_run_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlay, "has_cuda", bool)
     made_up = script(tmp_path, header=HEADER.replace("ranks: 1", "ranks: 1\nneeds: cuda"))
-    found = repro.run_repro(made_up, "deepspeed", HERE)
+    found = repros.run_repro(made_up, "deepspeed", HERE)
     assert found.verdict is ReproVerdict.UNSUPPORTED
     assert found.evidence == "needs CUDA, and there is none here"
     assert repro_table.exit_code([found]) == 0
@@ -133,7 +132,7 @@ def test_a_release_that_cannot_be_had_leaves_the_others_running(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
     made_up = script(tmp_path)
-    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
+    monkeypatch.setattr(repros, "run_repro", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
     gone, here = repro_runs.run_repros([ReproRun(made_up, "deepspeed==0.18.8"), ReproRun(made_up, "deepspeed")])
     assert gone.verdict is ReproVerdict.NOT_RUN
     assert "deepspeed==0.18.8 cannot be fetched" in gone.evidence
@@ -145,7 +144,7 @@ def test_a_release_that_cannot_be_had_leaves_the_others_running(
 
 def test_a_checkout_that_is_none_leaves_the_others_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = script(tmp_path)
-    monkeypatch.setattr(repro, "run", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
+    monkeypatch.setattr(repros, "run_repro", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
     nowhere = f"deepspeed@{tmp_path}/nowhere"
     gone, here = repro_runs.run_repros([ReproRun(made_up, nowhere), ReproRun(made_up, "deepspeed")])
     assert (gone.verdict, gone.release, gone.expected_verdict) == (ReproVerdict.NOT_RUN, "@", None)
@@ -155,7 +154,7 @@ def test_a_checkout_that_is_none_leaves_the_others_running(tmp_path: Path, monke
 
 
 def test_an_engine_that_is_not_installed_is_asked_for_again_by_its_name(tmp_path: Path) -> None:
-    gone = repro.build_result(script(tmp_path), "deepspeed", "", ReproVerdict.NOT_RUN, "told")
+    gone = repros.build_result(script(tmp_path), "deepspeed", "", ReproVerdict.NOT_RUN, "told")
     assert gone.command == "zharness repro 1 --on deepspeed"
 
 
@@ -225,20 +224,20 @@ def test_pytest_takes_the_releases_from_its_option(
 
 def test_the_marker_needs_the_signature_beside_it(tmp_path: Path) -> None:
     made_up = script(tmp_path)
-    assert repro.judge_output(made_up, 1, f"x\n{repro.MARKER}the expected error!\ny")[0] is ReproVerdict.REPRODUCED
+    assert repros.judge_output(made_up, 1, f"x\n{repros.MARKER}the expected error!\ny")[0] is ReproVerdict.REPRODUCED
     assert (
-        repro.judge_output(made_up, 1, f"{repro.MARKER}another error\nthe expected error")[0]
+        repros.judge_output(made_up, 1, f"{repros.MARKER}another error\nthe expected error")[0]
         is ReproVerdict.FAILED_OTHERWISE
     )
-    assert repro.judge_output(made_up, 0, "repro: nothing wrong OK.")[0] is ReproVerdict.NOT_REPRODUCED
-    assert repro.judge_output(made_up, 1, "repro: nothing wrong OK.")[0] is ReproVerdict.FAILED_OTHERWISE
-    assert repro.judge_output(made_up, 0, "repro: nothing wrong OK. Or is there?")[0] is ReproVerdict.FAILED_OTHERWISE
-    assert repro.judge_output(made_up, 0, "all is well") == (
+    assert repros.judge_output(made_up, 0, "repro: nothing wrong OK.")[0] is ReproVerdict.NOT_REPRODUCED
+    assert repros.judge_output(made_up, 1, "repro: nothing wrong OK.")[0] is ReproVerdict.FAILED_OTHERWISE
+    assert repros.judge_output(made_up, 0, "repro: nothing wrong OK. Or is there?")[0] is ReproVerdict.FAILED_OTHERWISE
+    assert repros.judge_output(made_up, 0, "all is well") == (
         ReproVerdict.FAILED_OTHERWISE,
         "all is well (the launcher ended with 0)",
     )
     no_module = "ModuleNotFoundError: No module named 'deepspeed'"
-    verdict, evidence = repro.judge_output(made_up, 1, f"Traceback\n{no_module}\nx.ChildFailedError: \n===")
+    verdict, evidence = repros.judge_output(made_up, 1, f"Traceback\n{no_module}\nx.ChildFailedError: \n===")
     assert verdict is ReproVerdict.FAILED_OTHERWISE
     assert evidence.startswith(no_module)
 
@@ -266,7 +265,7 @@ def test_the_header_says_what_a_release_should_show(
 
 
 def test_an_open_bug_is_expected_on_every_later_release() -> None:
-    assert repro.find_repros("7352")[0].expected_verdict("99.0") is ReproVerdict.REPRODUCED
+    assert repros.find_repros("7352")[0].expected_verdict("99.0") is ReproVerdict.REPRODUCED
 
 
 @pytest.mark.parametrize(
@@ -295,42 +294,42 @@ def test_another_torch_is_a_side_where_it_is_asked_for_or_in_the_cache(
     of_torch = script(tmp_path, header=header)
     monkeypatch.setenv("ZHARNESS_CACHE", str(tmp_path / "cache"))
     assert of_torch.default_releases() == ("fsdp2",)
-    monkeypatch.setattr(repro, "installed", lambda _: "0.9.1")
+    monkeypatch.setattr(repros, "get_installed_version", lambda _: "0.9.1")
     assert of_torch.default_releases() == ("fsdp2",), "neither side is here, and what is here is no side"
-    monkeypatch.setattr(repro, "installed", lambda _: "0.9.0")
+    monkeypatch.setattr(repros, "get_installed_version", lambda _: "0.9.0")
     assert of_torch.default_releases() == ("fsdp2==0.9.0",), "the installed one is a side by its number"
     monkeypatch.undo()
-    monkeypatch.setattr(overlay, "holds", lambda *_: True)
+    monkeypatch.setattr(overlay, "is_cached", lambda *_: True)
     assert of_torch.default_releases() == ("fsdp2", "fsdp2==0.9.0")
 
 
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: .*7352.*7913"):
-        repro.find_repros("1234")
+        repros.find_repros("1234")
 
 
 def test_several_scripts_of_one_issue_are_found_by_its_number(tmp_path: Path) -> None:
     for word in ("func", "autograd"):
         header = HEADER.replace("id: 1\n", f"id: 1-{word}\n")
         (tmp_path / f"deepspeed_1_{word}.py").write_text(header)
-    assert [found.id for found in repro.find_repros("#1", tmp_path)] == ["1-autograd", "1-func"]
-    assert [found.id for found in repro.find_repros("1-func", tmp_path)] == ["1-func"]
+    assert [found.id for found in repros.find_repros("#1", tmp_path)] == ["1-autograd", "1-func"]
+    assert [found.id for found in repros.find_repros("1-func", tmp_path)] == ["1-func"]
 
 
 def test_an_id_is_given_once(tmp_path: Path) -> None:
     (tmp_path / "ddp_1_made_up.py").write_text(HEADER.replace("engine: deepspeed", "engine: ddp"))
     script(tmp_path)
     with pytest.raises(UsageError, match="both have the id 1"):
-        repro.load_catalogue(tmp_path)
+        repros.load_catalogue(tmp_path)
 
 
 def test_a_package_without_its_checkout_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="part of a checkout"):
-        repro.load_catalogue(tmp_path)
+        repros.load_catalogue(tmp_path)
 
 
 def test_every_script_stands_alone() -> None:
-    for found in repro.load_catalogue():
+    for found in repros.load_catalogue():
         text = found.path.read_text()
         body = text.split('"""', maxsplit=2)[2]
         assert "zharness" not in text, f"{found.path.name} must run where only torch and {found.engine} are installed"

@@ -1,4 +1,4 @@
-"""scripts/setup_repro.sh with a pip and a launcher of our own: what it leaves behind, and what it makes of a run."""
+"""scripts/setup_repro.sh with a fake pip and launcher: what it leaves on disk, and how it judges a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ esac
 
 
 class Stage:
-    """A made environment with the interpreter above in it, and one script."""
+    """A prepared environment with the fake interpreter, and one script."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,11 +74,11 @@ class Stage:
         return running
 
     def told(self) -> str:
-        """The line that the latest run writes to $TOLD; empty for one that ended without."""
+        """Return the line that the latest run wrote to $TOLD; empty if it wrote none."""
         return self.ends[-1].readline()
 
     def left(self) -> list[str]:
-        """Half installs and logs that nobody removed."""
+        """Return unfinished installs and logs that were not removed."""
         return [path.name for path in [*self.room.rglob(".building-*"), *self.folder.glob("tmp.*")]]
 
 

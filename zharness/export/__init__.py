@@ -1,1 +1,1 @@
-"""A cell as a script that stands on its own, and the smallest cell that still fails in the same way."""
+"""Export a cell as a stand-alone script, and shrink a failing cell to the smallest that fails in the same way."""

@@ -1,4 +1,4 @@
-"""The script of one cell: the model, the engine and the law's steps as text, and plain PyTorch beside them."""
+"""Render the script of one cell: model, engine and law as text, next to plain PyTorch or the law's own judge."""
 
 from __future__ import annotations
 
@@ -13,51 +13,56 @@ from zharness.errors import UsageError
 from zharness.export.collect import read_source
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
-from zharness.export.law_steps import SELF_COMPARING_LAWS, LawSteps, StepsKind, explain_long_script, get_law_steps
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
-from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, choose_exact_reduction
+from zharness.law_kit.law_steps import LawSteps, StepsKind
+from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer
 from zharness.laws import DTYPES, get_law
+from zharness.laws.torch_func import align_weights, measure_weight_alignment
 from zharness.parity.certificate import is_power_of_two
+from zharness.parity.junctions import insert_junction
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.record import Record, Verdict
-from zharness.workload import model_spec
+from zharness.workload import ModelSpec, model_spec, models
+from zharness.workload.shrink_model import shrink_factory_result
+from zharness.workload.transformers_batches import find_draw
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 
 
 def render_cell_script(record: Record, claims: Capabilities, name: str) -> Script:
-    """The script that shows ``record``'s cell, to be saved as ``name``.
+    """Return the script that shows the cell of ``record``, for a file called ``name``.
 
-    Raises UsageError for a user's own engine, or configuration, of which no script can speak.
+    Raises UsageError if the cell's engine or configuration cannot be written as a script.
     """
-    case = record.cell
-    check = get_law(case.law)
-    steps = get_law_steps(check)
-    ok = f"repro: {case.law} on {case.engine_label} at stage {case.stage} OK."
-    if steps is None or is_judged_by_law(case, claims):
+    cell = record.cell
+    law = get_law(cell.law)
+    steps = law.steps
+    ok = f"repro: {cell.law} on {cell.engine_label} at stage {cell.stage} OK."
+    if steps is None or is_judged_by_law(cell, claims):
         signature = extract_signature(record, is_judged=True)
-        told = render_cell_docstring(record, check, signature, ok, name, JUDGE_EXPLANATION), signature, ok
+        header = render_cell_docstring(record, law, signature, ok, name, JUDGE_EXPLANATION), signature, ok
         return render_judge_script(
-            build_cell_script_spec(case, record.seed, claims, partial(render_model, case.model)), told
+            build_cell_script_spec(cell, record.seed, claims, partial(render_model, cell.model)), header
         )
     signature = extract_signature(record)
-    writing = ScriptWriter(case.engine)
-    model = render_model(case.model, writing)
-    steps_told = "\n\n\n".join(render_steps(writing, case, steps, claims))
-    setting = build_settings(case, record.seed, steps, claims)
+    writing = ScriptWriter(cell.engine)
+    model = render_model(cell.model, writing)
+    observe_text = "\n\n\n".join(render_steps(writing, cell, steps, claims))
+    setting = build_settings(cell, record.seed, steps, claims)
     if setting.has_junctions:
-        writing.collection.add("zharness.parity.junctions", "joined")
+        writing.add_definition(insert_junction)
     head = render_cell_docstring(
-        record, check, signature, ok, name, SELF_EXPLANATION if check.name in SELF_COMPARING_LAWS else PLAIN_EXPLANATION
+        record, law, signature, ok, name, SELF_EXPLANATION if is_self_comparison(steps) else PLAIN_EXPLANATION
     )
-    return writing.render_script(head, setting, model, steps_told, signature, ok, steps.comparison_part)
+    return writing.render_script(head, setting, model, observe_text, signature, ok, steps.comparison_part)
 
 
 def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
-    """Whether the script of ``case`` has its law's own judge, for a short script's plain side does less.
+    """Return whether the script needs the law's own judge, because a short script's plain side is not enough.
 
-    That runs in fp32 and not under autocast, and the bound is that of an fp32 wire: with others a right engine would be
-    told to be wrong.
+    The plain side runs in fp32 or bf16 without autocast and bounds a reduction in the cell's dtype; under other
+    settings it would reject a right engine.
     """
     options, facts = engine_options(cell, claims), configuration_for(cell.engine_variant)
     if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):
@@ -68,20 +73,20 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
 
 
 def render_model(name: str, writing: ScriptWriter) -> str:
-    """The text that makes SPEC."""
+    """Return the text that defines SPEC."""
     return render_user_model(writing, name) if is_user_model(name) else render_registered_model(writing, name)
 
 
 def has_junctions(cell: Cell, claims: Capabilities) -> bool:
-    """Whether the plain model has the engine's nodes in its graph."""
+    """Return whether the plain model gets the engine's junctions in its autograd graph."""
     return claims.junctions is not None and is_user_model(cell.model)
 
 
 def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities) -> ScriptSettings:
-    """The constants of a cell's script."""
+    """Return the constants of a cell's script; ``salt`` is that of the seed."""
     zeros = claims.refusal(Feature.NO_GRADIENT) is not None
     if steps.scenario is not None:
-        zeros = zeros and steps.scenario.unused_grads.name == "CLAIMED"
+        zeros = zeros and steps.scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED
     return ScriptSettings(
         engine=cell.engine,
         stage=cell.stage,
@@ -100,40 +105,41 @@ def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities)
     )
 
 
-PLAIN_EXPLANATION = "The same steps are made on the engine and on plain PyTorch, and compared."
-SELF_EXPLANATION = "What the engine does is held against its own numbers."
+PLAIN_EXPLANATION = "The script runs the same steps on the engine and on plain PyTorch, and compares the results."
+SELF_EXPLANATION = "The script compares the engine with its own numbers."
 JUDGE_EXPLANATION = (
     "Below are the law's own observer and judge, and the engine's adapter, with all that they use; the cell comes last."
 )
-MISMATCH_PHRASE = "ULP apart"  # part of what the harness says of every mismatch
+MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
 
 
 def extract_signature(record: Record, is_judged: bool = False) -> str:
-    """A part of what the script says where it shows the cell: the exception's own words, or what is wrong, by its name.
+    """Return the part of the script's output that identifies the failure: exception message or name of the wrong
+    tensor.
 
-    Where the cell names nothing, as one that breaks the protocol does, any wrong number shows it; but a script that is
-    ``whole`` has the law's judge, and says what that raises.
+    Without either, as for a violated protocol, any wrong number identifies it. ``is_judged``: the script has the law's
+    own judge, so an exception raised by the judge counts too.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     wrong = record.divergence
     if raised is not None and (record.verdict is Verdict.CRASH or (is_judged and wrong is None)):
-        words = " ".join(raised[1].split())
-        stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", words)[0] if len(words) > 24 else words
-        return re.split(r'["\\]', stem[:70])[0].strip() or words.partition(":")[0]
+        message = " ".join(raised[1].split())
+        stem = re.split(r"(?<=.{24})[\d(<;\[]|0x", message)[0] if len(message) > 24 else message
+        return re.split(r'["\\]', stem[:70])[0].strip() or message.partition(":")[0]
     if wrong is None:
         return MISMATCH_PHRASE if is_judged else WRONG_NUMBER_PHRASE
-    # Not with the part of the step: to tell that is left out of a script.
+    # Without the part of the step, because a script does not attribute a mismatch to a part.
     return f": {wrong.parameter}{'[' if wrong.index else ' ('}" if is_judged else wrong.parameter
 
 
 def render_registered_model(writing: ScriptWriter, name: str) -> str:
-    """The model, its batches and its loss, as the registry's own entry has them."""
-    module = "zharness.workload.models"
-    writing.collection.add(module, "ModelSpec")
+    """Return the definition of a model of the registry, with its batches and its loss."""
+    module = models.__name__
+    writing.add_definition(ModelSpec)
     writing.collection.add(module, "SAMPLES")
-    registry_ = read_source(module).definitions["MODELS"]
-    for node in ast.walk(registry_):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ModelSpec":
+    registry = read_source(module).definitions["MODELS"]
+    for node in ast.walk(registry):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == ModelSpec.__name__:
             fields = {keyword.arg: keyword.value for keyword in node.keywords}
             if getattr(fields["name"], "value", "") == name:
                 return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
@@ -141,68 +147,63 @@ def render_registered_model(writing: ScriptWriter, name: str) -> str:
 
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:
-    """A user's own model, which the script imports."""
-    for module, needed in (("models", "ModelSpec"), ("models", "SAMPLES"), ("drawing", "drawn_from")):
-        writing.collection.add(f"zharness.workload.{module}", needed)
+    """Return the definition of a user's model, which the script imports."""
+    writing.collection.add(models.__name__, "SAMPLES")
+    for used in (ModelSpec, find_draw):
+        writing.add_definition(used)
     path, changes = parse_user_model_name(name)
     module, _, factory = path.partition(":")
-    text = writing.read_part("foreign")
+    text = writing.read_part("user_model")
     found = f'importlib.import_module("{module}").{factory}'
     if changes:
-        writing.collection.add("zharness.workload.shrink_model", "reduced")
-        text = f"def smaller(factory):\n    return reduced(factory(), {changes!r})\n\n\n{text}".replace(
-            "FACTORY()", "smaller(FACTORY)"
-        )
+        called = writing.add_definition(shrink_factory_result)
+        found = f"lambda: {called}({found}(), {changes!r})"
     return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {found}\n\n\n{text}'
 
 
 def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Capabilities) -> Iterator[str]:
-    """What the caller does."""
+    """Yield the text of the law's steps."""
     function = steps.function
-    writing.collection.add(function.__module__, function.__name__)
-    if steps.kind in (StepsKind.STEPS, StepsKind.SELF_COMPARISON):
+    writing.add_definition(function)
+    if steps.kind in (StepsKind.OBSERVER, StepsKind.SELF_COMPARISON):
         yield f"observe = {function.__name__}"
         return
-    writing.collection.add("zharness.laws.training_accumulation", "FROZEN")
+    writing.collection.add(make_scenario_observer.__module__, "ZERO_LR_SGD")
     if steps.kind is StepsKind.TRANSFORM:
-        writing.collection.add("zharness.laws.torch_func", "placed")
-        writing.collection.add("zharness.laws.torch_func", "placed_as")
+        for used in (measure_weight_alignment, align_weights):
+            writing.add_definition(used)
         owned = is_owner_claimed(AccumulationOwner.ENGINE, claims)
         yield f"ACCUMULATIONS = {(1, 4) if owned else (1,)}\nTRANSFORM = {function.__name__}"
         yield writing.read_part("transforms")
         return
-    assert steps.scenario is not None, "a play has a scene"
-    scene = steps.scenario
-    owned = scene.accumulation_steps > 1 and is_owner_claimed(AccumulationOwner.ENGINE, claims)
-    reduction = choose_exact_reduction(scene.reduction, cell.world_size, claims)
+    assert steps.scenario is not None, "scenario laws have a scenario"
+    scenario = steps.scenario
+    owned = scenario.accumulation_steps > 1 and is_owner_claimed(AccumulationOwner.ENGINE, claims)
+    reduction = choose_exact_reduction(scenario.reduction, cell.world_size, claims)
     yield "\n".join(
         [
-            f"PLAY, ENGINES, AFTER = {function.__name__}, {scene.engine_count}, {FOLLOW_UP_MICRO}",
-            f"DIVISOR, REDUCTION = {scene.accumulation_steps if owned else 1}, Reduction.{reduction.name}",
+            f"SCRIPT, ENGINES, FOLLOW_UP = {function.__name__}, {scenario.engine_count}, {FOLLOW_UP_MICRO}",
+            f"DIVISOR, REDUCTION = {scenario.accumulation_steps if owned else 1}, Reduction.{reduction.name}",
         ]
     )
-    yield writing.read_part("plays")
-
-
-# They divide by three, and their later steps begin at weights that are no integers any more.
-ROUNDED_LAWS = ("training.accumulation",)
+    yield writing.read_part("scenarios")
 
 
 def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
-    """Whether the script compares bitwise: a sum of integers is exact, a mean where it divides by a power of two."""
-    scene = steps.scenario
+    """Return whether the script compares bitwise: integer sums are exact, a mean only over a power of two of ranks."""
+    scenario = steps.scenario
     if (
-        scene
-        and choose_exact_reduction(scene.reduction, cell.world_size, claims) is Reduction.SUM
+        scenario
+        and choose_exact_reduction(scenario.reduction, cell.world_size, claims) is Reduction.SUM
         and cell.dtype == "fp32"
     ):
         return True
-    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and cell.law not in ROUNDED_LAWS
+    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and not steps.rounds
     return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
 
 
 def dedent_call(text: str) -> str:
-    """A call whose lines were further in."""
+    """Remove the indentation that a multi-line call had in its source file."""
     lines = text.splitlines()
     margin = len(lines[-1]) - len(lines[-1].lstrip())
     return "\n".join([lines[0], *(line[margin:] for line in lines[1:])])

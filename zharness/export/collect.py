@@ -1,8 +1,9 @@
-"""Definitions of this package as text, with all that they use of it, so that a script can stand without it.
+"""Collect definitions of this package as source text, with all that they use, so that a script works without the
+package.
 
-A definition is a function, a class or an assignment at the top of a module. What it uses is read off its syntax tree:
-names of the module it stands in, names that module imports from this package, and attributes of modules that it
-imports. Of other packages only the import is taken.
+A definition is a function, a class or an assignment at module level. What it uses is read from its syntax tree: names
+of its own module, names imported from this package, and attributes of imported modules of this package. Other packages
+are imported by the script.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from zharness.errors import HarnessFault
 from zharness.export.scopes import find_bound_names, find_free_names
 
 PACKAGE = "zharness"
-_TOOL_COMMENT = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # words to tools that a reader of the script does not run
+_TOOL_COMMENT = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # comments for linters and type checkers
 
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module's text, its definitions by name, and what its imports bind: a name to the import, or to one of ours."""
+    """The text of a module, its definitions by name, and its imports by the name that they bind."""
 
     module: str
     text: str
     definitions: Mapping[str, ast.stmt]
-    imports: Mapping[str, str]  # of other packages: the statement
-    package_imports: Mapping[
-        str, tuple[str, str]
-    ]  # of this package: the module and the name there, empty for the module itself
+    imports: Mapping[str, str]  # of other packages: the import statement
+    # Of this package: module and name in it; the name is empty if the module itself is bound.
+    package_imports: Mapping[str, tuple[str, str]]
 
 
 @cache
 def read_source(module: str) -> ModuleSource:
-    """The module of that name, read."""
-    found: ModuleType = importlib.import_module(module)
-    text = inspect.getsource(found)
+    """Read and parse a module."""
+    imported: ModuleType = importlib.import_module(module)
+    text = inspect.getsource(imported)
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
     ours: dict[str, tuple[str, str]] = {}
@@ -57,7 +57,7 @@ def read_source(module: str) -> ModuleSource:
 
 
 def top_level_statements(text: str) -> Iterator[ast.stmt]:
-    """The statements at the top of a module, with those that are for type checkers alone: annotations name them."""
+    """Yield the module-level statements, including those under ``if TYPE_CHECKING``, because annotations use them."""
     for statement in ast.parse(text).body:
         yield statement
         if isinstance(statement, ast.If) and isinstance(statement.test, ast.Name):
@@ -65,7 +65,7 @@ def top_level_statements(text: str) -> Iterator[ast.stmt]:
 
 
 def defined_names(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement at the top of a module defines."""
+    """Yield the names that a module-level statement defines."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         yield statement.name
     targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -75,7 +75,9 @@ def defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
-    """What an import binds: the name, the module and the name in it, and a statement that imports it alone."""
+    """Yield for each name that an import binds: the name, (module, name in it), and a statement that
+    imports it alone.
+    """
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             name = alias.asname or alias.name.partition(".")[0]
@@ -90,11 +92,11 @@ def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], 
 
 @dataclass
 class DefinitionCollection:
-    """Definitions that were asked for and all that they use, each before what uses it, and the imports they need.
+    """Definitions in dependency order, with the imports that they need.
 
-    ``given`` are names that the script has from elsewhere: they are not looked for. ``instead`` are imports that take
-    the place of a definition, by its name. ``taken`` are names of things of the script's own, for which nothing here is
-    to be mistaken. Raises HarnessFault where two definitions of one name would meet.
+    ``provided`` are names that the script defines itself: they are not collected. ``import_overrides`` are imports that
+    replace a definition, by its name. ``reserved`` are names of the script that no collected definition may take.
+    Raises HarnessFault if two definitions would need the same name.
     """
 
     provided: frozenset[str] = frozenset()
@@ -102,15 +104,15 @@ class DefinitionCollection:
     reserved: frozenset[str] = frozenset()
     imports: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    _definition_sites: dict[str, tuple[str, str]] = field(default_factory=dict)  # by each name, the module and the key
+    _definition_sites: dict[str, tuple[str, str]] = field(default_factory=dict)  # by name: module and key
     _in_progress: set[tuple[str, str]] = field(default_factory=set)
     _aliases: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
 
     def add(self, module: str, name: str) -> str:
-        """The definition ``name`` of ``module`` and all that it uses; returns what it is called in the script.
+        """Collect the definition ``name`` of ``module`` and all that it uses; return its name in the script.
 
-        That is its own name, or, where another module's definition has that, one with its module's before it, and a
-        number after it where something has that too.
+        That is its own name, or, if another module's definition has taken it, one prefixed with its module's name (and
+        a number if that is taken too).
         """
         if name in self.provided:
             return name
@@ -133,7 +135,7 @@ class DefinitionCollection:
         return called
 
     def _resolve_key(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
-        """Under which key the text of a definition is kept, and what ``name``, which it defines, is called there."""
+        """Return the key of a definition's text, and the name that ``name`` gets in the script."""
         names = [*defined_names(statement)]
         key = "/".join(names)
         others = {self._definition_sites.get(each, (module, key)) for each in names} - {(module, key)}
@@ -145,29 +147,25 @@ class DefinitionCollection:
         if key != name:
             elsewhere = " and ".join(sorted(where for where, _ in others)) or "the script"
             raise HarnessFault(f"{key} is defined in {module} and in {elsewhere}: one script cannot hold both")
-        aside = self._make_alias(module, name, statement)
-        return aside, aside
+        alias = self._make_alias(module, name, statement)
+        return alias, alias
 
     def _is_same_assignment(self, module: str, key: str, statement: ast.stmt) -> bool:
-        """Whether the script has this assignment already, from another module.
+        """Return whether the script already has an equal assignment from another module.
 
-        Its words are compared as the script has them, where each means one thing: two files may spell alike what is not
-        the same in both.
+        The texts are compared as they appear in the script, since equal source texts may refer to different names.
         """
         if key not in self.texts or (module, statement) in self._aliases:
             return False
-        if (
-            module,
-            key,
-        ) in self._in_progress:  # it is being compared, and speaks of itself: what it says hangs on the answer
+        if (module, key) in self._in_progress:  # recursive: its text depends on the result of this comparison
             return False
         self._in_progress.add((module, key))
-        alike = self.render_expression(module, statement) == self.texts[key]
+        is_same = self.render_expression(module, statement) == self.texts[key]
         self._in_progress.remove((module, key))
-        return alike
+        return is_same
 
     def _make_alias(self, module: str, name: str, statement: ast.stmt) -> str:
-        """What the script calls the ``name`` of ``module``, where something else has that name: always the same."""
+        """Return the alias of a definition whose name is taken; the same one at every call."""
         if (module, statement) not in self._aliases:
             known = (
                 self.provided
@@ -176,39 +174,39 @@ class DefinitionCollection:
                 | self.imports.keys()
                 | self._definition_sites.keys()
             )
-            aside = first = f"{module.rpartition('.')[2]}_{name}"
+            alias = first = f"{module.rpartition('.')[2]}_{name}"
             number = 1
-            while aside in known:
+            while alias in known:
                 number += 1
-                aside = f"{first}_{number}"
-            self._aliases[module, statement] = name, aside
-            self._definition_sites[aside] = module, name
+                alias = f"{first}_{number}"
+            self._aliases[module, statement] = name, alias
+            self._definition_sites[alias] = module, name
         return self._aliases[module, statement][1]
 
     def render_expression(self, module: str, node: ast.AST) -> str:
-        """The text of a piece of ``module``; all that it uses is added first."""
+        """Return the text of a node of ``module``, after collecting everything that it uses."""
         here = read_source(module)
-        own = replace_nodes(here.text, node, [])
-        changes = [*self._find_replacements(here, node, find_free_names(own))]
+        original = replace_nodes(here.text, node, [])
+        changes = [*self._find_replacements(here, node, find_free_names(original))]
         text = replace_nodes(here.text, node, [(used, called) for used, _, called in changes])
-        # What has the old name within would be changed too; what has the new one there would be taken for the other.
-        mistaken = find_bound_names(own) & {name for _, name, _ in changes}
+        # An inner variable with the old name would be renamed too; one with the new name would hide the definition.
+        mistaken = find_bound_names(original) & {name for _, name, _ in changes}
         mistaken |= find_bound_names(text) & {called for *_, called in changes}
         if mistaken:
-            raise HarnessFault(f"{module}: {min(mistaken)} is a name at the top and of something within a definition")
-        aside = self._aliases.get((module, node))
+            raise HarnessFault(f"{module}: {min(mistaken)} is both a module-level name and a name inside a definition")
+        alias = self._aliases.get((module, node))
         text = _TOOL_COMMENT.sub("", text)
-        return text if aside is None else rename_definition(text, *aside)
+        return text if alias is None else rename_definition(text, *alias)
 
     def _find_replacements(
         self, module_source: ModuleSource, node: ast.AST, free_names: frozenset[str]
     ) -> Iterator[tuple[ast.AST, str, str]]:
-        """What is called otherwise in the script: where it stands, the name that leads to it there, and the script's.
+        """Yield each node that gets another name in the script, with its name here and there.
 
-        ``outer`` are the names that ``node`` takes from its module: they are added to the script.
+        ``free_names`` are the names that ``node`` takes from its module; their definitions are collected.
         """
         modules: set[ast.AST] = set()
-        for used in ast.walk(node):  # an attribute comes before the name that it is one of
+        for used in ast.walk(node):  # ast.walk yields an attribute before the name in it
             if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name) and used.value.id in free_names:
                 reached = resolve_module_attribute(module_source, used.value.id, used.attr)
                 if reached is not None:
@@ -216,11 +214,11 @@ class DefinitionCollection:
                     yield used, used.value.id, self.add(*reached)
             elif isinstance(used, ast.Name) and used.id in free_names and used not in modules:
                 called = self._resolve_name(module_source, used.id)
-                if called != used.id and isinstance(used.ctx, ast.Load):  # a class's field keeps its name
+                if called != used.id and isinstance(used.ctx, ast.Load):  # class fields keep their names
                     yield used, used.id, called
 
     def _resolve_name(self, module_source: ModuleSource, name: str) -> str:
-        """What the script calls what ``here`` calls ``name``."""
+        """Collect what ``name`` refers to in ``module_source`` and return its name in the script."""
         if name in module_source.package_imports and module_source.package_imports[name][1]:
             return self.add(*module_source.package_imports[name])
         if name in module_source.definitions:
@@ -229,11 +227,12 @@ class DefinitionCollection:
             self._add_import(name, module_source.imports[name])
         elif not hasattr(builtins, name) and name not in module_source.package_imports and name not in self.provided:
             raise HarnessFault(
-                f"{module_source.module} uses {name}, which is defined nowhere that a script could take it from"
+                f"{module_source.module} uses {name}, which has no definition that a script could contain"
             )
         return name
 
     def _add_import(self, name: str, statement: str) -> None:
+        """Add an import. Raises HarnessFault if the script uses its name for something else."""
         if name in self._definition_sites:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
@@ -241,12 +240,12 @@ class DefinitionCollection:
 
 
 def rename_definition(text: str, old_name: str, new_name: str) -> str:
-    """A definition at the top of a module under another name than its ``own``."""
+    """Rename the function, class or assignment that ``text`` defines."""
     return re.sub(rf"^(def |class |){old_name}\b", rf"\1{new_name}", text, count=1, flags=re.MULTILINE)
 
 
 def resolve_definition(module: str, name: str) -> tuple[str, str]:
-    """Where what ``module`` calls ``name`` is defined: a package hands on names of its files."""
+    """Return the module and name where ``name`` of ``module`` is defined, following re-exports."""
     here = read_source(module)
     while name not in here.definitions and name in here.package_imports:
         module, name = here.package_imports[name]
@@ -255,7 +254,7 @@ def resolve_definition(module: str, name: str) -> tuple[str, str]:
 
 
 def resolve_module_attribute(module_source: ModuleSource, value: str, name: str) -> tuple[str, str] | None:
-    """The module and the name that ``nets.MLP`` speaks of, where ``nets`` is a module of this package."""
+    """Return the module and name to which ``nets.MLP`` refers if ``nets`` is a module of this package, else None."""
     if value not in module_source.package_imports:
         return None
     module, inner = module_source.package_imports[value]
@@ -268,7 +267,7 @@ def resolve_module_attribute(module_source: ModuleSource, value: str, name: str)
 
 
 def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, str]]) -> str:
-    """The text of ``node``, decorators included, with other words for some nodes in it."""
+    """Return the source of ``node``, with its decorators, after replacing some nodes in it by other text."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -282,9 +281,9 @@ def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, st
     first = min([node, *decorators], key=lambda each: each.lineno)
     begin = byte_offset(first.lineno, 0 if decorators else node.col_offset)  # type: ignore[attr-defined]
     end = byte_offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-    for changed, words in sorted(replacements, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]
+    for changed, new_text in sorted(replacements, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]
         start = byte_offset(changed.lineno, changed.col_offset)  # type: ignore[attr-defined]
         stop = byte_offset(changed.end_lineno, changed.end_col_offset)  # type: ignore[attr-defined]
-        whole = whole[:start] + words.encode() + whole[stop:]
-        end += len(words.encode()) - (stop - start)
+        whole = whole[:start] + new_text.encode() + whole[stop:]
+        end += len(new_text.encode()) - (stop - start)
     return whole[begin:end].decode()

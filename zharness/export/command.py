@@ -1,4 +1,4 @@
-"""`zharness export`: a cell is run, written as a script, and the script run in its turn."""
+"""The commands `zharness export` and `zharness shrink`: run a cell, write its script, run the script."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from zharness.export.cell_script import is_judged_by_law, render_cell_script
 from zharness.export.law_steps import explain_long_script
 from zharness.export.program_script import has_short_script, render_program_script
 from zharness.export.script_writer import Script
-from zharness.export.shrink import ShrinkResult
-from zharness.export.shrink import shrink_failure as smallest
+from zharness.export.shrink import ShrinkResult, shrink_failure
 from zharness.export.verify import RunScript, describe_verification, is_faithful
 from zharness.laws import LAWS, get_law
 from zharness.run.files import require_writable, write_atomically
@@ -36,7 +35,7 @@ EXPORTABLE_VERDICTS = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRA
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The salt of the seed, seconds for the ranks of the cell, and where the script goes; None: standard output."""
+    """Salt of the seed, time-out of the cell in seconds, and the script's path (None: standard output)."""
 
     seed: int = 0
     timeout: float = 60.0
@@ -44,29 +43,29 @@ class ExportOptions:
 
 
 def export(text: str, options: ExportOptions, get_environment: GetEnvironment, run_script: RunScript | None) -> int:
-    """Write the script of the cell that ``text`` names; 1 where it was run and does not show the cell's verdict.
+    """Write the script of the cell ``text``; return 1 if the script does not show the cell's verdict, else 0.
 
-    ``run`` runs a script to its end; None leaves that out. Raises UsageError for a cell of which there is no script.
+    ``run_script`` runs a script to its end; None skips the verification. Raises UsageError for a cell without a script.
     """
-    case = Cell.parse(text)
-    get_law(case.law)
+    cell = Cell.parse(text)
+    get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
-    with show_progress("runs the cell"):
-        record, claims = run_exported_cell(case, options, get_environment)
+    with show_progress("running the cell"):
+        record, claims = run_exported_cell(cell, options, get_environment)
     if record.verdict not in EXPORTABLE_VERDICTS:
-        raise UsageError(f"cannot export {case.id}: its verdict is {record.verdict.value}: {record.cause}")
+        raise UsageError(f"cannot export {cell.id}: its verdict is {record.verdict.value}: {record.cause}")
     name = options.output.name if options.output is not None else "script.py"
     return write_and_verify(render_cell_script(record, claims, name), record, options.output, run_script)
 
 
 def write_and_verify(script: Script, record: Record, output: Path | None, run_script: RunScript | None) -> int:
-    """Write the script of ``record``, and run it; 1 where it does not show the record's verdict."""
+    """Write the script of ``record`` and run it; return 1 if it does not show the record's verdict."""
     write_script_text(script.text, output)
     if run_script is None:
-        click.echo("not run, so that it shows the cell is not known", err=True)
+        click.echo("not run: whether the script shows the cell is unknown", err=True)
         return 0
-    with tempfile.TemporaryDirectory() as folder, show_progress("runs the script"):
+    with tempfile.TemporaryDirectory() as folder, show_progress("running the script"):
         path = Path(folder) / "script.py"
         path.write_text(script.text, encoding="utf-8")
         shown = run_script(path)
@@ -77,7 +76,7 @@ def write_and_verify(script: Script, record: Record, output: Path | None, run_sc
 def run_exported_cell(
     cell: Cell, options: ExportOptions, get_environment: GetEnvironment
 ) -> tuple[Record, Capabilities]:
-    """The cell's record, and what its engine claims. Raises UsageError for one that is not run."""
+    """Run the cell and return its record and its engine's claims. Raises UsageError if the cell is unsupported."""
     with Runner({cell.engine: get_environment(cell.engine)}, options.timeout, options.seed) as runner:
         planned = plan_named_cell(cell, runner.claims)
         if planned.unsupported_reason:
@@ -86,7 +85,7 @@ def run_exported_cell(
 
 
 def write_script_text(text: str, output: Path | None) -> None:
-    """The script where it was asked for."""
+    """Write the script to ``output``, or to standard output."""
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -94,18 +93,18 @@ def write_script_text(text: str, output: Path | None) -> None:
 
 
 def show_progress(description: str) -> AbstractContextManager[object]:
-    """A line on standard error while something takes seconds; silent where nobody watches."""
+    """Show a line with the elapsed time on standard error while the block runs; nothing if it is not a terminal."""
     return tqdm(total=1, desc=description, bar_format="{desc}: {elapsed}", leave=False, disable=not sys.stderr.isatty())
 
 
 def render_law_table() -> str:
-    """Every law, and what its script is: the shorter the better to send."""
-    rows = [(name, describe_script_length(explain_long_script(check, "fp32"))) for name, check in LAWS.items()]
+    """Return a table of all laws and whether their scripts are short."""
+    rows = [(name, describe_script_length(explain_long_script(law, "fp32"))) for name, law in LAWS.items()]
     return tabulate(rows, headers=("law", "script"), tablefmt="simple", disable_numparse=True)
 
 
 def describe_script_length(reason: str) -> str:
-    """In words what a script is, by the reason why it is a long one."""
+    """Return ``short``, or ``long`` with the reason."""
     return f"long, with the law's own judge: {reason}" if reason else "short"
 
 
@@ -116,36 +115,36 @@ def shrink(
     get_environment: GetEnvironment,
     get_run_script: Callable[[str], RunScript] | None,
 ) -> int:
-    """Print the smallest that fails as the cell that ``text`` names does, and write its script.
+    """Print the smallest failure that matches the cell ``text``, and write its script.
 
-    That of the program, unless the cell alone has a short one. ``run(engine)`` runs scripts. Raises UsageError for a
-    cell that does not fail.
+    The script is that of the program, unless only the cell has a short one. ``get_run_script(engine)`` returns the
+    function that runs scripts. Raises UsageError for a cell that does not fail.
     """
-    case = Cell.parse(text)
-    get_law(case.law)
+    cell = Cell.parse(text)
+    get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
-    with show_progress("shrinks"):
-        found = smallest(case, options.seed, get_environment(case.engine), options.timeout, seconds)
+    with show_progress("shrinking"):
+        found = shrink_failure(cell, options.seed, get_environment(cell.engine), options.timeout, seconds)
     click.echo(describe_shrink_result(found), err=True)
     last = found.record.cell
     if found.record.verdict not in EXPORTABLE_VERDICTS:
         click.echo(
-            f"no script is written, for its end would be waited for in vain: {found.record.verdict.value}",
+            f"no script is written, because it would not end: {found.record.verdict.value}",
             err=True,
         )
         return 0
     if found.program is not None and (has_short_script(found.program) or is_judged_by_law(last, found.claims)):
         version = found.record.engine_version
-        script = render_program_script(case.engine, version, found.program, found.outcome, found.claims)
+        script = render_program_script(cell.engine, version, found.program, found.outcome, found.claims)
         record = replace(found.record, verdict=found.outcome.verdict, cause=found.outcome.cause)
-        return write_and_verify(script, record, options.output, get_run_script and get_run_script(case.engine))
+        return write_and_verify(script, record, options.output, get_run_script and get_run_script(cell.engine))
     script = render_cell_script(found.record, found.claims, "script.py")
-    return write_and_verify(script, found.record, options.output, get_run_script and get_run_script(case.engine))
+    return write_and_verify(script, found.record, options.output, get_run_script and get_run_script(cell.engine))
 
 
 def describe_shrink_result(result: ShrinkResult) -> str:
-    """The smallest cell, the smallest program, and the commands that show them again."""
+    """Describe the smallest cell, the smallest program, and the commands that show them again."""
     lines = [f"{result.attempts} cells and programs tried; the smallest cell that fails in the same way:"]
     lines += [
         f"  {result.record.cell.id} ({result.cell_module_count} modules with parameters)",

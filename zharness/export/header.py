@@ -1,4 +1,4 @@
-"""The docstring of an exported script, in the form of the scripts in repro/."""
+"""Render the docstring of an exported script, in the form of the scripts in repro/."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from zharness.laws import Law
 from zharness.run.record import Record, Verdict
 
 WIDTH = 120
-WRONG_NUMBER_PHRASE = (
-    "plain PyTorch gives"  # of every wrong number, a script says what it should be (parts/compare.py.txt)
-)
+WRONG_NUMBER_PHRASE = "plain PyTorch gives"  # part of every mismatch that parts/compare.py.txt prints
 
 
 def render_cell_docstring(
     record: Record, law: Law, signature: str, success_line: str, name: str, explanation: str
 ) -> str:
-    """The docstring of a cell's script; ``how`` it tells whether the law holds."""
-    case = record.cell
-    options = f", options {case.engine_variant}" if case.engine_variant else ""
-    where = f"{case.engine_label} {record.engine_version} at stage {case.stage}, {case.world_size} ranks{options}"
+    """Return the docstring of a cell's script; ``explanation`` says how the script decides whether the law holds."""
+    cell = record.cell
+    options = f", options {cell.engine_variant}" if cell.engine_variant else ""
+    where = f"{cell.engine_label} {record.engine_version} at stage {cell.stage}, {cell.world_size} ranks{options}"
     holds = "holds" if record.verdict is Verdict.PASS else "does not hold"
     return render_docstring(
-        title=f"{case.law} {holds} on {where}.",
-        engine=case.engine,
+        title=f"{cell.law} {holds} on {where}.",
+        engine=cell.engine,
         version=record.engine_version,
-        ranks=case.world_size,
-        law=case.law,
+        ranks=cell.world_size,
+        law=cell.law,
         cause=record.cause,
         signature=signature,
         success_line=success_line,
         name=name,
         notes=[
             f"The law: {law.statement}. {explanation}",
-            f"Written by: zharness export '{case.id}'" + (f" --seed {record.seed}" if record.seed else ""),
+            f"Written by: zharness export '{cell.id}'" + (f" --seed {record.seed}" if record.seed else ""),
         ],
         report_url=record.expected_failure,
     )
@@ -55,12 +53,12 @@ def render_docstring(
     notes: Sequence[str],
     report_url: str = "",
 ) -> str:
-    """The docstring: what is wrong, its facts by key, how to run it, and the paragraphs ``said``."""
-    own = registry.split_release(engine)[0]
-    stem = re.sub(r"\W+", "-", f"{law}-{own}").strip("-")
+    """Return the docstring: title, facts by key, how to run the script, and the paragraphs of ``notes``."""
+    name_of_engine = registry.split_release(engine)[0]
+    stem = re.sub(r"\W+", "-", f"{law}-{name_of_engine}").strip("-")
     facts = {
         "id": f"{stem}-w{ranks}",
-        "engine": own,
+        "engine": name_of_engine,
         "symptom": textwrap.shorten(" ".join(cause.split()) or "none", WIDTH - len("symptom: "), placeholder=" ..."),
         "reported": report_url or "no report known",
         "affects": f"=={version.partition('+')[0]}",
@@ -70,11 +68,17 @@ def render_docstring(
         "signature": signature,
         "ok": success_line,
     }
-    package = "zharness" if own == "reference" else own if own == "deepspeed" or ":" in own else ""
+    package = (
+        "zharness"
+        if name_of_engine == "reference"
+        else name_of_engine
+        if name_of_engine == "deepspeed" or ":" in name_of_engine
+        else ""
+    )
     needs = " and ".join(["torch", *filter(None, [package])])
     ending = (
         'It ends with the line above under "ok" and exit code 0 where the law holds; with a line that starts with '
-        '"repro: REPRODUCED" and exit code 1 where it does not. Anything else says nothing about it.'
+        '"repro: REPRODUCED" and exit code 1 where it does not. Any other output decides nothing.'
     )
     paragraphs = [
         title,
@@ -88,5 +92,5 @@ def render_docstring(
 
 
 def wrap_paragraph(text: str) -> str:
-    """Lines of the width of this package's own."""
+    """Wrap a paragraph to ``WIDTH`` columns."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,7 @@
-"""The script of any cell: the law's own observer and its own judge, written out with all that they use.
+"""Render the long script of a cell or program: the law's own observer and judge with everything that they use.
 
-It is many times as long as a script whose plain side is told in a few lines (``zharness.export.cell_script``), and is
-written where there is no such telling: what the law looks at is more than values, gradients, weights and an optimizer's
-state, or the cell's dtype and options ask for more than fp32 arithmetic. Nothing in it is a second version of anything.
+It is many times as long as a short script (``zharness.export.cell_script``). It is needed if the law records more than
+values, gradients, weights and optimizer state, or if dtype and options need more than the short script's plain side.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities, EngineConfig, registry
+from zharness.errors import EngineContractError
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import (
     WRITTEN_ENGINES,
@@ -31,30 +31,47 @@ from zharness.export.script_writer import (
     render_prelude,
 )
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.rank_context import RankContext
 from zharness.laws import DTYPES, LOSS_SCALES, get_law
+from zharness.parity.attribution import attribute_mismatch
+from zharness.parity.baseline import Baseline
+from zharness.parity.contamination import ProcessConditions, read_process_conditions
+from zharness.parity.junctions import with_junctions
+from zharness.parity.snapshot import EvidenceWriter, RankEvidence
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.program_runner import SEED
+from zharness.workload.program_model import program_model_spec
 from zharness.workload.programs import Program
 from zharness.workload.user_model import is_user_model
 
-# What the part "judged" has of its own, the constants of the cell, and what only annotations name.
-JUDGE_SCRIPT_NAMES = frozenset({"Records", "conditions", "attribute", "Check", "SPEC"})
-# What the cell's constants are called, beside the names of the parts.
+# Defined by the part "judge", by the cell's constants, or used by annotations only.
+JUDGE_SCRIPT_NAMES = frozenset(
+    {"SPEC", *(each.__name__ for each in (EvidenceWriter, read_process_conditions, attribute_mismatch, Law))}
+)
+# Names of the cell's constants.
 CONSTANT_NAMES = frozenset(
     (
-        *("SIGNATURE", "OK", "SEED", "VARIANT", "DTYPE", "LOSS_SCALE", "AUTOCAST", "WIRE", "TRAINING", "CONFIG"),
-        *("CLAIMS", "MAKE", "BESIDE", "PROGRAM", "NAME", "FACTORY", "observe", "judge", "status"),
+        *(
+            "SIGNATURE",
+            "OK",
+            "SEED",
+            "VARIANT",
+            "DTYPE",
+            "LOSS_SCALE",
+            "AUTOCAST",
+            "REDUCE_DTYPE",
+            "TRAINING",
+            "CONFIG",
+        ),
+        *("CLAIMS", "MAKE", "BASELINE_SPEC", "PROGRAM", "NAME", "FACTORY", "observe", "judge", "status"),
     )
 )
-ROOT_DEFINITIONS = (
-    ("zharness.law_kit.rank_context", "Bench"),
-    ("zharness.law_kit.judge_context", "Trial"),
-    ("zharness.parity.baseline", "Baseline"),
-    ("zharness.parity.snapshot", "Evidence"),
-    ("zharness.parity.contamination", "Conditions"),
-    ("zharness.errors", "EngineContractError"),
-)
+ROOT_DEFINITIONS = (RankContext, JudgeContext, Baseline, RankEvidence, ProcessConditions, EngineContractError)
 
 
 RenderText = Callable[[ScriptWriter], str]  # collects what a text takes, and returns the text
@@ -62,10 +79,11 @@ RenderText = Callable[[ScriptWriter], str]  # collects what a text takes, and re
 
 @dataclass(frozen=True)
 class JudgeScriptSpec:
-    """What is run, and what it is held against.
+    """What a long script runs, and how it is judged.
 
-    ``model`` writes what makes SPEC, ``beside`` an expression for the plain model's, ``observe`` and ``judge`` those of
-    the functions that do. ``wire`` is as in Trial, ``autocast`` that of a user's configuration.
+    ``model`` renders the text that defines SPEC, ``baseline_model`` an expression for the plain model's, ``observe``
+    and ``judge`` expressions for these functions. ``reduce_dtype`` is as in JudgeContext; ``autocast`` is that of a
+    user's configuration.
     """
 
     engine: str
@@ -83,15 +101,15 @@ class JudgeScriptSpec:
 
 
 def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> Script:
-    """The script of ``what``. Raises UsageError for what no script can say."""
+    """Return the script of ``script_spec``. Raises UsageError for a value that cannot be written as text."""
     _, signature, ok = header
     writing = ScriptWriter(
         script_spec.engine,
         JUDGE_SCRIPT_NAMES,
-        CONSTANT_NAMES | names_defined_in_parts("judged", "main", "foreign") - JUDGE_SCRIPT_NAMES,
+        CONSTANT_NAMES | names_defined_in_parts("judge", "main", "user_model") - JUDGE_SCRIPT_NAMES,
     )
     for root in ROOT_DEFINITIONS:
-        writing.collection.add(*root)
+        writing.add_definition(root)
     spec = script_spec.model(writing)
     constants = render_judge_constants(writing, script_spec)
     sections = [
@@ -99,10 +117,10 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
         join_definitions(writing.collection.texts.values()),
         spec,
         constants,
-        writing.read_part("judged"),
+        writing.read_part("judge"),
         writing.read_part("main"),
     ]
-    # The adapter of a written engine imports it by itself.
+    # A built-in adapter imports its engine itself.
     written = engine_name(script_spec.engine) in WRITTEN_ENGINES
     return writing.assemble_script(
         header, sections, lambda used: "" if written else render_prelude(script_spec.engine, used)
@@ -110,7 +128,7 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
 
 
 def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) -> str:
-    """What was chosen: the cell, and what its engine claims."""
+    """Return the constants: the cell, its configuration and its engine's claims."""
 
     def text(value: Any) -> str:
         return render_literal(value, writing.collection, writing.imports)
@@ -120,13 +138,13 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
         f"VARIANT = {quote(script_spec.variant)}",
         f"DTYPE = {text(DTYPES[script_spec.config.dtype])}",
         f"LOSS_SCALE = {text(script_spec.config.loss_scale)}",
-        f"AUTOCAST = {text(script_spec.autocast)}  # that of a user's configuration",
-        f"WIRE = {text(script_spec.reduce_dtype)}  # in which gradients are reduced, where that is not DTYPE",
+        f"AUTOCAST = {text(script_spec.autocast)}  # of the user's configuration",
+        f"REDUCE_DTYPE = {text(script_spec.reduce_dtype)}  # reduce dtype, if not DTYPE",
         f"TRAINING = {text(script_spec.training)}",
         f"CONFIG = {text(script_spec.config)}",
         f"CLAIMS = {text(script_spec.claims)}".replace(", Feature.", ",\n    Feature."),
         f"MAKE = {render_factory(writing, script_spec.engine)}",
-        f"BESIDE = {script_spec.baseline_model(writing)}",
+        f"BASELINE_SPEC = {script_spec.baseline_model(writing)}",
         f"observe = {script_spec.observe(writing)}",
         f"judge = {script_spec.judge(writing)}",
     ]
@@ -134,9 +152,13 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
 
 
 def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: RenderText) -> JudgeScriptSpec:
-    """The cell of a law; ``salt`` is that of its seed."""
-    check, asked, options = get_law(cell.law), configuration_for(cell.engine_variant), engine_options(cell, claims)
-    scale, wire = LOSS_SCALES[cell.dtype], claims.wires.get(cell.dtype)
+    """Return the spec of a law's cell; ``salt`` is that of the seed."""
+    law, configuration, options = (
+        get_law(cell.law),
+        configuration_for(cell.engine_variant),
+        engine_options(cell, claims),
+    )
+    scale, reduce_dtype = LOSS_SCALES[cell.dtype], claims.wires.get(cell.dtype)
     return JudgeScriptSpec(
         engine=cell.engine,
         claims=claims,
@@ -144,28 +166,28 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
         config=EngineConfig(cell.stage, cell.dtype, loss_scale=scale, options=options),
         model=model,
         baseline_model=partial(render_baseline_model, cell, claims),
-        observe=partial(render_function, check.observe),
-        judge=partial(render_function, check.judge),
+        observe=partial(render_function, law.observe),
+        judge=partial(render_function, law.judge),
         variant=cell.variant,
-        training=asked.training,
-        autocast=asked.autocast_dtype,
-        reduce_dtype=asked.reduce_dtype or asked.autocast_dtype or (None if wire is None else DTYPES[wire]),
+        training=configuration.training,
+        autocast=configuration.autocast_dtype,
+        reduce_dtype=configuration.reduce_dtype
+        or configuration.autocast_dtype
+        or (None if reduce_dtype is None else DTYPES[reduce_dtype]),
     )
 
 
 def build_program_script_spec(engine: str, program: Program, claims: Capabilities) -> JudgeScriptSpec:
-    """A program: its verbs are played and judged as those of the laws of any order are."""
-    scale, wire = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
+    """Return the spec of a program, which is run and judged as by the laws ``any_order``."""
+    scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
 
-    def render_lambda(name: str, module: str, parameter: str, writing: ScriptWriter) -> str:
-        writing.collection.add(module, name)
-        return f"lambda {parameter}: {name}({parameter}, PROGRAM)"
+    def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
+        return f"lambda ctx: {writing.add_definition(function)}(ctx, PROGRAM)"
 
     def model(writing: ScriptWriter) -> str:
-        writing.collection.add("zharness.workload.program_model", "spec_of")
-        return (
-            f"PROGRAM = {render_literal(program, writing.collection, writing.imports)}\nSPEC = spec_of(PROGRAM.layers)"
-        )
+        called = writing.add_definition(program_model_spec)
+        literal = render_literal(program, writing.collection, writing.imports)
+        return f"PROGRAM = {literal}\nSPEC = {called}(PROGRAM.layers)"
 
     return JudgeScriptSpec(
         engine=engine,
@@ -174,14 +196,14 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
         config=EngineConfig(program.stage, program.dtype, loss_scale=scale),
         model=model,
         baseline_model=lambda _: "SPEC",
-        observe=partial(render_lambda, "observe_program", "zharness.law_kit.program_executor", "bench"),
-        judge=partial(render_lambda, "judge_program", "zharness.law_kit.program_judge", "trial"),
-        reduce_dtype=None if wire is None else DTYPES[wire],
+        observe=partial(render_lambda, observe_program),
+        judge=partial(render_lambda, judge_program),
+        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
     )
 
 
 def render_factory(writing: ScriptWriter, engine: str) -> str:
-    """The engine's factory: this package's own around torch's and DeepSpeed's, by its definition."""
+    """Return an expression for the engine's factory; that of a built-in adapter is collected."""
     if engine_name(engine) not in WRITTEN_ENGINES:
         return factory_expression(engine)
     module, _, factory = registry.require(engine).target.partition(":")
@@ -189,18 +211,18 @@ def render_factory(writing: ScriptWriter, engine: str) -> str:
 
 
 def render_baseline_model(cell: Cell, claims: Capabilities, writing: ScriptWriter) -> str:
-    """The plain model of the case; a user's own has the nodes in its graph that the engine puts there."""
+    """Return an expression for the plain model; a user's model gets the engine's junctions."""
     if claims.junctions is None or not is_user_model(cell.model):
         return "SPEC"
-    called = writing.collection.add("zharness.parity.junctions", "with_junctions")
+    called = writing.add_definition(with_junctions)
     return f"{called}(SPEC, {render_literal(claims.junctions, writing.collection, writing.imports)}, CONFIG.options)"
 
 
 def render_function(law_function: Callable[..., Any], writing: ScriptWriter) -> str:
-    """A law's observer or judge: a function of its module, or what a function of it makes of a scene."""
+    """Return an expression for a law's observer or judge: a function, or a call of the function that made it."""
     outer, _, inner = law_function.__qualname__.partition(".")
     called = writing.collection.add(law_function.__module__, outer)
     if not inner:
         return called
-    held = inspect.getclosurevars(law_function).nonlocals.values()
-    return f"{called}({', '.join(render_literal(value, writing.collection, writing.imports) for value in held)})"
+    closure = inspect.getclosurevars(law_function).nonlocals.values()
+    return f"{called}({', '.join(render_literal(value, writing.collection, writing.imports) for value in closure)})"

@@ -1,4 +1,4 @@
-"""Values as Python text, for constants of a script: what their classes and functions are called is collected."""
+"""Render values as Python expressions for the constants of a script."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zharness.export.collect import PACKAGE, DefinitionCollection
 
 
 def render_literal(value: Any, collection: DefinitionCollection, imports: list[str]) -> str:
-    """An expression for ``value``; definitions of this package go into ``collection``, of others into ``imports``.
+    """Return an expression for ``value``; definitions of this package go to ``collection``, others to ``imports``.
 
-    Raises UsageError for what no script can say.
+    Raises UsageError for a value that has no expression.
     """
 
     def render_inner(inner: Any) -> str:
@@ -47,21 +47,21 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
         return f"({', '.join(map(render_inner, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
         return f"[{', '.join(map(render_inner, value))}]"
-    raise UsageError(f"cannot export: a script has no words for {value!r}, a {type(value).__name__}")
+    raise UsageError(f"cannot export: a script cannot contain {value!r}, a {type(value).__name__}")
 
 
 def is_default(value: Any, field: Field[Any]) -> bool:
-    """Whether a field has the value that it has where nobody gives one."""
+    """Return whether a field has its default value."""
     if field.default_factory is not MISSING:
         return bool(getattr(value, field.name) == field.default_factory())
     return field.default is not MISSING and bool(getattr(value, field.name) == field.default)
 
 
 def render_name(thing: Any, collection: DefinitionCollection, imports: list[str]) -> str:
-    """A class or a function at the top of a module, by its name. Raises UsageError for one that stands elsewhere."""
+    """Return the name of a module-level class or function. Raises UsageError for a nested one."""
     module, name = thing.__module__, thing.__qualname__
     if not name.isidentifier():
-        raise UsageError(f"cannot export: a script cannot name {name} of {module}, which stands inside of another")
+        raise UsageError(f"cannot export: a script cannot name {name} of {module}, which is defined inside another")
     if module.partition(".")[0] == PACKAGE:
         return collection.add(module, name)
     imports.append(f"from {module} import {name}")

@@ -1,4 +1,4 @@
-"""Which smaller ones of anyone's model there are that still train."""
+"""Find smaller variants of a user's model that still train."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zharness.workload import model_spec
 from zharness.workload.shrink_model import OMITTED, paths_with_parameters, shrink_candidates
 from zharness.workload.user_model import format_user_model_name, parse_user_model_name
 
-MAX_CANDIDATES = 40  # each is built and run once; those that leave least come first
+MAX_CANDIDATES = 40  # built and run once each, smallest first
 
 
 def smaller_models(name: str) -> list[str]:
-    """In a process of its own: names of smaller models of ``name``, those first that leave least of it."""
+    """Return the names of smaller variants of ``name``, smallest first. Runs in a child process."""
     path, changes = parse_user_model_name(name)
     steps = islice(shrink_candidates(model_spec(name).model(0)), MAX_CANDIDATES)
     found = (format_user_model_name(path, {**changes, **step}) for step in steps)
@@ -26,24 +26,26 @@ def smaller_models(name: str) -> list[str]:
 
 
 def models_without_modules(name: str) -> list[str]:
-    """In a process of its own: ``name`` without all modules that the rest does without, and without each of them."""
+    """Return ``name`` without all removable modules, and without each one of them. Runs in a child process."""
     path, changes = parse_user_model_name(name)
 
     def remove_modules(modules: Sequence[str]) -> str:
         return format_user_model_name(path, {**changes, **dict.fromkeys(modules, OMITTED)})
 
-    spare: list[str] = []
+    removable: list[str] = []
     for each in islice(paths_with_parameters(model_spec(name).model(0)), MAX_CANDIDATES):
-        inside = any(each.startswith(f"{outer}.") for outer in spare)
-        if not inside and can_train(remove_modules([*spare, each])):
-            spare.append(each)
+        inside = any(each.startswith(f"{outer}.") for outer in removable)
+        if not inside and can_train(remove_modules([*removable, each])):
+            removable.append(each)
     return [
-        remove_modules(some) for some in ([spare, *([each] for each in spare)] if len(spare) > 1 else [spare]) if some
+        remove_modules(some)
+        for some in ([removable, *([each] for each in removable)] if len(removable) > 1 else [removable])
+        if some
     ]
 
 
 def can_train(name: str) -> bool:
-    """Whether plain PyTorch makes a forward and a backward of the model: modules left out may have been needed."""
+    """Return whether plain PyTorch runs a forward and a backward of the model, which may lack modules that it needs."""
     try:
         with raise_as_usage_error(name):
             spec = model_spec(name)
@@ -56,9 +58,9 @@ def can_train(name: str) -> bool:
 
 
 def count_parameter_owners(name: str) -> int:
-    """How many modules of the model own parameters that no module before them owns.
+    """Count the modules that own parameters which no earlier module owns.
 
-    An adapter of PEFT's is one with the layer that it is around: they make one output of one input.
+    A PEFT adapter and the layer that it wraps count as one, since they compute one output from one input.
     """
     seen: set[int] = set()
 

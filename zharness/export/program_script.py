@@ -1,4 +1,6 @@
-"""A program (see ``zharness.workload.programs``) as a script: its model as torch's modules, its verbs as lines."""
+"""Render a program (``zharness.workload.programs``) as a script: its model as torch modules, its verbs as lines of
+code.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,22 @@ from collections.abc import Iterator, Sequence
 from zharness.engines import Capabilities, Feature
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_docstring
 from zharness.export.judge_script import build_program_script_spec, render_judge_script
+from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
-from zharness.laws.training_trajectory import TRAJECTORY_OPTIMIZERS
+from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
+from zharness.law_kit.program_executor import observe_program
 from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
-from zharness.workload.program_model import BLOCK_CLASSES, program_model_spec
+from zharness.workload.models import ModelSpec
+from zharness.workload.program_model import (
+    BLOCK_CLASSES,
+    Chain,
+    Conv,
+    FrozenLinear,
+    UncalledLinear,
+    UnusedParameter,
+    program_model_spec,
+)
 from zharness.workload.programs import (
     Act,
     CallerState,
@@ -26,7 +39,12 @@ from zharness.workload.programs import (
     shape_after_layer,
 )
 
-LAYERS_MODULE = "zharness.workload.program_model"
+PACKAGE_LAYERS = {
+    LayerKind.FROZEN: FrozenLinear,
+    LayerKind.READ: UncalledLinear,
+    LayerKind.CONV: Conv,
+    LayerKind.UNUSED: UnusedParameter,
+}
 UNWRITTEN_LAYERS = (LayerKind.TIED, LayerKind.SOMETIMES)
 WRITTEN_ACTS = (
     *(Act.FORWARD, Act.BACKWARD, Act.NO_SYNC, Act.STEP, Act.ZERO_GRAD, Act.NO_GRAD, Act.INFERENCE),
@@ -37,7 +55,7 @@ GRADLESS_FORWARDS = {Act.NO_GRAD: "torch.no_grad()", Act.INFERENCE: "torch.infer
 
 
 def has_short_script(program: Program) -> bool:
-    """Whether every verb is a line or two that a caller writes, in fp32 and with an optimizer alone."""
+    """Return whether each verb is a line or two of user code, in fp32 with an optimizer and no other settings."""
     layers = not any(layer.kind in UNWRITTEN_LAYERS for layer in program.walk())
     verbs = all(verb.act in WRITTEN_ACTS and set(verb.marks) <= set(WRITTEN_MARKS) for verb in program.verbs)
     plain = program.with_default_settings == program and program.optimizer in TRAJECTORY_OPTIMIZERS
@@ -47,11 +65,11 @@ def has_short_script(program: Program) -> bool:
 def render_program_script(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities
 ) -> Script:
-    """The script that shows what ``outcome`` says of ``program``; with the judge where a caller's lines do not do."""
+    """Return the script that shows ``outcome`` of ``program``; with the program's judge if user code is not enough."""
     if not has_short_script(program):
         return render_judged_program_script(engine, version, program, outcome, claims)
     writing = ScriptWriter(engine)
-    model, told = render_program_model(writing, program), render_observe(writing, program)
+    model, observe_text = render_program_model(writing, program), render_observe(writing, program)
     signature = WRONG_NUMBER_PHRASE if outcome.verdict is not Verdict.CRASH else extract_exception(outcome.cause)
     head, ok = render_program_header(engine, version, program, outcome, signature)
     setting = ScriptSettings(
@@ -63,13 +81,13 @@ def render_program_script(
         zeros_allowed=claims.refusal(Feature.NO_GRADIENT) is not None,
         element_count=sum(p.numel() for p in program_model_spec(program.layers).model(SEED).parameters()),
     )
-    return writing.render_script(head, setting, model, told, signature, ok)
+    return writing.render_script(head, setting, model, observe_text, signature, ok)
 
 
 def render_judged_program_script(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities
 ) -> Script:
-    """The script in which the program is played, and judged, as the harness does."""
+    """Return the script that runs and judges the program as the harness does."""
     raised = "raised: " in outcome.cause
     signature = extract_exception(outcome.cause) if raised else outcome.cause.partition(":")[0]
     head, ok = render_program_header(engine, version, program, outcome, signature)
@@ -79,7 +97,7 @@ def render_judged_program_script(
 def render_program_header(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, signature: str
 ) -> tuple[str, str]:
-    """The docstring, and the line that the script ends with where nothing is wrong."""
+    """Return the docstring, and the line that the script prints if nothing is wrong."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     head = render_docstring(
         title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks.",
@@ -93,7 +111,7 @@ def render_program_header(
         name="script.py",
         notes=[
             f"The program: {program}",
-            "Every verb is held against plain PyTorch's from the engine's own weights before it.",
+            "Every verb is compared with plain PyTorch's, starting from the engine's weights before it.",
             f"Written from: {format_program_command(engine, [program])}",
         ],
     )
@@ -101,24 +119,24 @@ def render_program_header(
 
 
 def extract_exception(cause: str) -> str:
-    """The exception's type and the first of its words."""
+    """Return the type of the exception in ``cause`` and the start of its message."""
     raised = " ".join(cause.partition("raised: ")[2].split())
     return raised[:40].rpartition(" ")[0] or raised[:40]
 
 
 def render_program_model(writing: ScriptWriter, program: Program) -> str:
-    """SPEC: the model, its micro-batches and its loss."""
-    writing.collection.add("zharness.workload.models", "ModelSpec")
-    writing.collection.add("zharness.workload.models", "SAMPLES")
+    """Return the definition of SPEC: model, micro-batches and loss."""
+    writing.add_definition(ModelSpec)
+    writing.collection.add(ModelSpec.__module__, "SAMPLES")
     writing.imports += ["import torch", "from torch import nn"]
     widths, lines = ModelShape(), []
     for layer in program.layers:
         lines.append(render_layer(writing, layer, widths))
         widths = shape_after_layer(widths, layer)
-    held = "Chain" if any(layer.kind in BLOCK_CLASSES for layer in program.layers) else "nn.Sequential"
-    if held == "Chain":
-        writing.collection.add(LAYERS_MODULE, "Chain")
-    listed = f"[{', '.join(lines)}]" if held == "Chain" else ", ".join(lines)
+    if any(layer.kind in BLOCK_CLASSES for layer in program.layers):
+        model = f"{writing.add_definition(Chain)}([{', '.join(lines)}])"
+    else:
+        model = f"nn.Sequential({', '.join(lines)})"
     source = program.layers[0]
     inputs = (
         f"torch.randint({source.sizes[0]}, (SAMPLES,), generator=generator)"
@@ -126,7 +144,7 @@ def render_program_model(writing: ScriptWriter, program: Program) -> str:
         else f"torch.randn(SAMPLES, {source.sizes[0]}, generator=generator)"
     )
     return f"""def model():
-    return {held}({listed})
+    return {model}
 
 
 def micro_batch(generator):
@@ -138,26 +156,18 @@ SPEC = ModelSpec({quote(program.model)}, "the model of a program", model, micro_
 
 
 def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str:
-    """The expression that builds one layer."""
+    """Return the expression that builds one layer."""
     width, size = widths.width, (0, *layer.sizes)[-1]
     if layer.kind in BLOCK_CLASSES:
-        name = BLOCK_CLASSES[layer.kind].__name__
-        writing.collection.add(LAYERS_MODULE, name)
-        writing.collection.add(LAYERS_MODULE, "Chain")
+        name, chain = writing.add_definition(BLOCK_CLASSES[layer.kind]), writing.add_definition(Chain)
         inner = []
         for each in layer.inner:
             inner.append(render_layer(writing, each, widths))
             widths = shape_after_layer(widths, each)
-        return f"{name}(Chain([{', '.join(inner)}]))"
-    own = {
-        LayerKind.FROZEN: f"Frozen({width}, {size})",
-        LayerKind.READ: f"Read({width}, {size})",
-        LayerKind.CONV: f"Conv({size})",
-    }
-    own[LayerKind.UNUSED] = f"Unused({size})"
-    if layer.kind in own:
-        writing.collection.add(LAYERS_MODULE, own[layer.kind].partition("(")[0])
-        return own[layer.kind]
+        return f"{name}({chain}([{', '.join(inner)}]))"
+    if layer.kind in PACKAGE_LAYERS:
+        sizes = (width, size) if layer.kind in (LayerKind.FROZEN, LayerKind.READ) else (size,)
+        return f"{writing.add_definition(PACKAGE_LAYERS[layer.kind])}({', '.join(map(str, sizes))})"
     return {
         LayerKind.INPUTS: "nn.Identity()",
         LayerKind.TOKENS: f"nn.Embedding({layer.sizes[0] if layer.sizes else 0}, {size})",
@@ -170,37 +180,37 @@ def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str
 
 
 def render_observe(writing: ScriptWriter, program: Program) -> str:
-    """observe: a line or two for each verb."""
-    writing.collection.add("zharness.laws.training_trajectory", program.optimizer.upper())
+    """Return the function ``observe``, with a line or two for each verb."""
+    optimizer = render_literal(TRAJECTORY_OPTIMIZERS[program.optimizer], writing.collection, writing.imports)
     if any(Mark.OTHER in verb.marks for verb in program.verbs):
-        writing.collection.add("zharness.laws.double_backward", "second_loss")
-    lines = [f"engine = bench.engine(optimizer={program.optimizer.upper()})", "bench.record_trained(engine, 0)"]
-    era = 0
-    for place, verb, book in iter_verbs(program):
+        writing.collection.add(observe_program.__module__, "second_loss")
+    lines = ["engine = ctx.build_engine(optimizer=OPTIMIZER)", "ctx.record_training_state(engine, 0)"]
+    steps = 0
+    for position, verb, state in iter_verbs(program):
         lines.append(f"# {verb}")
-        lines += render_verb(verb, book, place)
+        lines += render_verb(verb, state, position)
         if verb.act is Act.STEP:
-            era += 1
-            lines.append(f"bench.record_trained(engine, {era})")
-    assert TRAJECTORY_OPTIMIZERS[program.optimizer], "a name of the steps' own"
-    return "def observe(bench):\n" + textwrap.indent("\n".join([*lines, "engine.close()"]), "    ")
+            steps += 1
+            lines.append(f"ctx.record_training_state(engine, {steps})")
+    body = textwrap.indent("\n".join([*lines, "engine.close()"]), "    ")
+    return f"OPTIMIZER = {optimizer}\n\n\ndef observe(ctx):\n{body}"
 
 
-def render_verb(verb: Verb, book: CallerState, position: int) -> Iterator[str]:
-    """What a caller writes for one verb; a gradient is recorded after each backward that reduces."""
-    drawn = book.micro_batches_drawn
-    batch = f"bench.batch({drawn})"
+def render_verb(verb: Verb, state: CallerState, position: int) -> Iterator[str]:
+    """Yield the lines of one verb; after a backward that reduces, gradients are recorded."""
+    drawn = state.micro_batches_drawn
+    batch = f"ctx.batch({drawn})"
     if verb.act is Act.FORWARD:
         yield f"output{drawn} = engine({batch}.inputs)"
-        yield f'bench.record("output", {{"output": output{drawn}}}, {position})'
+        yield f'ctx.record("output", {{"output": output{drawn}}}, {position})'
     elif verb.act in GRADLESS_FORWARDS:
         yield f"with {GRADLESS_FORWARDS[verb.act]}:"
         yield f"    output = engine({batch}.inputs)"
-        yield f'bench.record("output", {{"output": output.clone()}}, {position})'
+        yield f'ctx.record("output", {{"output": output.clone()}}, {position})'
     elif verb.act is Act.BACKWARD:
-        chosen = book.select_output(verb)
+        chosen = state.select_output(verb)
         yield from render_backward(verb, f"output{chosen}", chosen)
-        yield f'bench.record("grads", engine.full_grads(), {position})'
+        yield f'ctx.record("grads", engine.full_grads(), {position})'
     elif verb.act is Act.NO_SYNC:
         yield "with engine.no_sync():"
         yield f"    output = engine({batch}.inputs)"
@@ -208,14 +218,14 @@ def render_verb(verb: Verb, book: CallerState, position: int) -> Iterator[str]:
     elif verb.act is Act.INPUT_GRAD:
         yield f"leaf = {batch}.inputs.clone().requires_grad_()"
         yield "(grad,) = torch.autograd.grad(engine(leaf).sum(), leaf)"
-        yield f'bench.record("input", {{"input": grad}}, {position})'
+        yield f'ctx.record("input", {{"input": grad}}, {position})'
     else:
         yield from ["engine.step()", "engine.zero_grad()"] if verb.act is Act.STEP else ["engine.zero_grad()"]
 
 
 def render_backward(verb: Verb, output: str, micro_step: int) -> Sequence[str]:
-    """A backward in its spelling."""
-    loss = f"SPEC.loss({output}, bench.batch({micro_step}).target)"
+    """Return the lines of a backward in the way that the verb's marks choose."""
+    loss = f"SPEC.loss({output}, ctx.batch({micro_step}).target)"
     loss = f"second_loss({output})" if Mark.OTHER in verb.marks else loss
     retain = f"retain_graph={Mark.RETAIN in verb.marks}"
     if Mark.TENSOR in verb.marks:

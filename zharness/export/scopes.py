@@ -1,4 +1,4 @@
-"""Which names a piece of a module takes from it, and which it gives to something within, by Python's own rules."""
+"""Find the names that source text reads from its module, and those that it binds, by Python's scoping rules."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import symtable
 from collections.abc import Iterator
 from functools import cache
 
-# Statements of a class that read all that they read before they give anything a name.
+# Class-level statements that read all their names before they bind any.
 _READS_BEFORE_BINDING = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef, ast.Expr)
 
 
 @cache
 def find_free_names(text: str) -> frozenset[str]:
-    """Names that ``text``, a statement or an expression, takes from the module it stands in."""
+    """Return the names that ``text``, a statement or an expression, reads from its module."""
     found: set[str] = set()
     for table in iter_symbol_tables(text):
-        if table.get_type() == "module":  # newer Pythons count a comprehension's names among those around it
+        if table.get_type() == "module":  # since Python 3.12 comprehension variables belong to the surrounding scope
             found |= referenced_names(table) - (
                 assigned_names(table) & all_comprehension_targets(text)
             ) | find_outer_reads(ast.parse(text), frozenset())
@@ -27,26 +27,40 @@ def find_free_names(text: str) -> frozenset[str]:
     return frozenset(found | find_class_body_reads(text)[0])
 
 
+def find_global_reads(text: str) -> frozenset[str]:
+    """Return the names that any scope of ``text`` reads from its module; local variables are not among them."""
+    found: set[str] = set()
+    for table in iter_symbol_tables(text):
+        if table.get_type() == "module":
+            found |= referenced_names(table)
+        else:
+            found |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+    return frozenset(found)
+
+
 def all_comprehension_targets(text: str) -> set[str]:
-    """The names that comprehensions give to what they run over."""
+    """Return the loop variables of all comprehensions in ``text``."""
     return {name for node in ast.walk(ast.parse(text)) for name in comprehension_targets(node)}
 
 
 def comprehension_targets(node: ast.AST) -> set[str]:
-    """The names that a comprehension gives to what it runs over; of any other node, none."""
+    """Return the loop variables of a comprehension; of any other node, none."""
     loops: list[ast.comprehension] = getattr(node, "generators", [])
     return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
 
 
 def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
-    """The names of comprehensions within ``node`` that it reads where they are not theirs; ``own`` are, here."""
+    """Return the names that ``node`` reads and that are not loop variables of a comprehension around them.
+
+    ``local_names`` are the loop variables of comprehensions around ``node``. Functions and classes are not entered.
+    """
     if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-        return set()  # scopes of their own
+        return set()  # they have their own scopes
     inner = local_names | comprehension_targets(node)
     found = {node.id} - local_names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else set()
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.comprehension):
-            first = child is node.generators[0]  # type: ignore[attr-defined]  # what it runs over is read around it
+            first = child is node.generators[0]  # type: ignore[attr-defined]  # evaluated in the surrounding scope
             found |= find_outer_reads(child.iter, local_names if first else inner)
             found |= {name for part in child.ifs for name in find_outer_reads(part, inner)}
         else:
@@ -56,9 +70,9 @@ def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
 
 @cache
 def find_bound_names(text: str) -> frozenset[str]:
-    """Names that ``text`` gives to something within it: in one scope or another, one may mean that.
+    """Return the names that ``text`` binds in any scope, so that a new name may be mistaken for them.
 
-    A class's names are seen by its own body alone: a method's is mistaken for nothing where that does not read it.
+    Names in a class body count only if the body itself reads them, since methods do not see them.
     """
     found: set[str] = set()
     for table in iter_symbol_tables(text):
@@ -72,7 +86,7 @@ def find_bound_names(text: str) -> frozenset[str]:
 
 @cache
 def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Of the classes' own names, those that their bodies read: before they have them, from the module; and after."""
+    """Return the class-level names that class bodies read: before they are bound (from the module), and afterwards."""
     before: set[str] = set()
     after: set[str] = set()
     for node in ast.walk(ast.parse(text)):
@@ -86,10 +100,10 @@ def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
             early |= referenced_names(table) - own
             after |= referenced_names(table) & own
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
-                unbound |= assigned_names(table)  # such a name is given to nothing yet
+                unbound |= assigned_names(table)  # an annotation without a value binds nothing
                 continue
             own |= assigned_names(table)
-            if not isinstance(statement, _READS_BEFORE_BINDING):  # in which order is not looked into
+            if not isinstance(statement, _READS_BEFORE_BINDING):  # their order of reads and bindings is not analysed
                 after |= referenced_names(table) & own
             if isinstance(statement, ast.For):
                 early -= assigned_names(table)
@@ -98,17 +112,17 @@ def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def referenced_names(table: symtable.SymbolTable) -> set[str]:
-    """Names that a scope reads, its inner ones aside."""
+    """Return the names that a scope reads, without its inner scopes."""
     return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
 
 
 def assigned_names(table: symtable.SymbolTable) -> set[str]:
-    """Names that a scope gives to something."""
+    """Return the names that a scope binds."""
     return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()}
 
 
 def iter_symbol_tables(text: str) -> Iterator[symtable.SymbolTable]:
-    """The scope that a statement or an expression stands in, and then those within it."""
+    """Yield the symbol table of ``text`` and those of its inner scopes."""
     tables = [symtable.symtable(text, "script", "exec")]
     while tables:
         table = tables.pop()

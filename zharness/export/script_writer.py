@@ -1,4 +1,4 @@
-"""What all scripts have: how the engine is set up, plain PyTorch beside it, the comparison, imports and constants."""
+"""Assemble scripts: definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
 
 from __future__ import annotations
 
@@ -14,24 +14,42 @@ from typing import Any
 import torch
 
 from zharness import engines
-from zharness.engines import AccumulationOwner, Capabilities, Feature, registry
+from zharness.engines import AccumulationOwner, Capabilities, Engine, Feature, registry
 from zharness.export.collect import DefinitionCollection, defined_names, read_source
-from zharness.export.source_text import collect_names, prune_unused, render_imports, split_imports
+from zharness.export.scopes import find_global_reads
+from zharness.export.source_text import prune_unused, render_imports, split_imports
+from zharness.law_kit.default_training import TrainingConfig
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizer_step import step_hyperparameters
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.scenarios import Participant, Scenario
+from zharness.parity import formulas
+from zharness.parity.bounds import BoundedTensor, gamma, subnormal
 
 PARTS_FOLDER = Path(__file__).parent / "parts"
-WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines whose set-up is a part of its own
+PLAIN_COMPARISON_PART = "compare_with_plain"  # the part that runs the same steps on plain PyTorch
+WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines with a part engine_NAME.py.txt
 PROTOCOL_MODULE = "zharness.engines.protocol"
-# What scripts have of their own, by the names that checks know it by.
-PLAIN_SCRIPT_NAMES = frozenset({"Bench", "Side", "Check", "Trial", "Feature", "Observe", "Scene", "SPEC"})
+# Defined by short scripts themselves, under the names that laws use.
+PLAIN_SCRIPT_NAMES = frozenset(
+    {"SPEC", *(each.__name__ for each in (RankContext, Participant, Law, JudgeContext, Feature, Scenario))}
+)
 IMPORT_OVERRIDES = {
-    # Of older torch alone it says more than torch's own.
+    # The original only adds a workaround for older torch.
     "_mse": "from torch.nn.functional import mse_loss as _mse",
 }
 BASE_IMPORTS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
 CONFIG_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
-# What an engine of somebody else is written with: a script has it from this package, as the engine does.
+# Used by engines outside this package: the script imports them from it, as the engine does.
 PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
-STEP_STATE_METHODS = ("record_trained", "record_weights", "record_state", "full_params", "full_optimizer_state")
+STEP_STATE_METHODS = tuple(
+    method.__name__
+    for method in (
+        *(RankContext.record_training_state, RankContext.record_weights, RankContext.record_optimizer_state),
+        *(Engine.full_params, Engine.full_optimizer_state),
+    )
+)
 PRELUDES = {
     "deepspeed": """LINEAR = nn.functional.linear
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
@@ -45,14 +63,12 @@ importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None""",
 }
 
 
-ScriptHeader = tuple[
-    str, str, str
-]  # the docstring, the signature, and the line that a script ends with where nothing is wrong
+ScriptHeader = tuple[str, str, str]  # docstring, signature, and the line that a script prints for success
 
 
 @dataclass(frozen=True)
 class Script:
-    """The text, a part of what it says where it shows its cell, and the line it ends with where it does not."""
+    """The text, the signature that it prints for a failure, and the line that it prints for success."""
 
     text: str
     signature: str
@@ -61,11 +77,11 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """What a script's constants say: where it runs, and how its numbers are compared.
+    """The constants of a script: where it runs, and how its numbers are compared.
 
-    ``exact``: bitwise. ``zeros``: whether zeros will do where plain PyTorch has no gradient. ``elements`` are those of
-    all parameters together. ``named`` is the case's dtype, ``dtype`` and ``wire`` are torch's. ``joined``: plain
-    PyTorch has nodes in its graph where the engine has them.
+    ``exact``: bitwise. ``zeros_allowed``: zeros pass if plain PyTorch has no gradient. ``element_count`` is that of all
+    parameters. ``dtype_name`` is the cell's dtype; ``dtype`` and ``reduce_dtype`` are torch's. ``has_junctions``: the
+    plain model gets the engine's junctions.
     """
 
     engine: str
@@ -85,7 +101,7 @@ class ScriptSettings:
 
 
 def render_prelude(engine: str, used_names: frozenset[str]) -> str:
-    """What stands between the imports and the script's own: how its engine is imported."""
+    """Return the text between imports and definitions: how the engine is imported."""
     name = engine_name(engine)
     if name in WRITTEN_ENGINES:
         utilities = [f"from deepspeed.utils import {each}" for each in sorted(used_names) if each.startswith("safe_")]
@@ -98,38 +114,42 @@ def render_prelude(engine: str, used_names: frozenset[str]) -> str:
 
 
 def factory_expression(engine: str) -> str:
-    """What makes an engine of a model and a configuration, by its name in the script."""
+    """Return the expression for the engine's factory in a short script."""
     if engine_name(engine) in WRITTEN_ENGINES:
         return "Engine"
     module, _, factory = engines.require(engine).target.partition(":")
-    # Not by a name of its own, which the script may give to something else.
+    # An imported name might clash with a definition of the script.
     return f"importlib.import_module({quote(module)}).{factory}"
 
 
 def engine_name(engine: str) -> str:
-    """The engine without its release."""
+    """Return the engine without its release."""
     return registry.split_release(engine)[0]
 
 
 def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
-    """Imports in place of definitions; an engine that is not written out takes the harness's own configuration."""
+    """Return imports that replace definitions; an imported engine brings the harness's own configuration classes."""
     own = {name: f"from zharness.engines import {name}" for name in (*CONFIG_CLASSES, *PROTOCOL_CLASSES)}
     return {**IMPORT_OVERRIDES, **(own if is_imported_engine else {})}
 
 
 class ScriptWriter:
-    """One script as it grows: definitions collected, and the imports that its parts bring."""
+    """Collects the definitions and imports of one script and assembles it."""
 
     def __init__(
         self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()
     ) -> None:
-        """``given`` and ``taken`` as in Collection; None: what a script with a plain side has of its own."""
+        """``provided`` and ``reserved`` are as in DefinitionCollection; None: the names of a short script."""
         outside = engine_name(engine) not in WRITTEN_ENGINES
-        own = provided if provided is not None else PLAIN_SCRIPT_NAMES if outside else PLAIN_SCRIPT_NAMES | {"Engine"}
-        self.collection = DefinitionCollection(own, get_import_overrides(outside), reserved)
+        names = provided if provided is not None else PLAIN_SCRIPT_NAMES if outside else PLAIN_SCRIPT_NAMES | {"Engine"}
+        self.collection = DefinitionCollection(names, get_import_overrides(outside), reserved)
         self.imports: list[str] = []
         for name in CONFIG_CLASSES:
             self.collection.add(PROTOCOL_MODULE, name)
+
+    def add_definition(self, definition: type | Callable[..., Any]) -> str:
+        """Collect a class or function of this package and all that it uses; return its name in the script."""
+        return self.collection.add(definition.__module__, definition.__name__)
 
     def render_script(
         self,
@@ -139,33 +159,33 @@ class ScriptWriter:
         observe_text: str,
         signature: str,
         success_line: str,
-        comparison_part: str = "beside",
+        comparison_part: str = PLAIN_COMPARISON_PART,
     ) -> Script:
-        """The whole: ``head`` is its docstring, ``model`` makes SPEC, ``told`` is the function observe.
+        """Assemble a short script: ``model`` defines SPEC, ``observe_text`` the function observe.
 
-        ``beside`` is the part that tells what the engine is held against.
+        ``comparison_part`` is the part that says what the engine is compared with.
         """
-        asked = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
-        if ".training" in asked:  # of the bench, or of a module: names are all that decides what is kept
-            self.collection.add("zharness.law_kit.default_training", "Training")
-        plain = comparison_part == "beside"
-        stepping = plain and any(f".{word}(" in asked for word in STEP_STATE_METHODS)
-        for name in ("gamma", "subnormal"):
-            self.collection.add("zharness.parity.bounds", name)
-        formulas = self.render_formulas(asked) if stepping else ""
+        used_text = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
+        if ".training" in used_text:  # an attribute of RankContext or of a module
+            self.add_definition(TrainingConfig)
+        plain = comparison_part == PLAIN_COMPARISON_PART
+        stepping = plain and any(f".{word}(" in used_text for word in STEP_STATE_METHODS)
+        for bound in (gamma, subnormal):
+            self.add_definition(bound)
+        formulas = self.render_formulas(used_text) if stepping else ""
         engine = engine_name(settings.engine)
         sections = [
             f"SIGNATURE = {quote(signature)}\nOK = {quote(success_line)}",
             join_definitions(self.collection.texts.values()),
             formulas,
             self.read_part("optimizers"),
-            self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_outside"),
-            self.render_constants(settings, asked),
+            self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_imported"),
+            self.render_constants(settings, used_text),
             model,
             self.read_part("plain") if plain else "",
             self.read_part("stepping") if stepping else "",
             self.read_part("junctions") if plain and settings.has_junctions else "",
-            self.read_part("bench"),
+            self.read_part("rank_context"),
             observe_text,
             self.read_part(comparison_part),
             self.read_part("compare"),
@@ -178,18 +198,18 @@ class ScriptWriter:
     def assemble_script(
         self, header: ScriptHeader, sections: Iterable[str], make_prelude: Callable[[frozenset[str]], str]
     ) -> Script:
-        """The script of ``sections``, without what nothing in them uses; ``prelude_of`` is told the names that are."""
+        """Assemble ``sections`` without unused definitions; ``make_prelude`` gets the names that they read."""
         head, signature, ok = header
         body = prune_unused("\n\n\n".join(filter(None, sections)))
-        used = collect_names(ast.parse(body))
+        used = find_global_reads(body)
         prelude = make_prelude(used)
         statements = [*self.collection.imports.values(), *self.imports, *BASE_IMPORTS]
-        block = render_imports(statements, used | collect_names(ast.parse(prelude)))
+        block = render_imports(statements, used | find_global_reads(prelude))
         text = "\n\n".join(part for part in (head, block, prelude) if part)
         return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
 
     def render_constants(self, settings: ScriptSettings, used_text: str) -> str:
-        """What was chosen; of what the engine claims, what the text ``asked`` looks at."""
+        """Return the constants; of the engine's claims, only those that ``used_text`` reads."""
         claims = settings.claims
         features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", used_text)))]
         refused = {each.name: claims.refusal(each) for each in features if claims.refusal(each) is not None}
@@ -200,15 +220,16 @@ class ScriptWriter:
             f"stage={settings.stage}",
             *([f'dtype="{settings.dtype_name}"'] if settings.dtype_name != "fp32" else []),
         ]
+        owner_names = [f"AccumulationOwner.{owner.name}" for owner in sorted(owners, key=owner_sort_key)]
         lines = [
             f"SEED = {settings.seed}",
             f"VARIANT = {quote(settings.variant)}",
             f"DTYPE = {settings.dtype}",
-            f"WIRE = {settings.reduce_dtype}  # in which gradients are reduced",
-            f"EXACT = {settings.exact}  # True where no sum is rounded, in any order: integers over powers of two",
-            f"ZEROS_WILL_DO = {settings.zeros_allowed}",
+            f"REDUCE_DTYPE = {settings.reduce_dtype}",
+            f"EXACT = {settings.exact}  # True if no sum is rounded in any order: integers over powers of two",
+            f"ZEROS_ALLOWED = {settings.zeros_allowed}",
             f"ELEMENTS = {settings.element_count}",
-            f"OWNERS = [{', '.join(f'AccumulationOwner.{owner.name}' for owner in sorted(owners, key=owner_sort_key))}]",
+            f"OWNERS = [{', '.join(owner_names)}]",
             f"Feature = SimpleNamespace({', '.join(f'{each.name}={each.name!r}' for each in features)})",
             f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r}, refusal={refused!r}.get)",
             f"TRAINING = {settings.training or None}",
@@ -219,50 +240,50 @@ class ScriptWriter:
         return "\n".join(lines)
 
     def render_formulas(self, used_text: str) -> str:
-        """The formulas of the optimizers that the steps name, with the options that are added to each."""
+        """Return the formulas of the optimizers that ``used_text`` names."""
         named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
-        self.collection.add("zharness.parity.bounds", "Bounded")
-        self.collection.add("zharness.law_kit.optimizer_step", "hyper")
-        module, found = "zharness.parity.formulas", []
+        for used in (BoundedTensor, step_hyperparameters):
+            self.add_definition(used)
+        module, found = formulas.__name__, []
         table = read_source(module).definitions["FORMULAS"]
-        assert isinstance(table, ast.AnnAssign), "a dictionary with its type"
-        assert isinstance(table.value, ast.Dict), "a dictionary"
+        assert isinstance(table, ast.AnnAssign), "FORMULAS is annotated"
+        assert isinstance(table.value, ast.Dict), "FORMULAS is a dictionary"
         for key, value in zip(table.value.keys, table.value.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in named:
                 found.append(f'"{key.value}": {self.collection.render_expression(module, value)}')
         return f"FORMULAS = {{{', '.join(found)}}}"
 
     def read_part(self, name: str) -> str:
-        """A part of the script that is the same for many cells."""
+        """Return a part of the script that is the same for many cells, and keep its imports."""
         imports, text = split_imports((PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8"))
         self.imports += imports
         return text
 
 
 def names_defined_in_parts(*parts: str) -> frozenset[str]:
-    """What these parts of a script define."""
+    """Return the names that these parts define."""
     texts = [(PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8") for name in parts]
     return frozenset(name for text in texts for statement in ast.parse(text).body for name in defined_names(statement))
 
 
 def quote(text: str) -> str:
-    """A Python string in double quotes."""
+    """Return a Python string literal in double quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def owner_sort_key(owner: AccumulationOwner) -> str:
-    """The caller first: the last one that an engine claims is the one that is asked for."""
+    """Return the sort key that puts the caller first; scripts use the last owner that an engine claims."""
     return owner.name
 
 
 def is_owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
-    """Whether an engine claims that ``owner`` may own the accumulation."""
+    """Return whether an engine claims that ``owner`` may own the accumulation."""
     feature = Feature.ENGINE_ACCUMULATION if owner is AccumulationOwner.ENGINE else Feature.CALLER_ACCUMULATION
     return claims.refusal(feature) is None
 
 
 def join_definitions(texts: Iterable[str]) -> str:
-    """Definitions one after the other; constants of one line stand together."""
+    """Join definitions with blank lines; one-line constants stand together."""
     found = ""
     for text in texts:
         lone = "\n" not in text and not text.startswith(("def ", "class "))
@@ -271,12 +292,12 @@ def join_definitions(texts: Iterable[str]) -> str:
 
 
 def ends_with_constant(text: str) -> bool:
-    """Whether the last line of ``text`` is a constant's."""
+    """Return whether the last line of ``text`` assigns a constant."""
     last = text.splitlines()[-1]
     return bool(last) and not last[0].isspace() and last[0] not in ")]}" and " = " in last
 
 
 def normalize_blank_lines(text: str) -> str:
-    """Two empty lines before each definition at the top, one inside a class; none more."""
+    """Limit blank lines to two before a top-level definition and one inside a class."""
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     return re.sub(r"\n{3,}(?= )", "\n\n", text)

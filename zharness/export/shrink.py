@@ -1,4 +1,4 @@
-"""The smallest that still fails in the same way: a cell on fewer ranks with a smaller model, and a small program."""
+"""Find the smallest failure that matches a cell's: fewer ranks, a smaller model, then a small program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners, models_without_modules, smaller_models
-from zharness.law_kit.program_executor import explain_unsupported
+from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
+from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.laws import get_law
-from zharness.laws.training_trajectory import STALE_FORWARD_HINT
 from zharness.run.plan import plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import PASS_OUTCOME, SearchOptions, SearchResult, search_programs, shrink_batch
@@ -28,9 +28,9 @@ from zharness.workload.user_model import is_user_model
 from zharness.world import Isolation
 from zharness.world.server import RankEnvironment
 
-# Laws of what a program does too: the others are of saved state, of bytes, of casts.
+# Groups of laws whose failures a program can show; others concern saved state, memory or casts.
 TRAINING_LAW_GROUPS = ("training", "backward", "double_backward", "torch_func", "checkpointing", "parameters", "model")
-# Tried before any is drawn: most that is wrong with an engine shows in one of these.
+# Tried before random programs: most faults of an engine show in one of these.
 FIRST_PROGRAMS = (
     "x(1) linear(1) | f b s",
     "x(2) linear(1) | f b s f b s",
@@ -44,21 +44,21 @@ FIRST_PROGRAMS = (
     "tokens(5,3) norm tied | f b s f b s",
     "x(2) linear(2) checkpoint[linear(3) relu] linear(1) | f b s f b s",
 )
-# Engines have rules of their own for parameters that a loss does not use, and break by them in ways that look alike.
+# Engines treat unused parameters specially, and unrelated faults look alike there.
 EXCLUDED_LAYERS = ("unused", "sometimes")
-PROGRAM_LAYERS = {  # models of layers like those of the laws of any order
+PROGRAM_LAYERS = {  # layers like those of the workload's models
     "mlp": "x(3) linear(4) gelu linear(2)",
     "changing": "x(3) linear(3) frozen(3) sometimes[linear(3)] unused(2) read(2)",
 }
-MAX_OTHER_MODELS = 1  # of the workload's models, tried in place of a user's own
-MAX_SEARCH_BATCHES = 40  # of programs that Hypothesis draws, where none of these fails; the time is over before
+MAX_OTHER_MODELS = 1  # of the workload, tried in place of a user's model
+MAX_SEARCH_BATCHES = 40  # batches of random programs to try; the time limit usually ends the search earlier
 
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """By what two failures are one: the verdict, the part of the step that went wrong or the exception raised, and
+    """What identifies a failure: verdict, part of the step or exception type, and the hint or message.
 
-    what the wrong numbers look like or the exception says, numbers and names in it left out.
+    Numbers and names are removed from ``detail``, since they depend on the model.
     """
 
     verdict: Verdict
@@ -66,26 +66,26 @@ class FailureSignature:
     detail: str = ""
 
     def can_match(self, other: FailureSignature) -> bool:
-        """Whether ``other`` may be the same failure; where nothing was said of this one, anything may be said of it."""
+        """Return whether ``other`` may be the same failure; an empty ``detail`` matches any."""
         return (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind) and self.detail in (
             "",
             other.detail,
         )
 
 
-_PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '[^']*'$")  # the verbs of a law's own program
-# A number, a name with dots or digits in it, and what is quoted: they are another model's.
+_PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '[^']*'$")  # the program that an any_order law appends
+# Numbers, names with dots or digits, and quoted text, which differ between models.
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
 
 
 def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
-    """What a failure's cause says of it."""
+    """Return the signature of a failure from its verdict and cause."""
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
         hint = _PROGRAM_SUFFIX.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
-        if hint.startswith(STALE_FORWARD_HINT):  # wherever it is looked at, it shows in what a forward computes
+        if hint.startswith(STALE_FORWARD_HINT):  # it may surface in any part that reads a forward's result
             return FailureSignature(verdict, STALE_FORWARD_HINT)
-        # Of one element that is wrong among several, nothing is left in a model of one element.
+        # "only 1 of 16 elements" cannot be seen in a model with one element.
         return FailureSignature(verdict, part[1], "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint))
     raised = re.search(r"raised: (\w+)(?:: ([^\n]*))?", cause)
     return (
@@ -97,9 +97,9 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
 
 @dataclass(frozen=True)
 class ShrinkResult:
-    """The smallest cell that fails alike, and the smallest program where there is one; ``tried`` cells and programs.
+    """The smallest matching cell, the smallest matching program if there is one, and the number of attempts.
 
-    ``modules_of_cell`` own parameters in the cell's model.
+    ``cell_module_count`` is the number of modules with parameters in the cell's model.
     """
 
     record: Record
@@ -111,14 +111,16 @@ class ShrinkResult:
 
     @property
     def module_count(self) -> int:
-        """How many modules the program has, or own parameters in the cell's model where there is no program."""
+        """The number of modules in the program; without a program, that of modules with parameters in the
+        cell's model.
+        """
         if self.program is None:
             return self.cell_module_count
         return len([x for x in self.program.walk() if x.kind not in SOURCE_KINDS])
 
 
 class MatchingProgramRunner(ProgramRunner):
-    """Programs that fail otherwise pass here, and all do when the time is over."""
+    """Runs programs; a program that fails differently, or runs after the deadline, counts as passed."""
 
     def __init__(self, environment: RankEnvironment, timeout: float) -> None:
         super().__init__(environment, timeout)
@@ -127,10 +129,10 @@ class MatchingProgramRunner(ProgramRunner):
         self.program_count = 0
 
     def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
-        """What became of ``programs``, or a pass."""
+        """Return the outcome of ``programs``, or a pass if it does not match the wanted failure."""
         if time.monotonic() > self.deadline:
             return PASS_OUTCOME
-        # A cut may leave what needs more of an engine than the whole did, as two backwards without a step between.
+        # A shortened program may need more features, such as two backwards without a step between them.
         if any(explain_unsupported(program, self.claims(engine, program.stage)) for program in programs):
             return PASS_OUTCOME
         self.program_count += len(programs)
@@ -145,12 +147,12 @@ class MatchingProgramRunner(ProgramRunner):
 
 
 def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout: float, seconds: float) -> ShrinkResult:
-    """The smallest that fails as ``case`` does, as far as it is found within ``seconds`` after it was seen to fail.
+    """Return the smallest failure that matches ``cell``'s, as found within ``seconds`` after its first failure.
 
     Raises UsageError for a cell that does not fail.
     """
     programs = MatchingProgramRunner(environment, timeout)
-    # Ranks and a judge that live on: new ones would import the module of a user's model, and transformers, each time.
+    # The rank pool and the judge are kept: new ones would import the user's model, and transformers, each time.
     isolation = Isolation.POOLED if is_user_model(cell.model) else Isolation.FRESH
     with Runner({cell.engine: environment}, timeout, seed, isolation) as cells, programs:
         first = run_cell(cells, cell)
@@ -162,22 +164,22 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
         programs.wanted_signature, programs.deadline = extract_failure_signature(first.verdict, first.cause), until
         claims = cells.claims(record.cell.engine, record.cell.stage)
         smallest = ShrinkResult(record, claims, tried, cells.call_in_judge(count_parameter_owners, record.cell.model))
-        # What no model of the workload shows comes with the user's own, and no program has that.
+        # A failure of a user's model needs that model, which no program contains.
         if record.cell.law.partition(".")[0] not in TRAINING_LAW_GROUPS or is_user_model(record.cell.model):
             return smallest
         batch = find_smallest_program(programs, record.cell, seed, claims)
         if len(batch) != 1:
             return replace(smallest, attempts=tried + programs.program_count)
-        programs.deadline = time.monotonic() + timeout  # once more, for its words, also where the time is over
+        programs.deadline = time.monotonic() + timeout  # run it once more for its message, even after the time limit
         outcome = programs.run(cell.engine, batch)
         tried += programs.program_count
-        if not outcome.verdict.is_broken:  # it failed once: a script of it would show nothing
+        if not outcome.verdict.is_broken:  # flaky: a script would not show it
             return replace(smallest, attempts=tried)
         return replace(smallest, attempts=tried, program=batch[0], outcome=outcome)
 
 
 def run_cell(runner: Runner, cell: Cell) -> Record | None:
-    """The record of a cell; None for one that is not run. An excuse changes no verdict."""
+    """Run a cell and return its record; None if it is unsupported. Expected failures count as failures."""
     try:
         planned = plan_named_cell(cell, runner.claims)
     except UsageError:
@@ -186,15 +188,15 @@ def run_cell(runner: Runner, cell: Cell) -> Record | None:
 
 
 def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[Record, int]:
-    """The smallest cell that fails as ``first`` does, and how many were tried."""
+    """Return the record of the smallest cell that fails as ``first`` does, and the number of cells tried."""
     wanted, found, tried = extract_failure_signature(first.verdict, first.cause), first, 1
     seen = {first.cell}
     while True:
-        for case in iter_candidate_cells(runner, found.cell, deadline):
-            if case in seen or time.monotonic() > deadline:
+        for candidate in iter_candidate_cells(runner, found.cell, deadline):
+            if candidate in seen or time.monotonic() > deadline:
                 continue
-            seen.add(case)
-            record = run_cell(runner, case)
+            seen.add(candidate)
+            record = run_cell(runner, candidate)
             tried += 1
             if record is not None and wanted.can_match(extract_failure_signature(record.verdict, record.cause)):
                 found = record
@@ -204,7 +206,7 @@ def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[
 
 
 def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterator[Cell]:
-    """Smaller cells; where a user's own model gets no smaller in any other way, those without modules of it."""
+    """Yield smaller cells; for a user's model also variants with modules removed."""
     own = is_user_model(cell.model)
     yield from iter_smaller_cells(cell, runner.call_in_judge(smaller_models, cell.model) if own else ())
     if own and time.monotonic() < deadline:
@@ -212,13 +214,13 @@ def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterato
 
 
 def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[Cell]:
-    """Cells that are smaller in one axis, those that are much smaller first; ``own`` are of a model of the user's."""
-    check = get_law(cell.law)
-    sizes = {name: count_parameter_owners(name) for name in check.models}
+    """Yield cells that are smaller in one axis, the smallest first; ``user_models`` are variants of a user's model."""
+    law = get_law(cell.law)
+    sizes = {name: count_parameter_owners(name) for name in law.models}
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
-    if is_user_model(cell.model):  # what is the engine's fault shows in any model, what is the model's in none of these
-        names = names[:MAX_OTHER_MODELS] if cell.variant in [name for name, _ in check.variants] else []
+    if is_user_model(cell.model):  # an engine's fault shows in any model; one needs few tries
+        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     if cell.engine_variant:
         yield replace(cell, engine_variant="")
@@ -229,7 +231,7 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
 
 
 def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, claims: Capabilities) -> ProgramBatch:
-    """The smallest program that fails alike where ``case`` does, alone or behind others; empty where none was found."""
+    """Return the smallest program, or batch of programs, that fails as ``cell`` does; empty if none was found."""
     for program in law_programs(cell, salt, claims):
         if has_same_failure(runner, cell.engine, (program,)):
             return reduce_batch(runner, cell.engine, (program,))
@@ -250,40 +252,40 @@ def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, 
     )
     try:
         drawn: SearchResult = search_programs(runner, cell.engine, wanted)
-    except UsageError:  # the engine claims nothing that a program takes, or Hypothesis is not there
+    except UsageError:  # the engine supports no program, or Hypothesis is not installed
         return ()
     return reduce_ranks(runner, cell.engine, drawn.smallest)
 
 
 def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """What the case's law of any order has its caller say, of a model of layers, plainly configured and as it is there.
+    """Yield the program that an ``any_order`` law would run in this cell, with default settings and with its own.
 
-    Nothing for another law.
+    Yields nothing for other laws.
     """
-    repertoire = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
-    if repertoire is None or not get_law(cell.law).steps_are_verbs:
+    template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
+    if template is None or not get_law(cell.law).steps_are_verbs:
         return
     layers = tuple(parse_layers(PROGRAM_LAYERS[cell.model]))
-    spoken = repertoire.make_program(cell.seed(salt), cell.dtype, claims)
-    spoken = replace(spoken, stage=cell.stage, world_size=cell.world_size)
-    for one in (spoken.with_default_settings, spoken):
-        yield replace(one, layers=layers, verbs=legal_verbs(layers, spoken.verbs, window=one.window))
+    program = template.make_program(cell.seed(salt), cell.dtype, claims)
+    program = replace(program, stage=cell.stage, world_size=cell.world_size)
+    for each in (program.with_default_settings, program):
+        yield replace(each, layers=layers, verbs=legal_verbs(layers, program.verbs, window=each.window))
 
 
 def has_same_failure(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> bool:
-    """Whether ``batch`` fails alike."""
+    """Return whether ``batch`` fails in the wanted way."""
     return runner.run(engine, batch).verdict.is_broken
 
 
 def reduce_batch(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> ProgramBatch:
-    """What is left of a failing ``batch``, on the fewest ranks."""
+    """Shrink a failing ``batch`` and run it on the fewest ranks."""
     return reduce_ranks(
         runner, engine, shrink_batch(batch, lambda some: has_same_failure(runner, engine, some), NO_LIMITS)
     )
 
 
 def reduce_ranks(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> ProgramBatch:
-    """The same on the fewest ranks on which it fails so too."""
+    """Return ``batch`` on the fewest ranks on which it fails in the same way."""
     if not batch:
         return batch
     for size in range(1, batch[0].world_size):

@@ -1,4 +1,4 @@
-"""Python text put together: imports sorted, what nothing uses cut out."""
+"""Edit Python source text: sort imports and remove unused definitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def split_imports(text: str) -> tuple[list[str], str]:
-    """The imports at the top of ``text``, one name each, and the rest of it."""
+    """Return the imports at the top of ``text``, one per name, and the rest of the text."""
     tree, found, last = ast.parse(text), [], 0
     for statement in tree.body:
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -20,7 +20,7 @@ def split_imports(text: str) -> tuple[list[str], str]:
 
 
 def render_single_import(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    """The import of one name alone."""
+    """Return a statement that imports one name."""
     tail = f" as {alias.asname}" if alias.asname else ""
     if isinstance(statement, ast.Import):
         return f"import {alias.name}{tail}"
@@ -28,7 +28,7 @@ def render_single_import(statement: ast.Import | ast.ImportFrom, alias: ast.alia
 
 
 def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str:
-    """Imports of ``used`` names, sorted as isort does: Python's own first, whole modules before names of them."""
+    """Return the imports of ``used_names`` in isort's order."""
     whole: set[str] = set()
     names: dict[str, set[str]] = {}
     for statement in statements:
@@ -53,17 +53,17 @@ def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str
 
 
 def isort_key(name: str) -> tuple[int, str]:
-    """Constants, classes, functions, as isort sorts the names of one module."""
+    """Return isort's key of an imported name: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
 def is_stdlib(module: str) -> bool:
-    """Whether a module is Python's own."""
+    """Return whether a module belongs to the standard library."""
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
 def collect_names(tree: ast.AST) -> frozenset[str]:
-    """Every name, attribute, and string, that occurs: what may be meant by it is used."""
+    """Return every identifier, attribute, keyword and identifier-like string in ``tree``."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -78,7 +78,7 @@ def collect_names(tree: ast.AST) -> frozenset[str]:
 
 
 def prune_unused(text: str) -> str:
-    """``text`` without the functions, classes, methods and constants that nothing in it uses."""
+    """Return ``text`` without unused functions, classes, methods and constants."""
     tree = ast.parse(text)
     units = [
         PrunableNode(holder, node, collect_names(node))
@@ -86,10 +86,10 @@ def prune_unused(text: str) -> str:
         for holder, node in iter_prunable_nodes(top)
     ]
     while True:
-        idle = set(find_unused(tree, units))
-        if not idle:
+        unused = set(find_unused(tree, units))
+        if not unused:
             break
-        units = [unit for unit in units if unit.node not in idle and unit.enclosing_class not in idle]
+        units = [unit for unit in units if unit.node not in unused and unit.enclosing_class not in unused]
     kept = {unit.node for unit in units} | {unit.enclosing_class for unit in units}
     lines = text.splitlines()
     for node in reversed([piece for top in tree.body for piece in (top, *class_statements(top))]):
@@ -101,7 +101,7 @@ def prune_unused(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PrunableNode:
-    """A piece that is kept or cut as a whole, the class it stands in, and the names that occur in it."""
+    """A statement or class member that is kept or removed as a whole, with the names in it."""
 
     enclosing_class: ast.ClassDef | None
     node: ast.AST
@@ -109,7 +109,7 @@ class PrunableNode:
 
 
 def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | None, ast.AST]]:
-    """A statement; of a class, what stands in it and over it."""
+    """Yield a statement, or the members, bases and decorators of a class."""
     if isinstance(statement, ast.ClassDef):
         yield from ((statement, node) for node in (*statement.body, *statement.bases, *statement.decorator_list))
     else:
@@ -117,12 +117,12 @@ def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | No
 
 
 def class_statements(statement: ast.stmt) -> list[ast.stmt]:
-    """The statements of a class."""
+    """Return the statements of a class body; of any other statement, none."""
     return statement.body if isinstance(statement, ast.ClassDef) else []
 
 
 def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST]:
-    """Definitions that no other piece names. What torch calls, and names with two underscores, are used."""
+    """Yield definitions that no other node names; ``forward``, ``backward`` and dunder methods count as used."""
     users: dict[str, list[PrunableNode]] = {}
     for unit in units:
         for name in unit.names:
@@ -141,7 +141,7 @@ def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST
 
 
 def get_definition_name(node: ast.AST) -> str | None:
-    """What a definition is called; None where it is none, or is called several things."""
+    """Return the single name that a node defines; None if there is none."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return node.name
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -1,4 +1,4 @@
-"""Whether a script shows what its cell showed: run under torchrun, and its verdict held against the record's."""
+"""Check that a script shows the verdict of its cell."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """What a script's run came to (``reproduced``, ``not reproduced`` or another word) and the line that says so."""
+    """The verdict of a script's run (``reproduced``, ``not reproduced`` or another) and the line that says so."""
 
     verdict: str
     evidence: str
 
 
-RunScript = Callable[[Path], ScriptResult]  # a script on the engine's release, to its end
+RunScript = Callable[[Path], ScriptResult]  # runs a script on the engine's release to its end
 
 
 def is_faithful(record: Record, result: ScriptResult) -> bool:
-    """Whether the script's verdict is the cell's."""
+    """Return whether the script shows the verdict of ``record``."""
     if record.verdict is Verdict.PASS:
         return result.verdict == NOT_REPRODUCED
     if "was ended by a signal" in record.cause:
@@ -32,12 +32,12 @@ def is_faithful(record: Record, result: ScriptResult) -> bool:
 
 
 def describe_verification(record: Record, result: ScriptResult) -> str:
-    """One sentence for a person."""
+    """Return the cell's verdict, the script's verdict, and whether they agree."""
     cell = f"the cell: {record.verdict.value}" + (f" ({record.cause})" if record.cause else "")
     script = f"the script: {result.verdict} ({result.evidence})"
-    said = (
+    conclusion = (
         "shows the same verdict"
         if is_faithful(record, result)
-        else "does NOT show it, so do not pass it on as this cell"
+        else "does NOT show it, so do not publish it as this cell"
     )
-    return f"{cell}\n{script}\nrun under torchrun, it {said}"
+    return f"{cell}\n{script}\nrun under torchrun, it {conclusion}"

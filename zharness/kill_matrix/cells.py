@@ -39,11 +39,11 @@ def plan_kill_attempts(
     targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
-        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
+        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant.name)
         for world_size in world_sizes
         for model in chosen
         for stage in mutant.stages
-        for variant, _ in law.variants
+        for variant in law.variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
     # A target is tried even where the right engine is known to fail: its part and parameter tell the two apart.

@@ -9,7 +9,7 @@ from statistics import median_low
 from tabulate import tabulate
 
 from zharness.kill_matrix.cells import make_target_cell
-from zharness.kill_matrix.keep_reasons import get_keep_reason
+from zharness.laws import LAWS
 from zharness.mutants import MUTANTS, PATH, FaultKind, Mutant
 from zharness.run import Record, Verdict
 
@@ -61,7 +61,7 @@ class KillMatrix:
         """Return the laws that kill no mutant alone and give no reason to be kept; empty unless all were tried."""
         complete = len(self.mutants) == len(MUTANTS)
         return (
-            [check for check, names in self.sole_kills_by_law().items() if not names and not get_keep_reason(check)]
+            [law for law, names in self.sole_kills_by_law().items() if not names and not LAWS[law].kept_because]
             if complete
             else []
         )
@@ -121,7 +121,7 @@ def render_mutants_table(matrix: KillMatrix) -> str:
 def render_laws_table(matrix: KillMatrix) -> str:
     """Render a table with a row for each law that was tried."""
     victims, sole = matrix.kills_by_law(), matrix.sole_kills_by_law()
-    rows = [[check, len(victims[check]), ", ".join(sole[check]) or get_keep_reason(check)] for check in matrix.laws]
+    rows = [[law, len(victims[law]), ", ".join(sole[law]) or LAWS[law].kept_because] for law in matrix.laws]
     return tabulate(rows, ["law", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
 
 
@@ -143,7 +143,7 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
         ("survives every law", [mutant.name for mutant in matrix.survivors()]),
         ("is declared equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
         ("kills no mutant", matrix.laws_without_kills()),
-        ("is no mutant's only killer, and gives no reason to be kept", matrix.laws_without_reason()),
+        ("is no mutant's only killer, and its kept_because is empty", matrix.laws_without_reason()),
         ("has another first divergence than its target names", matrix.check_named_divergences()[1]),
         ("is an error of the harness", [f"{record.cell.id}: {record.cause}" for record in matrix.errors()]),
     )

@@ -17,13 +17,13 @@ from zharness.engines import EngineConfig
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.reference import factory as build_reference
 from zharness.reference.buckets import Bucket, copy_shards_to_full
-from zharness.reference.coalesced_collectives import broadcast_tensors
 from zharness.reference.gradients import Gradients, _take_local_grad
+from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement
-from zharness.reference.loss_scale import LossScale
+from zharness.reference.mixed_precision.loss_scale import LossScale
+from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.parameters import Parameters
-from zharness.reference.precision import OnOverflow
-from zharness.reference.torch_fallback import EndOfBackward
+from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
 __all__ = ["Bucket", "ModelParam", "broadcast_tensors", "copy_shards_to_full"]
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from zharness import torch_private
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants.seams import replace_attribute
-from zharness.reference.collectives import RequestKind, ShardCollectives
+from zharness.reference.collectives import ShardCollectives
 from zharness.reference.layout import ModelParam
 from zharness.reference.prefetch import PrefetchedBucket, Prefetcher
 from zharness.reference.saved_tensors import replace_saved_tensors
 from zharness.reference.sharded_modules import ModuleForward, ParamUnsharder
+from zharness.reference.uneven_ranks.negotiation import RequestKind
 from zharness.reference.unshard import UnshardedParam
 
 __all__ = ["ModuleForward", "PrefetchedBucket"]

@@ -1,4 +1,4 @@
-"""What a wrong gradient looks like: the part of the step that would make it."""
+"""Explain a wrong gradient by the part of the training step whose fault would produce exactly these numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from zharness.parity.comparison import Comparison, Mismatch, Part
 GradientTerms = Sequence[Sequence[Tensor]]
 
 
-# suspects[loss][rank]: local gradients that an engine may have handed out instead, summed over the losses
+# suspects[description][loss][rank]: local gradients that an engine may have returned instead, summed over the losses
 SuspectedGradients = Mapping[str, Sequence[Sequence[Tensor]]]
 
-MAX_UNEXPLAINED_ERROR = (
-    1 / 64
-)  # a fitted factor is worth a hint when it leaves less than this of the error; it decides no verdict
+MAX_UNEXPLAINED_ERROR = 1 / 64  # share of the error that a fitted factor may leave; affects the hint, not the verdict
 
 
 def attribute_mismatch(
@@ -32,10 +30,11 @@ def attribute_mismatch(
     suspects: SuspectedGradients,
     reduce_dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """``comparison`` with the part and the hint that explain its mismatch best; unchanged where it has none.
+    """Return ``comparison`` with the part and the hint that explain its mismatch; unchanged if there is no mismatch.
 
-    ``actual`` is the copy that was compared, ``copies`` the full gradient as every rank reports it, and ``wire`` the
-    dtype that gradients are reduced in, where it is not the copy's own: a wrong gradient is rounded in it like a right.
+    ``actual`` is the compared copy, ``rank_copies`` the full gradient as each rank reports it. ``reduce_dtype`` is the
+    dtype in which gradients are reduced (None: that of ``actual``); a wrong gradient is rounded in it as a right one
+    is.
     """
     if comparison.mismatch is None:
         return comparison
@@ -53,7 +52,10 @@ def explain_mismatch(
     mismatch: Mismatch,
     reduce_dtype: torch.dtype,
 ) -> tuple[Part, str]:
-    """The first of the known ways to be wrong that gives just these numbers; a local gradient when none does."""
+    """Return the part and the hint of the first known fault that gives these numbers.
+
+    If no known fault does, return ``Part.LOCAL_GRADIENT`` and an empty hint.
+    """
     for what, losses in suspects.items():
         suspected = [term for row in losses for term in row]
         if suspected and is_close_to_mean(actual, suspected, len(losses), reduce_dtype):
@@ -79,7 +81,7 @@ def explain_mismatch(
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Subsets of the (rank, micro-step) terms whose mean an engine with a known fault returns, and what that is."""
+    """Return the subsets of (rank, micro-step) terms whose mean a known fault gives, with part and description."""
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
     if len(micros) > 1:
@@ -98,13 +100,18 @@ def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...
 
 
 def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, reduce_dtype: torch.dtype) -> bool:
-    """Whether every element is ``factor`` times the mean of ``terms``, within the bound of that mean in ``wire``."""
+    """Return whether every element is ``factor`` times the mean of ``terms``, within the rounding bound of
+    ``reduce_dtype``.
+    """
     mean, bound = mean_and_bound(list(terms), reduce_dtype, actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
 
 def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
-    """Whether these are the numbers of a reduction in ``narrow``: near enough, and all of them, or their sum, in it."""
+    """Return whether ``actual`` looks like a mean that was reduced in ``narrow_dtype``.
+
+    It does if it lies within that reduction's bound, and its elements, or their sum, are numbers of ``narrow_dtype``.
+    """
     if unit_roundoff(actual.dtype) >= unit_roundoff(narrow_dtype) or is_gamma_undefined(len(terms), narrow_dtype):
         return False
     mean, bound = mean_and_bound(list(terms), narrow_dtype)
@@ -114,12 +121,15 @@ def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Ten
 
 
 def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
-    """Whether a sum of so many terms has no bound in ``dtype``."""
+    """Return whether a sum of ``terms`` terms has no rounding bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
 def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
-    """The factor that fits best, where it explains nearly all of the error; None where it does not."""
+    """Return the least-squares factor between ``actual`` and the mean of ``terms``.
+
+    Return None unless that factor leaves at most ``MAX_UNEXPLAINED_ERROR`` of the error.
+    """
     mean, _ = mean_and_bound(list(terms), actual.dtype)
     got = actual.double()
     norm = float((mean * mean).sum())

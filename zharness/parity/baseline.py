@@ -1,8 +1,8 @@
-"""The baseline: the plain, unwrapped model, run for every rank in turn in a process of its own.
+"""The baseline: the plain, unwrapped model, run for each rank in turn in a process that never imports an engine.
 
-It is run anew for every cell, though cells that differ in engine and stage alone ask for the same numbers: building
-and running it takes 6 % of a cell's time at the median (scripts/cost_of_comparing.py), and no more could be saved.
-Exact plays (zharness/law_kit/scenarios.py) and certificates, which run it in float64 as well, are computed once.
+It runs anew for every cell, although cells that differ only in engine and stage need the same numbers: building and
+running it takes 6 % of a cell's time at the median (scripts/cost_of_comparing.py), which is all that a cache could
+save. Exact scenarios (zharness/law_kit/scenarios.py) and certificates, which also run in float64, are cached.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from zharness.workload import Batch, ModelSpec
 
 Objective = Callable[[Any, Batch], Tensor]
-LossWeighting = Callable[[Tensor, int], Tensor]  # of a loss and its rank, what backward starts from
+LossWeighting = Callable[[Tensor, int], Tensor]  # (loss, rank) -> the tensor that backward starts from
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What one rank's micro-batch gives on its own: a scalar loss and the gradient of every parameter that has one."""
+    """Loss (a scalar) and gradients of one rank's micro-batch, before any reduction."""
 
     loss: Tensor
     grads: Mapping[str, Tensor]
@@ -34,9 +34,9 @@ class LocalResult:
 class Baseline:
     """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks.
 
-    Trained parameters and batches are in ``dtype``. Backward runs on the loss times ``loss_scale``, and the gradients
-    of ``Local`` are divided by it, in float32 where it is not 1. Forwards run under torch.autocast in ``autocast``,
-    where that is given, and the loss outside of it; backwards under that in ``autocast_backward``.
+    Parameters that require a gradient, and batches, are in ``dtype``. Backward runs on the loss times ``loss_scale``;
+    the gradients are divided by it afterwards, in float32 unless it is 1. ``autocast`` is the dtype under which the
+    forward runs (the loss runs outside), ``autocast_backward`` that of the backward; None turns autocast off.
     """
 
     spec: ModelSpec
@@ -49,16 +49,18 @@ class Baseline:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The model's parameters in the order of its modules; tied ones once."""
+        """The names of the model's parameters in module order; tied parameters appear once."""
         return tuple(self.parameter_dtypes)
 
     @property
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The model's own, by parameter, whatever trained ones are converted to."""
+        """The dtype of each parameter as the model declares it, before any conversion to ``dtype``."""
         return read_parameter_dtypes(self.spec, self.seed)
 
     def build_module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """A fresh plain model, in ``params`` (original names; tied parameters once) where they are given."""
+        """Build a fresh plain model, with the weights ``params`` (original names; tied parameters once) if they are
+        given.
+        """
         model = self.spec.model(self.seed)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -70,16 +72,16 @@ class Baseline:
         return model
 
     def batch(self, rank: int, step: int) -> Batch:
-        """The micro-batch that ``rank`` sees at micro-step ``step``."""
+        """Return the micro-batch of ``rank`` at micro-step ``step``, in the baseline's dtype."""
         return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
     def compute_output(self, model: nn.Module, batch: Batch) -> Any:
-        """What ``model`` makes of a micro-batch."""
+        """Run the forward of ``model`` on a micro-batch, under autocast if the baseline has it."""
         with autocast_context(self.autocast):
             return batch.feed(model)
 
     def objective(self, output: Any, batch: Batch) -> Tensor:
-        """The loss of ``spec``."""
+        """Return the workload's loss of a model output."""
         return self.spec.loss(output, batch.target)
 
     def run_rank(
@@ -90,16 +92,16 @@ class Baseline:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> LocalResult:
-        """Loss and gradients of one rank's micro-batch, not reduced with anyone's.
+        """Return loss and gradients of one rank's micro-batch, not reduced over ranks.
 
-        Where there is ``weigh``, the gradients are those of ``weigh(loss, rank)``, and the loss is still the whole one.
+        With ``weigh`` the gradients are those of ``weigh(loss, rank)``; the returned loss stays the unweighed one.
         """
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
         weighed = loss if weigh is None else weigh(loss, rank)
         with autocast_context(self.autocast_backward):
-            found = run_backward(model, weighed, self.loss_scale)
-        return LocalResult(loss.detach(), found.grads)
+            result = run_backward(model, weighed, self.loss_scale)
+        return LocalResult(loss.detach(), result.grads)
 
     def run_all_ranks(
         self,
@@ -108,28 +110,34 @@ class Baseline:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
-        """``local`` for every rank, in rank order."""
+        """Return the result of ``run_rank`` for every rank, in rank order."""
         return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.world_size)]
 
 
 def autocast_context(dtype: torch.dtype | None) -> torch.autocast:
-    """A block under torch.autocast in ``dtype``; None: under none."""
+    """Return a torch.autocast context for CPU in ``dtype``; disabled if ``dtype`` is None."""
     return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 @lru_cache(maxsize=64)
 def read_parameter_dtypes(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtype]:
-    """``Baseline.dtypes`` of a model built for it: that of ``seed``, which anyone's factory has made already."""
+    """Return the dtype of each parameter of the model that ``spec`` builds for ``seed``.
+
+    ``seed`` is part of the key so that a user's factory is not called with a second seed.
+    """
     return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> LocalResult:
-    """One forward and backward of ``model``, whose gradients must be None before."""
+    """Run one forward and backward of ``model``, whose gradients have to be None, and return loss and gradients."""
     return run_backward(model, objective(batch.feed(model), batch), loss_scale)
 
 
 def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> LocalResult:
-    """``loss`` and the gradients of ``model``, which must be None before; backward runs on the scaled loss."""
+    """Run backward on ``loss * loss_scale`` and return the loss with the unscaled gradients of ``model``.
+
+    The gradients of ``model`` have to be None before.
+    """
     torch.autograd.backward(loss if loss_scale == 1 else loss * torch.tensor(loss_scale))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if loss_scale != 1:
@@ -138,11 +146,14 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 
 
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
-    """``model`` and ``batch`` in float64; with ``magnitudes``, every number replaced by its absolute value."""
+    """Return a float64 copy of ``model`` and ``batch``; with ``take_abs`` every number is replaced by its absolute
+    value.
+    """
     wide = copy.deepcopy(model).double()
-    choose = getattr(wide, "set_experts_implementation", None)  # of a mixture of experts of the transformers package:
-    if choose is not None and getattr(wide.config, "_experts_implementation", None) is not None:
-        choose("eager")  # the product of matrices that it takes by default does not know float64
+    # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.
+    set_experts = getattr(wide, "set_experts_implementation", None)
+    if set_experts is not None and getattr(wide.config, "_experts_implementation", None) is not None:
+        set_experts("eager")
     batch = batch.map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     if take_abs:
         batch = batch.map_tensors(torch.abs)

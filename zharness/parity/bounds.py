@@ -1,7 +1,7 @@
-"""Error bounds that follow from the arithmetic: no tolerance is typed by anyone.
+"""Error bounds that follow from floating-point arithmetic, so that no tolerance is typed by hand.
 
-Rounding model: a computed operation is the exact one times (1 + d), |d| <= u, plus at most one subnormal step, with
-u = eps / 2 the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2.2).
+Rounding model: a computed operation is the exact one times (1 + d), |d| <= u, plus at most one subnormal step, with u =
+eps / 2 the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2.2).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """u = eps / 2."""
+    """Return the unit roundoff u = eps / 2 of ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
 def subnormal(dtype: torch.dtype) -> float:
-    """The distance between neighbouring subnormals: the largest error of an operation that underflows."""
+    """Return the distance between neighbouring subnormals of ``dtype``: the largest error of an underflow."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
 
 def gamma(terms: int, dtype: torch.dtype) -> float:
-    """(n+1)u / (1 - (n+1)u) for a scaled sum of ``terms`` terms in any order (Higham, lemma 3.1 and 4.2).
+    """Return (n+1)u / (1 - (n+1)u), the relative error bound of a scaled sum of n = ``terms`` terms in any order.
 
-    Raises ValueError when (n+1)u >= 1: then no bound of this kind exists.
+    Source: Higham, lemma 3.1 and section 4.2. Raises ValueError if (n+1)u >= 1, since no such bound exists then.
     """
     nu = (terms + 1) * unit_roundoff(dtype)
     if nu >= 1:
@@ -38,11 +38,11 @@ def gamma(terms: int, dtype: torch.dtype) -> float:
 
 
 def gamma_or_probabilistic(terms: int, dtype: torch.dtype) -> float:
-    """``gamma``, and where there is none the probabilistic lambda sqrt(n+1) u / (1 - that), with lambda = 8.
+    """Return ``gamma``, or the probabilistic bound nu / (1 - nu), nu = 8 sqrt(n+1) u, if (n+1)u >= 1/2.
 
-    Rounding errors of a sum are taken for independent and of mean zero; then it fails with a probability below 2 n
-    exp(-lambda^2 / 2), 1e-5 for 4e8 terms (Higham and Mary, A new approach to probabilistic rounding error analysis,
-    SIAM J. Sci. Comput. 41, 2019, theorem 2.4).
+    The probabilistic bound assumes independent rounding errors of mean zero; it then fails with a probability below 2 n
+    exp(-8^2 / 2), 1e-5 for 4e8 terms (Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J.
+    Sci. Comput. 41, 2019, theorem 2.4).
     """
     if (terms + 1) * unit_roundoff(dtype) < 1 / 2:
         return gamma(terms, dtype)
@@ -51,16 +51,17 @@ def gamma_or_probabilistic(terms: int, dtype: torch.dtype) -> float:
 
 
 def float64_mean(terms: list[Tensor]) -> Tensor:
-    """The float64 mean of ``terms``, all of one shape."""
+    """Return the float64 mean of ``terms``, which all have the same shape."""
     return torch.stack([term.double() for term in terms]).mean(0)
 
 
 def means_in_torch_orders(
     terms: Sequence[Sequence[Tensor]], scale: float, reduce_dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """``scale`` times the mean of ``terms[rank][micro-step]`` in the orders in which torch computes it in ``wire``.
+    """Yield ``scale`` times the mean of ``terms[rank][micro-step]`` in every order in which torch may compute it.
 
-    Micro-batches are added up before the ranks are, or after, and their sum is divided before or after.
+    Sums over ranks are in ``reduce_dtype``. Micro-batches are summed before the ranks or after them, and the division
+    comes before or after the sum over ranks.
     """
     ranks, micros = len(terms), len(terms[0])
     divisor = micros / scale
@@ -78,11 +79,11 @@ def means_in_torch_orders(
 def mean_and_bound(
     terms: list[Tensor], dtype: torch.dtype, result_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The float64 mean of ``terms`` (all of one shape), and the largest error of computing it in ``dtype``.
+    """Return the float64 mean of ``terms`` (all of one shape) and the largest error of computing it in ``dtype``.
 
-    |E - mean| <= gamma(n) * mean|terms|, whatever the order of the sum, and an underflow step for each operation. The
-    n + 1 roundings are the terms' to the wire, n - 1 sums and the division; where the result is ``held`` in a dtype
-    narrower than the wire, there is one more.
+    |error| <= gamma(n) * mean|terms| in any order of summation, plus one subnormal step for each operation. The n + 1
+    roundings are the conversion of the terms to ``dtype``, n - 1 additions and the division. A ``result_dtype``
+    narrower than ``dtype`` adds one rounding.
     """
     stack = torch.stack([term.double() for term in terms])
     bound = gamma(len(terms), dtype) * stack.abs().mean(0) + (len(terms) + 1) * subnormal(dtype)
@@ -93,9 +94,10 @@ def mean_and_bound(
 
 
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
-    """No less than the bound of ``mean_and_bound`` for ``scale`` times ``terms``, whose mean is ``held``, in float32.
+    """Return a cheap float32 upper limit of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
 
-    For numbers that are known to be right, where only its size is asked for; a thousandth is for its own rounding.
+    ``mean`` is their computed mean. For numbers that are known to be right, where only the size of the bound is
+    reported; the factor 1.001 covers the rounding of this computation itself.
     """
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
@@ -107,9 +109,10 @@ def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, 
 
 @dataclass(frozen=True)
 class BoundedTensor:
-    """A float64 value, and how far a computation in ``dtype`` may be from it: a running error analysis (Higham, 3.3).
+    """A float64 value and an upper bound of the error of computing it in ``dtype`` (running error analysis, Higham
+    3.3).
 
-    ``error`` has the shape of ``value``. Float64's own rounding is 2**-29 of a float32 ``u`` and is left out.
+    ``error`` has the shape of ``value``. The rounding of float64 itself is 2**-29 of float32's and is neglected.
     """
 
     value: Tensor
@@ -118,39 +121,39 @@ class BoundedTensor:
 
     @classmethod
     def exact(cls, value: Tensor) -> BoundedTensor:
-        """A tensor that the computation holds as it is."""
+        """Wrap a tensor that carries no error."""
         return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
     def scalar(self, number: float, roundings: int = 1) -> BoundedTensor:
-        """A Python float that the computation rounds to its dtype, or arrives at in so many ``roundings``."""
+        """Return ``number`` as a scalar that carries the error of ``roundings`` roundings to ``dtype``."""
         value = torch.tensor(number, dtype=torch.float64)
         return BoundedTensor(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
 
     def zero(self) -> BoundedTensor:
-        """Zeros of this shape and dtype."""
+        """Return exact zeros of this shape and dtype."""
         return BoundedTensor(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
 
     def scalar_one(self) -> BoundedTensor:
-        """A one without a shape, which every dtype holds."""
+        """Return an exact scalar 1 in this dtype."""
         return BoundedTensor(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
 
     def maximum(self, other: BoundedTensor) -> BoundedTensor:
-        """The larger of the two, which is not rounded: no further off than the worse of them."""
+        """Return the elementwise maximum; it adds no rounding, so its error is the larger of the two."""
         return BoundedTensor(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
 
     def clamp(self, lower: float, upper: float) -> BoundedTensor:
-        """Not rounded further than its limits are."""
+        """Clamp to [``lower``, ``upper``]; clamped elements carry only the rounding of the limits."""
         limits = torch.tensor([lower, upper], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
         inside = (self.value > lower) & (self.value < upper)
         return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
 
     def sign(self) -> BoundedTensor:
-        """-1, 0 or 1: known, or with an error of 2 where the value may lie on either side of zero."""
+        """Return the sign (-1, 0 or 1), with an error of 2 if the value may lie on either side of zero."""
         unknown = (self.error > 0) & (self.value.abs() <= self.error)
         return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
     def times_sign(self, other: BoundedTensor) -> BoundedTensor:
-        """The product of two signs, which is not rounded."""
+        """Multiply two signs, which adds no rounding."""
         return BoundedTensor(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
 
     def __abs__(self) -> BoundedTensor:
@@ -170,16 +173,17 @@ class BoundedTensor:
         return self._with_rounding(self.value * other.value, carried)
 
     def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
-        """Meaningful where ``other`` is further from zero than its error; elsewhere the bound is infinite."""
+        """Divide; the bound is infinite unless ``other`` is further from zero than its error."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
         return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
     def sqrt(self) -> BoundedTensor:
-        """|sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) where a is smaller than e."""
+        """Take the square root: |sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) if a < e."""
         value = self.value.sqrt()
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
+        """Add the rounding of one operation in ``dtype`` to the error that its operands carried."""
         error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

@@ -1,10 +1,9 @@
-"""The certificate of tier X: proof that no sum in a cell is rounded, whatever its order.
+"""The certificate of tier X: prove that no sum in a cell is rounded, in any order.
 
 Weights, inputs and targets are integers, and the only division is by the number of samples and of terms, a power of
-two: so every number in the cell is a multiple of a quantum q = 1 / (samples x terms). A run in float64 on the
-magnitudes of all of them bounds every partial sum of a network of linear layers, residuals and ReLUs, in any order.
-While that bound stays below q x 2**significand, no bit is ever rounded away. That the run in the cell's dtype equals
-the one in float64 bitwise is checked as well.
+two, so every number in the cell is a multiple of q = 1 / (samples x terms). A run in float64 on absolute values bounds
+every partial sum of a network of linear layers, residuals and ReLUs, in any order. While that bound is below q x
+2**significand, no bit is rounded away. The run in the cell's dtype also has to equal the one in float64 bitwise.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ SIGNIFICAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether dividing by ``number`` only changes an exponent."""
+    """Return whether dividing by ``number`` changes only the exponent."""
     return number > 0 and number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Whether tier X applies, true or false by itself; ``reason`` says why not, where it might have been expected."""
+    """Whether tier X applies (also as a bool); ``reason`` says why not, for a model that could have been exact."""
 
     applies: bool
     reason: str = ""
@@ -39,18 +38,18 @@ class Exactness:
 
 
 def division_exactness(terms: int) -> Exactness:
-    """Exact where the mean of ``terms`` numbers divides by a power of two."""
+    """Return whether dividing by ``terms`` is exact: only for a power of two."""
     if is_power_of_two(terms):
         return Exactness(True)
-    return Exactness(False, f"a mean of {terms} terms is not exact, for {terms} is no power of two")
+    return Exactness(False, f"a mean of {terms} terms is not exact: {terms} is not a power of two")
 
 
 def single_term_mean_exactness(
     local: LocalResult, terms: int, dtype: torch.dtype, loss_scale: float = 1.0
 ) -> Exactness:
-    """Exact where the mean of these gradients and of ``terms`` - 1 zeros is, held in ``dtype`` times ``loss_scale``.
+    """Return whether the mean of these gradients and ``terms - 1`` zeros is exact in ``dtype`` times ``loss_scale``.
 
-    A power of two changes no significand, but the last bit of a subnormal is lost when it is halved.
+    Dividing by a power of two keeps the significand, but loses the last bit of a subnormal.
     """
     if not is_power_of_two(terms):
         return division_exactness(terms)
@@ -58,11 +57,13 @@ def single_term_mean_exactness(
     if all(is_scaling_exact(grad.flatten(), factor, dtype) for grad in local.grads.values()):
         return Exactness(True)
     name = str(dtype).removeprefix("torch.")
-    return Exactness(False, f"a mean of {terms} terms is not exact, for a gradient over {terms} is no number of {name}")
+    return Exactness(
+        False, f"a mean of {terms} terms is not exact: a gradient divided by {terms} is not a number of {name}"
+    )
 
 
 def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
-    """Whether a flat ``grad`` times ``factor``, a power of two, is a number of ``dtype``, element by element."""
+    """Return whether every element of the flat ``grad`` times ``factor``, a power of two, is a number of ``dtype``."""
     pieces = (grad[start : start + CHUNK_ELEMENTS] for start in range(0, grad.numel(), CHUNK_ELEMENTS))
     if grad.dtype == dtype:
         return all(torch.equal(piece * factor / factor, piece) for piece in pieces)
@@ -73,21 +74,22 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 def certify_exactness(
     baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
 ) -> Exactness:
-    """Whether every gradient of these micro-steps, and their mean over ranks and micro-steps, is exact in ``dtype``.
+    """Return whether all gradients of these micro-steps, and their mean over ranks and micro-steps, are exact in
+    ``dtype``.
 
-    ``objective`` (the workload's own where None) must be linear in the output with integer coefficients. A model of
-    random weights is not exact and needs no reason.
+    ``objective`` (None: the workload's) must be linear in the output, with integer coefficients. A model with random
+    weights is not exact; that needs no reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
-    # A function that a check makes for one cell may hold on to all that its ranks saw, and is never met again.
+    # A law's own objective is not cached: it may keep its cell's tensors alive and is never used again.
     return (certify_exact_model_cached if objective is None else certify_exact_model)(
         baseline, steps, dtype, objective or baseline.objective
     )
 
 
 def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
-    """``certified`` for an exact model."""
+    """Certify an exact model, rank by rank and micro-step by micro-step; see ``certify_exactness``."""
     terms = baseline.world_size * len(steps)
     cells = ((rank, step) for rank in range(baseline.world_size) for step in steps)
     if not is_power_of_two(terms) or all(is_locally_exact(baseline, *cell, terms, dtype, loss) for cell in cells):
@@ -98,11 +100,11 @@ def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, lo
     )
 
 
-certify_exact_model_cached = lru_cache(maxsize=1024)(certify_exact_model)  # the same for every engine, stage and check
+certify_exact_model_cached = lru_cache(maxsize=1024)(certify_exact_model)  # the same for every engine, stage and law
 
 
 def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
-    """Whether one rank's micro-batch stays exact, with room for a sum over ``terms`` such gradients."""
+    """Return whether one rank's micro-batch is exact and leaves room for a sum over ``terms`` such gradients."""
     batch, model = baseline.batch(rank, step), baseline.build_module()
     samples = len(batch.inputs)
     if not is_power_of_two(samples) or not all(
@@ -119,12 +121,12 @@ def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype
 
 
 def is_integral(tensor: Tensor) -> bool:
-    """Whether every element is an integer."""
+    """Return whether every element is an integer."""
     return torch.equal(tensor, tensor.round())
 
 
 def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> float:
-    """The largest activation, gradient of an activation and gradient of a parameter in a run on magnitudes."""
+    """Return the largest activation, activation gradient and parameter gradient of a run on absolute values."""
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Two tensors held against each other, and the worst element named."""
+"""Compare two tensors element by element and report the worst wrong element."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from zharness.parity.bounds import unit_roundoff
 from zharness.parity.comparison import Comparison, Mismatch, MismatchTensors, TensorLocation, Tier
 from zharness.parity.ulps import ulp_distances
 
-CHUNK_ELEMENTS = 1 << 15  # elements
-PROBE_ELEMENTS = 64  # elements
+CHUNK_ELEMENTS = 1 << 15  # elements compared at a time, so that temporaries stay in the cache
+PROBE_ELEMENTS = 64  # elements that ``has_finite_nonzero`` tests before the rest
 
 
 def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) -> Comparison:
-    """Bitwise equality, NaN equal to NaN and 0 to -0: tier X."""
+    """Compare bitwise (tier X); NaN equals NaN and 0 equals -0."""
     actual = actual if actual.is_floating_point() else actual.double()  # indices and counts
     wanted, got = (expected, actual) if expected.dtype == actual.dtype else (expected.double(), actual.double())
     if wanted.shape != got.shape or not torch.equal(wanted, got):
         return compare_within_bound(
             location, expected.double(), actual, torch.zeros((), dtype=torch.float64), Tier.EXACT
         )
-    # What ``within`` comes to where nothing differs, which is nearly always: any scaling of any number would show.
-    shows = has_finite_nonzero(wanted)
-    smallest = unit_roundoff(actual.dtype) if shows else math.inf
+    # What ``compare_within_bound`` would return for equal tensors: scaling any nonzero number by 1 + u would be caught.
+    smallest = unit_roundoff(actual.dtype) if has_finite_nonzero(wanted) else math.inf
     return Comparison(Tier.EXACT, 0.0, smallest, None, elements=wanted.numel(), location=location)
 
 
 def has_finite_nonzero(numbers: Tensor) -> bool:
-    """Whether any of ``numbers`` is finite and not zero; nearly always the first is, or one of those behind it."""
+    """Return whether any element is finite and not zero. The first element usually is, so it is tested first."""
     flat = numbers.flatten()
     if flat.numel() and 0.0 < abs(float(flat[0])) < math.inf:
         return True
@@ -42,16 +41,16 @@ def has_finite_nonzero(numbers: Tensor) -> bool:
 
 
 def is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same numbers, none of which is NaN."""
+    """Return whether two tensors have the same dtype, shape and numbers, with no NaN among them."""
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) -> list[Comparison]:
-    """``compare`` of all ``count`` elements of flat tensors, computed piece by piece where all is right.
+    """Return the comparisons of ``count`` elements of flat tensors, computed in chunks; empty if any element is wrong.
 
-    ``compare(piece)`` are the comparisons of these elements, one for each name, of every piece for the same names.
-    Temporaries of a piece stay in a core's cache, where those of a large tensor are new memory for each operation.
-    Where anything is wrong the answer is empty: a mismatch has to be told of the whole tensor.
+    ``compare(chunk)`` returns the comparisons of these elements, one for each tensor name. Temporaries of a chunk stay
+    in a core's cache, while those of a large tensor are new memory for each operation. The caller has to compare the
+    whole tensor after a failure, because a mismatch describes the whole tensor.
     """
     found: dict[str, list[Comparison]] = {}
     for start in range(0, count, CHUNK_ELEMENTS):
@@ -64,7 +63,7 @@ def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) 
 
 
 def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
-    """The comparison of a tensor from those of its pieces, in none of which anything is wrong."""
+    """Merge passed comparisons of the chunks of one tensor into one."""
     tiers = list(Tier)
     return replace(
         chunks[0],
@@ -79,10 +78,11 @@ def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
 def build_plain_match(
     location: TensorLocation, actual: Tensor, bound: Tensor, signal: Tensor | None = None
 ) -> Comparison:
-    """What ``within`` comes to where ``actual`` is bitwise what plain torch makes of the same numbers: nothing wrong.
+    """Return the passed comparison of an ``actual`` that is bitwise equal to what plain torch computes.
 
-    What rounds apart would pass within its bound, so this is no tier X. ``bound`` is no less than that one, and so says
-    no more than is true of what would have been seen; ``signal`` is as in ``within``.
+    Other summation orders would pass within the bound too, so this is not tier X. ``bound`` may be an upper limit of
+    the real bound: then the reported sensitivity is lower than the real one. ``signal`` is as in
+    ``compare_within_bound``.
     """
     size = (actual if signal is None else signal).abs().float()
     found = compare_fast_path(location, torch.zeros_like(size), bound, size, actual.dtype, Tier.STAGED)
@@ -100,11 +100,12 @@ def compare_within_bound(
     tier: Tier = Tier.STAGED,
     signal: Tensor | None = None,
 ) -> Comparison:
-    """|actual - expected| <= bound, element by element; bitwise where one of the two is not finite.
+    """Compare |actual - expected| <= bound element by element; bitwise if the expected value or the bound is not
+    finite.
 
-    ``expected`` and ``bound`` are float64, ``actual`` is what the engine holds; ``bound`` broadcasts. ``signal`` is the
-    part of ``expected`` that an error would scale or lose: the update of a weight; where None, ``expected`` itself.
-    Raises EngineContractError when the shapes differ.
+    ``expected`` and ``bound`` are float64, ``actual`` has the engine's dtype; ``bound`` broadcasts. ``signal`` is the
+    part of ``expected`` that an error would scale or lose, such as the update of a weight; None: ``expected`` itself.
+    Raises EngineContractError if the shapes differ.
     """
     if expected.shape != actual.shape:
         raise EngineContractError(
@@ -118,7 +119,7 @@ def compare_within_bound(
     if found is not None:
         return found
     same = (got == expected) | (got.isnan() & expected.isnan())
-    # Nothing is within a bound that is not a number or has no end: there, only the same value will do.
+    # A bound that is NaN or infinite allows nothing: there, only the same value passes.
     known = expected.isfinite() & bound.isfinite()
     error = torch.where(same, 0.0, torch.where(known, (got - expected).abs().nan_to_num(nan=math.inf), math.inf))
     wrong = torch.where(known, error > bound, ~same)
@@ -140,18 +141,18 @@ def compare_within_bound(
 def compare_fast_path(
     location: TensorLocation, error: Tensor, bound: Tensor, magnitude: Tensor, dtype: torch.dtype, tier: Tier
 ) -> Comparison | None:
-    """What ``within`` comes to where all numbers are finite and within their bounds, which is nearly always; else None.
+    """Return the passed comparison if all numbers are finite and clearly within their bounds, else None.
 
-    ``error`` and ``size``, of one shape, are not negative. A third of the operations, and to be right it may give None
-    wherever it likes.
+    ``error`` and ``magnitude`` have one shape and are not negative. It needs a third of the operations of
+    ``compare_within_bound``, which decides whenever this returns None.
     """
     if not error.numel() or not math.isfinite(float((error + bound + magnitude).sum())):
         return None
-    ratio = float((error / bound).nan_to_num_(0.0).max())  # 0 / 0: no error where none is allowed
-    if not ratio < 1 or bool((bound < error).any()):  # the second where a bound is negative, and with it its ratio
+    ratio = float((error / bound).nan_to_num_(0.0).max())  # 0 / 0: no error and none allowed
+    if not ratio < 1 or bool((bound < error).any()):  # a negative bound makes its ratio negative too
         return None
-    share = (bound / magnitude).nan_to_num_(math.inf, math.inf)  # 0 / 0: nothing that could be scaled
-    zeros = magnitude.numel() - int(magnitude.count_nonzero())  # which are within any bound, and tell nothing
+    share = (bound / magnitude).nan_to_num_(math.inf, math.inf)  # 0 / 0: a zero cannot be scaled
+    zeros = magnitude.numel() - int(magnitude.count_nonzero())  # within any bound; not counted as undetermined
     return Comparison(
         tier,
         ratio,
@@ -163,20 +164,22 @@ def compare_fast_path(
 
 
 def attach_plain_values(comparison: Comparison, compute_plain: Callable[[], Tensor]) -> Comparison:
-    """``comparison`` with what plain torch gives there, where it is a mismatch."""
+    """Return ``comparison`` with plain torch's numbers attached to its mismatch, if it has one."""
     if comparison.mismatch_tensors is None:
         return comparison
     return replace(comparison, mismatch_tensors=replace(comparison.mismatch_tensors, compute_plain=compute_plain))
 
 
 def compare_within_range(location: TensorLocation, lower: Tensor, actual: Tensor, upper: Tensor) -> Comparison:
-    """least <= actual <= most: a range that is allowed, no rounding, so that nothing in it is undetermined."""
+    """Compare lower <= actual <= upper; the range is allowed as a whole, so none of it counts as undetermined."""
     middle, room = (upper.double() + lower.double()) / 2, (upper.double() - lower.double()) / 2
     return compare_within_bound(location, middle, actual, room, signal=torch.zeros_like(middle))
 
 
 def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
-    """The smallest s for which an error of s x ``size`` would have left the bound somewhere; at least u."""
+    """Return the smallest s, at least u, for which an error of s x ``magnitude`` would exceed the bound in some
+    element.
+    """
     used = (magnitude > 0) & magnitude.isfinite()
     if not bool(used.any()):
         return math.inf
@@ -186,7 +189,7 @@ def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -
 def build_mismatch(
     location: TensorLocation, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
 ) -> Mismatch:
-    """The element with the largest error among the wrong ones."""
+    """Describe the wrong element with the largest error."""
     flat = int(torch.where(wrong, error, -1.0).argmax())
     owner, offset = find_owner(location.pieces, flat)
     want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
@@ -209,7 +212,7 @@ def build_mismatch(
 
 
 def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, int]:
-    """The rank that holds element ``flat``, and the element's place in that rank's piece."""
+    """Return the rank that holds element ``flat_index`` and the element's index in that rank's piece."""
     for piece in pieces:
         if piece.start <= flat_index < piece.stop:
             return piece.rank, flat_index - piece.start
@@ -217,7 +220,7 @@ def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, in
 
 
 def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
-    """How many values of ``dtype`` lie between the two, once ``expected`` is rounded to it; -1 if one is not finite."""
+    """Return the number of ULPs between the two, with ``expected`` rounded to ``dtype``; -1 if one is not finite."""
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1
     first, second = (torch.tensor([value], dtype=torch.float64).to(dtype) for value in (expected, actual))
@@ -225,7 +228,7 @@ def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
 
 
 def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Comparison]:
-    """Every rank's copy against rank 0's, bitwise."""
+    """Compare every rank's copy bitwise with rank 0's."""
     found = []
     for rank, copy in enumerate(copies[1:], start=1):
         here = TensorLocation(location.name, location.part, location.step, rank, location.pieces)
@@ -234,7 +237,7 @@ def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Co
 
 
 def check_names(subject: str, expected: Mapping[str, object], actual: Mapping[str, object]) -> None:
-    """Raises EngineContractError unless both have the same names."""
+    """Raise EngineContractError unless both mappings have the same names."""
     missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or extra:
         raise EngineContractError(

@@ -1,4 +1,4 @@
-"""What a comparison finds, as data."""
+"""The data types of comparisons: tiers, parts of a training step, locations and mismatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zharness.engines.protocol import Piece
 
 
 class Tier(Enum):
-    """The tiers of tolerance, the tightest first."""
+    """The tiers of tolerance, the tightest first: bitwise, by rounding bound, by calibration."""
 
     EXACT = "X"
     STAGED = "S"
@@ -20,7 +20,7 @@ class Tier(Enum):
 
 
 class Part(Enum):
-    """The parts of a training step, in the order in which an error enters them."""
+    """The parts of a training step, in the order in which an error can enter."""
 
     FORWARD = "forward"
     LOCAL_GRADIENT = "local gradient"
@@ -32,7 +32,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """What is compared: which tensor, at which step, as the outcome of which part, as seen on which rank."""
+    """Which tensor is compared, at which step, as the result of which part, from which rank's records."""
 
     name: str
     part: Part
@@ -45,10 +45,10 @@ class TensorLocation:
 class Mismatch:
     """The worst wrong element of the first wrong tensor.
 
-    ``owner`` is the rank that holds the element (None: every rank holds it whole) and ``offset`` its place in that
-    rank's piece. ``index`` is its place in the original tensor, ``ulps`` the distance in units of the last place of the
-    tensor's dtype, ``wrong`` of ``total`` elements are outside the bound. ``seen_on`` is the rank whose copy was
-    compared. ``hint`` says what the numbers look like, when they look like something.
+    ``index`` locates the element in the original tensor. ``owner`` is the rank that holds it (None: every rank holds
+    the whole tensor), ``offset`` its index in that rank's piece. ``seen_on`` is the rank whose record was compared.
+    ``ulps`` is the distance in the tensor's dtype; ``wrong`` of ``total`` elements exceed the bound. ``hint`` names a
+    fault that would give these numbers; empty if none is known.
     """
 
     step: int
@@ -67,11 +67,11 @@ class Mismatch:
     hint: str = ""
 
     def describe(self) -> str:
-        """One sentence that a person can act on."""
-        place = f"{self.parameter}{list(self.index)}" if self.index else self.parameter
+        """Return one sentence: location, expected and actual number, bound, and the hint."""
+        element = f"{self.parameter}{list(self.index)}" if self.index else self.parameter
         where = "whole on every rank" if self.owner is None else f"owned by rank {self.owner}, element {self.offset}"
         sentence = (
-            f"step {self.step}, {self.part.value}: {place} ({where}; seen on rank {self.seen_on}) "
+            f"step {self.step}, {self.part.value}: {element} ({where}; seen on rank {self.seen_on}) "
             f"expected {self.expected:.9g}, got {self.actual:.9g} "
             f"(bound {self.bound:.3g}, {self.ulps} ULP apart, {self.wrong} of {self.total} elements wrong)"
         )
@@ -80,10 +80,10 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class MismatchTensors:
-    """The numbers of a mismatch, all of one shape: what was expected in float64, what the engine holds, error / bound.
+    """The tensors of a mismatch, all of one shape: expected (float64), the engine's, and error / bound.
 
-    ``plain()`` is what plain torch gives there in a dtype of its own, where the judge can tell; called only to show it.
-    ``group`` are the largest ratios of all parameters, where they are compared as one.
+    ``compute_plain()`` returns what plain torch computes in its own dtype (None: unknown); called only to display it.
+    ``ratios_by_parameter`` are the largest ratios of all parameters that were compared as one group.
     """
 
     expected: Tensor
@@ -95,13 +95,13 @@ class MismatchTensors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor, or one group of tensors, held against what it should be.
+    """The result of comparing one tensor, or one group of tensors, with its expected value.
 
-    ``ratio`` is the largest error over its bound (0 when bitwise equal, infinite when a bound of 0 is left).
-    ``smallest`` is the smallest relative scale error of the whole tensor that would have been caught. ``undetermined``
-    of ``elements`` are smaller than their bound: one of those could be lost unseen, so more wrong elements than that
-    are caught for certain. ``note`` says why the tier is not the one that the law promises. ``place`` is what was
-    compared, and ``witness`` holds its numbers where they are a mismatch: one that passes keeps no tensor alive.
+    ``ratio`` is the largest error over its bound (0 if bitwise equal, infinite if a bound of 0 is exceeded).
+    ``smallest_detectable`` is the smallest relative scale error of the whole tensor that would have been caught.
+    ``undetermined`` of ``elements`` are smaller than their bound, so one of them could be lost without being noticed.
+    ``note`` says why the tier is not the one that the law promises. ``mismatch_tensors`` is set only for a mismatch, so
+    that a passed comparison keeps no tensor alive.
     """
 
     tier: Tier

@@ -1,7 +1,8 @@
-"""What makes a comparison worthless or unlike: torch's functions replaced, other settings, memory that is shared.
+"""Detect what makes a comparison worthless: replaced torch functions, different settings, shared memory.
 
-An engine may replace a function of torch for its whole process (DeepSpeed's stage 3 does so with
-``torch.nn.functional.linear``, and it outlives the engine). A baseline that ran there would be held against itself.
+An engine may replace a function of torch for its whole process (DeepSpeed's stage 3 replaces
+``torch.nn.functional.linear``, and the replacement outlives the engine). A baseline that ran there would be compared
+with itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from zharness.errors import HarnessFault, UsageError
 
-# Where the functions live that an engine, a model or an optimizer computes with.
+# The namespaces of functions that an engine, a model or an optimizer computes with.
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 TORCH_NAMESPACES: Mapping[str, Any] = {
     "torch": torch,
@@ -29,23 +30,23 @@ TORCH_NAMESPACES: Mapping[str, Any] = {
     **{f"torch.nn.{kind.__name__}": kind for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv2d)},
     **{f"torch.optim.{kind.__name__}": kind for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)},
 }
-# What the transformers package adds, under a name that torch has not and calls nowhere.
+# Added by the transformers package under a name that torch does not use.
 ALLOWED_ADDITIONS = ("torch.nn.Module.smart_apply",)
-# A function that is compiled code is torch's own or a library's, and nobody puts one there instead of another.
+# Compiled functions are torch's own or a library's; replacements are written in Python.
 COMPILED_TYPES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# Python's own, which torch hands on under its names: decorators and types.
+# Decorators and types of the standard library that torch re-exports.
 STANDARD_MODULES = ("typing", "typing_extensions", "functools", "contextlib", "collections", "abc")
 
 
 @dataclass(frozen=True)
 class ProcessConditions:
-    """What numbers of a process depend on beside the code: settings by name, and torch's replaced functions."""
+    """What the numbers of a process depend on besides the code: settings by name, and replaced functions of torch."""
 
     settings: Mapping[str, str]
     replacements: tuple[str, ...]
 
     def describe_differences(self, other: ProcessConditions) -> list[str]:
-        """In words what is another here than in ``other``, where a function replaced is worth a word anyway."""
+        """Return a sentence for each replaced function here, and for each setting that differs from ``other``."""
         differing = [
             f"{name} is {value}, for the baseline {other.settings[name]}"
             for name, value in self.settings.items()
@@ -55,7 +56,7 @@ class ProcessConditions:
 
 
 def read_process_conditions() -> ProcessConditions:
-    """Those of this process, now."""
+    """Return the conditions of this process at this moment."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     settings = {
         "the number of threads": torch.get_num_threads(),
@@ -72,24 +73,24 @@ def read_process_conditions() -> ProcessConditions:
 
 
 def find_replaced_functions() -> Iterator[str]:
-    """Functions of torch that are not torch's: ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
+    """Yield replaced functions of torch, such as ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
     for owner, holder in TORCH_NAMESPACES.items():
         if vars(holder) == _clean_namespaces.get(owner):
             continue
         found = list(find_foreign_functions(owner, holder))
-        if not found:  # else what has replaced them would be kept alive here
+        if not found:  # a namespace with replacements would be kept alive by the cache
             _clean_namespaces[owner] = dict(vars(holder))
         yield from found
 
 
-# What owners held when all of it was torch's: the same objects need no second look, at 2,000 names in every cell.
+# Namespaces as they were when nothing was replaced: if unchanged, their 2,000 names need no second look per cell.
 _clean_namespaces: dict[str, dict[str, Any]] = {}
 
 
 def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
-    """Those of one owner."""
+    """Yield the functions in one namespace of torch whose code is not torch's."""
     for name, value in vars(holder).items():
-        if isinstance(value, COMPILED_TYPES):  # most of them
+        if isinstance(value, COMPILED_TYPES):  # most functions
             continue
         function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         if not callable(function) or isinstance(function, type) or is_from_torch(function):
@@ -99,9 +100,9 @@ def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
 
 
 def is_from_torch(function: Any) -> bool:
-    """Whether a function's code lies in torch, or in C."""
+    """Return whether a function's code is torch's, the standard library's or compiled."""
     if isinstance(function, types.FunctionType):
-        # A wrapper keeps the name of what it wraps, and its own code: the file cannot be pretended.
+        # functools.wraps copies names but not the code object, so its file is reliable.
         file = function.__code__.co_filename
         return file.startswith(TORCH_FOLDER) or os.path.basename(file).removesuffix(".py") in STANDARD_MODULES
     if isinstance(function, COMPILED_TYPES) or inspect.ismethoddescriptor(function):
@@ -110,14 +111,14 @@ def is_from_torch(function: Any) -> bool:
 
 
 def describe_function(function: Any) -> str:
-    """Module, name and file."""
+    """Return module, name, file and line of a function."""
     module, name = (getattr(function, key, "") for key in ("__module__", "__qualname__"))
     code = getattr(function, "__code__", None)
     return f"{module}.{name}" + (f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else "")
 
 
 def require_clean_torch(conditions: ProcessConditions) -> None:
-    """Raises HarnessFault where this process, which is to run the baseline, is not torch as it was released."""
+    """Raise HarnessFault if a function of torch is replaced in this process, which is about to run the baseline."""
     if conditions.replacements:
         raise HarnessFault(
             f"the baseline cannot run here: {'; '.join(conditions.replacements)}; "
@@ -126,9 +127,9 @@ def require_clean_torch(conditions: ProcessConditions) -> None:
 
 
 def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
-    """Raises UsageError where a parameter or buffer of the baseline lies in the same memory as one of the engine's."""
+    """Raise UsageError if a parameter or buffer of the baseline shares memory with one of the engine's."""
     taken = {tensor.untyped_storage().data_ptr(): name for name, tensor in named_tensors(engine)}
-    taken.pop(0, None)  # storage without memory: meta tensors, and weights that are sharded away
+    taken.pop(0, None)  # storage without memory: meta tensors and freed (sharded) weights
     for name, tensor in named_tensors(baseline):
         other = taken.get(tensor.untyped_storage().data_ptr())
         if other is not None:
@@ -139,7 +140,7 @@ def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, those on meta left out."""
+    """Yield parameters and buffers by name, except those on the meta device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_meta:
             yield name, tensor.detach()

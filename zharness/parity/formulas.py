@@ -1,7 +1,7 @@
 """One step of each elementwise optimizer of torch.optim, in the order of torch's single-tensor implementation.
 
-Each takes a parameter, its gradient and its state with the errors that they carry, the number of steps before this one
-and all options, and gives the new weight and the new state; state that is missing is what torch begins with.
+Each formula takes a parameter, its gradient and its state with the errors that they carry, the number of earlier steps
+and all options, and returns the new weight and the new state. Missing state starts with torch's initial values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Options = Mapping[str, Any]
 
 
 def add_weight_decay(w: BoundedTensor, g: BoundedTensor, options: Options) -> BoundedTensor:
-    """The gradient with L2 regularisation."""
+    """Return the gradient plus the L2 term."""
     decay = options["weight_decay"]
     return g + w.scalar(decay) * w if decay else g
 
@@ -28,7 +28,7 @@ def add_weight_decay(w: BoundedTensor, g: BoundedTensor, options: Options) -> Bo
 def apply_weight_decay(
     w: BoundedTensor, g: BoundedTensor, options: Options, decoupled: bool
 ) -> tuple[BoundedTensor, BoundedTensor]:
-    """Weight and gradient after weight decay: off the weight itself where it is ``decoupled``, else by the gradient."""
+    """Return weight and gradient after weight decay: ``decoupled`` shrinks the weight, otherwise the gradient grows."""
     if decoupled and options["weight_decay"]:
         return w * w.scalar(1 - options["lr"] * options["weight_decay"]), g
     return w, add_weight_decay(w, g, options)
@@ -37,19 +37,19 @@ def apply_weight_decay(
 def update_moments(
     w: BoundedTensor, g: BoundedTensor, state: State, options: Options
 ) -> tuple[BoundedTensor, BoundedTensor]:
-    """exp_avg and exp_avg_sq."""
+    """Return the updated ``exp_avg`` and ``exp_avg_sq``."""
     (beta1, beta2), zero = options["betas"], w.zero()
     m, v = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
     return m + w.scalar(1 - beta1) * (g - m), update_mean_square(w, g, v, beta2)
 
 
 def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, beta: float) -> BoundedTensor:
-    """A running average of squares."""
+    """Return the updated running average of squares."""
     return v * w.scalar(beta) + w.scalar(1 - beta) * g * g
 
 
 def adam(decoupled: bool, w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Adam (Kingma and Ba 2015), AMSGrad (Reddi et al. 2018) or AdamW (Loshchilov and Hutter 2019)."""
+    """Take a step of Adam (Kingma and Ba 2015), AMSGrad (Reddi et al. 2018) or AdamW (Loshchilov and Hutter 2019)."""
     (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
     w, g = apply_weight_decay(w, g, options, decoupled)
     m, v = update_moments(w, g, state, options)
@@ -61,21 +61,21 @@ def adam(decoupled: bool, w: BoundedTensor, g: BoundedTensor, state: State, step
 
 
 def nadam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Adam with Nesterov's momentum and its own schedule of it (Dozat 2016)."""
+    """Take a step of Adam with Nesterov momentum and its own momentum schedule (Dozat 2016)."""
     (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
     w, g = apply_weight_decay(w, g, options, options["decoupled_weight_decay"])
-    mu, coming = (beta1 * (1 - 0.5 * 0.96 ** (at * options["momentum_decay"])) for at in (step, step + 1))
+    mu, next_mu = (beta1 * (1 - 0.5 * 0.96 ** (at * options["momentum_decay"])) for at in (step, step + 1))
     one = w.scalar_one()
     product = state.get("mu_product", one) * w.scalar(mu)
     m, v = update_moments(w, g, state, options)
     spread = (v / w.scalar(1 - beta2**step)).sqrt() + w.scalar(options["eps"])
     now = w.scalar(lr * (1 - mu)) / (one - product)
-    ahead = w.scalar(lr * coming) / (one - product * w.scalar(coming))
+    ahead = w.scalar(lr * next_mu) / (one - product * w.scalar(next_mu))
     return w - now * g / spread - ahead * m / spread, {"mu_product": product, "exp_avg": m, "exp_avg_sq": v}
 
 
 def radam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Adam whose rate is rectified while few squares were seen (Liu et al. 2020)."""
+    """Take a step of Adam whose learning rate is rectified in the first steps (Liu et al. 2020)."""
     (beta1, beta2), step = options["betas"], steps + 1
     w, g = apply_weight_decay(w, g, options, options["decoupled_weight_decay"])
     m, v = update_moments(w, g, state, options)
@@ -90,7 +90,7 @@ def radam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, option
 
 
 def adamax(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Adam with the infinity norm (Kingma and Ba 2015, section 7)."""
+    """Take a step of Adam with the infinity norm (Kingma and Ba 2015, section 7)."""
     (beta1, beta2), zero = options["betas"], w.zero()
     g = add_weight_decay(w, g, options)
     m = state.get("exp_avg", zero)
@@ -101,7 +101,7 @@ def adamax(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, optio
 
 
 def adagrad(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Adagrad (Duchi, Hazan and Singer 2011)."""
+    """Take a step of Adagrad (Duchi, Hazan and Singer 2011)."""
     g = add_weight_decay(w, g, options)
     total = state.get("sum", w.zero() + w.scalar(options["initial_accumulator_value"])) + g * g
     rate = w.scalar(options["lr"] / (1 + steps * options["lr_decay"]))
@@ -109,7 +109,7 @@ def adagrad(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, opti
 
 
 def adadelta(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
-    """Adadelta (Zeiler 2012)."""
+    """Take a step of Adadelta (Zeiler 2012)."""
     rho, eps, zero = options["rho"], w.scalar(options["eps"]), w.zero()
     g = add_weight_decay(w, g, options)
     square = update_mean_square(w, g, state.get("square_avg", zero), rho)
@@ -120,7 +120,7 @@ def adadelta(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, op
 
 
 def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
-    """RMSprop (Hinton 2012), centered (Graves 2013) and with momentum where it is asked for."""
+    """Take a step of RMSprop (Hinton 2012), optionally centered (Graves 2013) and with momentum."""
     alpha, zero = options["alpha"], w.zero()
     g = add_weight_decay(w, g, options)
     square = update_mean_square(w, g, state.get("square_avg", zero), alpha)
@@ -137,31 +137,35 @@ def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, opt
 
 
 def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
-    """Averaged SGD (Polyak and Juditsky 1992); the rate of a step was settled by the step before it."""
+    """Take a step of averaged SGD (Polyak and Juditsky 1992).
+
+    The state ``eta`` is the learning rate of this step, which the previous step computed.
+    """
     lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.scalar_one()
     g = add_weight_decay(w, g, options)
     rate, mu = state.get("eta", w.scalar(lr)), state.get("mu", one)
     w = w * (one - w.scalar(lambd) * rate) - rate * g
     average = state.get("ax", w.zero())
     average = w if float(mu.value) == 1 else average + (w - average) * mu
-    following = w.scalar(lr / (1 + lambd * lr * step) ** options["alpha"])
-    return w, {"ax": average, "eta": following, "mu": w.scalar(1 / max(1, step - options["t0"]))}
+    # Multi-tensor torch computes it in float32: two products, a sum, a power (2), a quotient and a product.
+    next_rate = w.scalar(lr / (1 + lambd * lr * step) ** options["alpha"], roundings=7)
+    return w, {"ax": average, "eta": next_rate, "mu": w.scalar(1 / max(1, step - options["t0"]))}
 
 
 def rprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
-    """Resilient propagation (Riedmiller and Braun 1993), which looks at signs alone."""
+    """Take a step of resilient propagation (Riedmiller and Braun 1993), which uses only the signs of gradients."""
     (less, more), (least, most) = options["etas"], options["step_sizes"]
     turn = g.sign().times_sign(state.get("prev", w.zero()).sign())
     value = torch.where(turn.value > 0, more, torch.where(turn.value < 0, less, 1.0))
     factor = BoundedTensor(value, torch.where(turn.error > 0, more - less, w.scalar(more).error), w.dtype)
     size = (state.get("step_size", w.zero() + w.scalar(options["lr"])) * factor).clamp(least, most)
-    # Where the sign turned, nothing moves and nothing is remembered.
+    # Where the sign of the gradient changed, the weight does not move and no gradient is stored.
     kept = BoundedTensor(g.value.where(turn.value >= 0, 0.0), g.error + g.value.abs() * turn.error, w.dtype)
     return w - kept.sign() * size, {"prev": kept, "step_size": size}
 
 
 def sgd(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, options: Options) -> Update:
-    """SGD with weight decay, momentum, dampening and Nesterov's look ahead (Sutskever et al. 2013)."""
+    """Take a step of SGD with weight decay, momentum, dampening and Nesterov momentum (Sutskever et al. 2013)."""
     g = add_weight_decay(w, g, options)
     after: dict[str, BoundedTensor] = {}
     if options["momentum"]:

@@ -1,6 +1,6 @@
-"""What a failing cell shows besides its verdict: where in the tensor, how far off, in whose shard, in which layers.
+"""Describe a mismatch for a record's JSON: heat map, shards, ULP histograms, layers and training curves.
 
-Plain data, as it stands in a record's JSON: about 10 KB at most. A number that JSON does not have is a string.
+Plain data, at most about 10 KB. A number that JSON cannot hold is a string.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation
 from zharness.parity.ulps import CLASS_LABELS, count_ulp_classes
 
-HEAT_MAP_ROWS, HEAT_MAP_COLUMNS = 20, 48  # blocks of a heat map
+HEAT_MAP_ROWS, HEAT_MAP_COLUMNS = 20, 48  # most blocks of a heat map
 MAX_LAYERS = 48
-LAYER_DIGITS, HEAT_MAP_DIGITS = 3, 2  # digits of a layer's ratio, and of one in a heat map
-SHORT_INTEGER_LIMIT = 1e6  # an integer below it is no longer than a float
-MAX_FOLLOWING_ELEMENTS = 1 << 24  # elements compared beyond the first mismatch, for the layers: a second or two
+LAYER_DIGITS, HEAT_MAP_DIGITS = 3, 2  # significant digits of ratios
+SHORT_INTEGER_LIMIT = 1e6  # integers below it are written without a decimal point
+MAX_FOLLOWING_ELEMENTS = 1 << 24  # compared after the first mismatch to fill ``layers``: one or two seconds
 
 JsonNumber = float | str
 
 
 class HeatMap(TypedDict):
-    """The largest error over its bound in each of ``rows`` x ``columns`` blocks of a parameter seen as a matrix.
+    """The largest error / bound in each of ``rows`` x ``columns`` blocks of a parameter viewed as a matrix.
 
-    A parameter of one dimension is one row; of more, its first dimension are the rows. ``block`` is how many rows and
-    columns of the matrix a block has; the last ones may have fewer.
+    A one-dimensional parameter is one row; otherwise the first dimension gives the rows. ``block`` is the number of
+    matrix rows and columns in a block; the last blocks may be smaller.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class HeatMap(TypedDict):
 
 
 class ShardRange(TypedDict):
-    """Elements ``start`` to ``stop`` (flat) lie on ``rank``."""
+    """Flat elements ``start`` to ``stop`` lie on ``rank``."""
 
     rank: int
     start: int
@@ -48,10 +48,11 @@ class ShardRange(TypedDict):
 
 
 class UlpHistograms(TypedDict):
-    """How many elements lie in each class of ``edges``, in units of the last place of the engine's dtype, from float64.
+    """Number of elements in each class of ``edges``: distance from the expected float64 number in ULPs of the engine's
+    dtype.
 
-    The oracle is the float64 number that the comparison is held against; where a law asks for the baseline's own bits,
-    they are. ``baseline`` is empty where the judge has no numbers of plain torch.
+    If a law demands the baseline's own bits, the expected number is the baseline's. ``baseline`` is empty if the judge
+    has no numbers of plain torch.
     """
 
     edges: list[str]
@@ -60,24 +61,24 @@ class UlpHistograms(TypedDict):
 
 
 class LayerRatio(TypedDict):
-    """The largest error over its bound in one parameter."""
+    """The largest error / bound in one parameter."""
 
     name: str
     ratio: JsonNumber
 
 
 class TrainingCurve(TypedDict):
-    """One number for each step, of the engine and of the plain model, which was trained on its own."""
+    """One number per step for the engine, and for the plain model trained separately."""
 
     engine: list[JsonNumber]
     baseline: list[JsonNumber]
 
 
 class MismatchReport(TypedDict):
-    """All of it, of the first comparison that went wrong; null where there is nothing to show.
+    """The report of the first comparison that failed; a field is null if there is nothing to show.
 
-    ``layers`` are parameters in order of depth, by the comparisons of the same step and part; of many, the worst of
-    each few neighbours. ``curves`` are those of "loss" and "norm" where the check trained several steps.
+    ``layers`` lists parameters by depth, from the comparisons of the same step and part; of many parameters, only the
+    worst of each few neighbours. ``curves`` has "loss" and "norm" if the law trained several steps.
     """
 
     parameter: str
@@ -97,10 +98,10 @@ def build_mismatch_report(
     parameter_names: Sequence[str],
     curves: Mapping[str, TrainingCurve],
 ) -> MismatchReport | None:
-    """What there is to show of ``seen``, of which the last is a mismatch; None where it kept no numbers.
+    """Build the report of the last comparison of ``comparisons``; None unless it is a mismatch that kept its tensors.
 
-    ``coming`` are the comparisons after it, which are taken as long as they tell of the same step and part; ``names``
-    the model's parameters in order of depth.
+    ``remaining`` are the comparisons after it, which are consumed as long as they belong to the same step and part.
+    ``parameter_names`` are the model's parameters in order of depth.
     """
     last = comparisons[-1]
     if last.mismatch is None or last.location is None or last.mismatch_tensors is None:
@@ -122,7 +123,7 @@ def build_mismatch_report(
 
 
 def build_heat_map(ratio: Tensor) -> HeatMap:
-    """``ratio`` in blocks."""
+    """Reduce ``ratio`` to the largest value of each block."""
     matrix = ratio.reshape(ratio.shape[0], -1) if ratio.dim() > 1 else ratio.reshape(1, -1)
     height, width = (
         math.ceil(size / most) for size, most in zip(matrix.shape, (HEAT_MAP_ROWS, HEAT_MAP_COLUMNS), strict=True)
@@ -135,27 +136,27 @@ def build_heat_map(ratio: Tensor) -> HeatMap:
 
 
 def build_ulp_histograms(tensors: MismatchTensors) -> UlpHistograms:
-    """The distances of the engine's numbers and of plain torch's."""
-    held, plain = tensors.actual, list[int]()
-    # From a state that is wrong in kind torch's optimizer cannot step; the engine's numbers can be shown all the same.
+    """Count the engine's and plain torch's elements by their distance from the expected numbers."""
+    actual, plain = tensors.actual, list[int]()
+    # Plain torch cannot step from a state of a wrong shape or type; the engine's histogram is still useful.
     with suppress(Exception):
         plain = (
             []
             if tensors.compute_plain is None
-            else count_ulp_classes(tensors.expected, tensors.compute_plain().to(held.dtype))
+            else count_ulp_classes(tensors.expected, tensors.compute_plain().to(actual.dtype))
         )
-    return {"edges": CLASS_LABELS, "engine": count_ulp_classes(tensors.expected, held), "baseline": plain}
+    return {"edges": CLASS_LABELS, "engine": count_ulp_classes(tensors.expected, actual), "baseline": plain}
 
 
 def comparisons_before(comparisons: Sequence[Comparison], location: TensorLocation) -> Iterable[Comparison]:
-    """The comparisons of the same step and part that led to the last one, and it."""
+    """Return the comparisons of the same step and part up to and including the last one, latest first."""
     return takewhile(lambda found: is_same_step_and_part(found, location), reversed(comparisons))
 
 
 def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation) -> Iterator[Comparison]:
-    """Those that follow it, up to LOOKED_AT elements."""
+    """Yield the following comparisons of the same step and part, up to ``MAX_FOLLOWING_ELEMENTS`` elements."""
     left = MAX_FOLLOWING_ELEMENTS
-    # Once a number is wrong the engine's next ones may be of any kind: what the judge makes of them is no news.
+    # After a wrong number the judge may fail on the following ones; that adds nothing to the report.
     with suppress(Exception):
         for found in remaining:
             left -= found.elements
@@ -165,7 +166,7 @@ def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation)
 
 
 def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> bool:
-    """Whether a comparison tells of the same step and part."""
+    """Return whether ``comparison`` belongs to the step and part of ``location``."""
     return comparison.location is not None and (comparison.location.step, comparison.location.part) == (
         location.step,
         location.part,
@@ -173,7 +174,7 @@ def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> b
 
 
 def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Sequence[str]) -> list[LayerRatio] | None:
-    """The worst ratio of each parameter, weights and optimizer state together; None where there is none."""
+    """Return the worst ratio of each parameter, over its weights and optimizer state; None if there is none."""
     known, worst = set(parameter_names), dict[str, float]()
     for comparison in comparisons:
         for named, ratio in ratios_by_parameter(comparison).items():
@@ -187,20 +188,20 @@ def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Seque
 
 
 def ratios_by_parameter(comparison: Comparison) -> Mapping[str, float]:
-    """The worst ratio of each parameter that was compared, usually one."""
+    """Return the worst ratio of each parameter that ``comparison`` covers, usually one."""
     if comparison.mismatch_tensors is not None and comparison.mismatch_tensors.ratios_by_parameter:
         return comparison.mismatch_tensors.ratios_by_parameter
     return {comparison.location.name: comparison.ratio} if comparison.location else {}
 
 
 def round_ratio(ratio: float, digits: int) -> JsonNumber:
-    """An error over its bound; one that is beyond it is never rounded to it."""
+    """Round a ratio to ``digits`` digits, keeping a ratio above 1 above 1."""
     rounded = round_for_json(ratio, digits)
     return 1 + 10.0 ** (1 - digits) if ratio > 1 and rounded == 1 else rounded
 
 
 def round_for_json(value: float, digits: int) -> JsonNumber:
-    """``value`` in so many digits, as JSON can hold it and in few characters."""
+    """Round ``value`` to ``digits`` digits, in the shortest form that JSON can hold."""
     if not math.isfinite(value):
         return str(value)
     rounded = float(f"{value:.{digits}g}")

@@ -1,8 +1,8 @@
-"""The first module whose own computation departs from the baseline's, in forward order and in backward order.
+"""Find the first module whose own computation differs from the baseline's, in forward and in backward order.
 
-Every module is fed the baseline's numbers: its inputs are exchanged for them on the way in, its outputs on the way out,
-and so are the gradients on the way back. An error is seen where it arises then, and cascades to nowhere. What a module
-computes between its children shows as a wrong input of the next child.
+Every module gets the baseline's tensors: its inputs, its outputs and their gradients are replaced on the way. So an
+error appears in the module where it arises and does not propagate. What a module computes between its children shows as
+a wrong input of the next child.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    tree_map,  # torch's own walk over nested outputs; transformers registers its classes there
-)
+from torch.utils._pytree import tree_map  # transformers registers its output classes with it
 
-# Where a tensor passed, to the tensor: "blocks.0.up, call 0, output 0" forward, with " gradient" behind it backward.
+# Tensors by location: "blocks.0.up, call 0, output 0" in forward, the same with " gradient" in backward.
 Trace = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ModuleDivergence:
-    """The first place at which a tensor is not the baseline's, though everything before it was."""
+    """The first tensor that differs from the baseline's although everything before it was equal."""
 
     location: str
     expected: float
@@ -33,7 +31,7 @@ class ModuleDivergence:
     total: int
 
     def describe(self) -> str:
-        """As in: ``blocks.0.up, call 0, output 0: expected 1, got 2, 3 of 8 elements wrong``."""
+        """Return a text such as ``blocks.0.up, call 0, output 0: expected 1, got 2, 3 of 8 wrong``."""
         return (
             f"{self.location}: expected {self.expected:.9g}, got {self.actual:.9g}, {self.wrong} of {self.total} wrong"
         )
@@ -41,53 +39,55 @@ class ModuleDivergence:
 
 @dataclass(frozen=True)
 class ModuleDivergences:
-    """The first departure of each direction; None where every module computes what the baseline's does."""
+    """The first divergence in each direction; None if no module diverges."""
 
     forward: ModuleDivergence | None
     backward: ModuleDivergence | None
 
     def describe(self) -> str:
-        """Both, or nothing where neither departs."""
+        """Describe both directions; empty if neither diverges."""
         found = {"forward": self.forward, "backward": self.backward}
         return "; ".join(f"first in {order} order: {one.describe()}" for order, one in found.items() if one is not None)
 
 
 class TensorVisitor(Protocol):
-    """What becomes of a tensor that passes a place."""
+    """Receives each tensor that enters or leaves a module, and may replace it."""
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
-        """The tensor that goes on from there."""
+        """Return the tensor that continues in place of ``tensor``."""
 
 
 class TraceRecorder:
-    """Keeps every tensor, and lets it pass."""
+    """Records every tensor and passes it on unchanged."""
 
     def __init__(self) -> None:
         self.trace: Trace = {}
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
+        """Record a copy on CPU and return the tensor."""
         self.trace[location] = tensor.detach().cpu().clone()
         return tensor
 
 
 class TraceFeeder:
-    """Holds every tensor against the trace, bitwise, and sends on the trace's."""
+    """Compares every tensor bitwise with the trace and replaces it by the trace's."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.divergences: list[ModuleDivergence] = []
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
+        """Record a divergence from the trace, if any, and return the trace's tensor."""
         wanted = self.trace.get(location)
         if wanted is None or wanted.shape != tensor.shape:
-            return tensor  # a call that the baseline did not make, as in a recomputation
-        departure = find_divergence(location, wanted, tensor.detach().cpu())
-        self.divergences += [departure] if departure is not None else []
+            return tensor  # the baseline made no such call, as in a recomputation
+        divergence = find_divergence(location, wanted, tensor.detach().cpu())
+        self.divergences += [divergence] if divergence is not None else []
         return wanted.to(tensor.device, tensor.dtype)
 
 
 def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDivergence | None:
-    """The worst element, NaN equal to NaN; None where all are equal."""
+    """Return the worst differing element, NaN equal to NaN; None if all elements are equal."""
     want, got = expected.double().flatten(), actual.double().flatten()
     wrong = (want != got) & ~(want.isnan() & got.isnan())
     if not bool(wrong.any()):
@@ -97,29 +97,31 @@ def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDi
 
 
 class VisitTensor(torch.autograd.Function):
-    """The identity but for its keeper, in both directions."""
+    """The identity as an autograd function that shows a tensor and its gradient to a visitor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, visitor: TensorVisitor, location: str) -> Tensor:
-        ctx.keeper, ctx.place = visitor, location
+        """Return what the visitor puts in place of the tensor."""
+        ctx.visitor, ctx.location = visitor, location
         return visitor.visit(location, tensor).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.keeper.passed(f"{ctx.place} gradient", grads[0]), None, None
+        """Return what the visitor puts in place of the gradient."""
+        return ctx.visitor.visit(f"{ctx.location} gradient", grads[0]), None, None
 
 
 @contextmanager
 def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]:
-    """While the block runs, every tensor into and out of every module of ``model`` passes by ``keeper``."""
+    """Show every tensor that enters or leaves a module of ``model`` to ``visitor`` while the block runs."""
     calls: dict[str, int] = {}
 
     def visit_nested(name: str, direction: str, nested: Any) -> Any:
         count = iter(range(1_000_000))
 
         def visit_leaf(value: Any) -> Any:
-            place = f"{name or 'the model'}, call {calls.get(name, 0)}, {direction} {next(count)}"
-            return VisitTensor.apply(value, visitor, place) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
+            location = f"{name or 'the model'}, call {calls.get(name, 0)}, {direction} {next(count)}"
+            return VisitTensor.apply(value, visitor, location) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
 
         return tree_map(visit_leaf, nested)
 
@@ -128,9 +130,9 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
             return visit_nested(name, "input", args), visit_nested(name, "keyword", kwargs)
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
-            exchanged = visit_nested(name, "output", output)
+            replaced = visit_nested(name, "output", output)
             calls[name] = calls.get(name, 0) + 1
-            return exchanged
+            return replaced
 
         return [
             module.register_forward_pre_hook(before_forward, with_kwargs=True),
@@ -146,7 +148,7 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
 
 
 def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """What passes through the modules of ``model``, the baseline, while ``run()`` does a forward and a backward."""
+    """Record what passes through the modules of ``model``, the baseline, while ``run()`` trains on a micro-batch."""
     recorder = TraceRecorder()
     with visiting_tensors(model, recorder):
         run()
@@ -154,7 +156,7 @@ def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 
 def find_divergences(model: nn.Module, trace: Trace, run: Callable[[], object]) -> ModuleDivergences:
-    """Where ``model`` departs from ``trace`` while ``run()`` does the same forward and backward with it."""
+    """Find where ``model`` departs from ``trace`` while ``run()`` repeats the same forward and backward with it."""
     feeder = TraceFeeder(trace)
     with visiting_tensors(model, feeder):
         run()

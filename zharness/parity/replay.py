@@ -1,7 +1,7 @@
-"""torch.optim's updates, replayed in float64 from the engine's own weights, gradients and state.
+"""Replay torch.optim's updates in float64 from the engine's own weights, gradients and state.
 
-Numbers come in with the error that they carry already: none where the engine's own are taken (a teacher-forced step),
-that of all steps before where a run goes on freely (then the result is the propagated bound).
+Inputs carry the error that they already have: none if the engine's own numbers are taken (teacher forcing), that of all
+earlier steps if a run continues freely (then the result is the propagated bound).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zharness.parity.bounds import BoundedTensor
 from zharness.parity.formulas import FORMULAS, State, Update
 
 OPTIMIZER_CLASSES = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind)}
-# Arguments that choose between implementations of one formula.
+# Arguments that choose an implementation and do not change the formula.
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @cache
 def optimizer_defaults(name: str) -> Mapping[str, Any]:
-    """What torch.optim's class of that name takes an argument for that is not given; what an old torch lacks is off."""
+    """Return the default arguments of torch.optim's class ``name``; an option that an old torch lacks is off."""
     parameters = inspect.signature(OPTIMIZER_CLASSES[name]).parameters.values()
     given = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
     return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **given}
@@ -39,10 +39,11 @@ def propagate_step(
     steps: float,
     hyperparameters: Mapping[str, Any],
 ) -> Update:
-    """One step of optimizer ``name`` on one parameter after ``steps`` others, from numbers that carry errors.
+    """Take one step of optimizer ``name`` on one parameter after ``steps`` earlier ones, from numbers that carry
+    errors.
 
-    Returns the new weight and moments with their bounds. Raises UsageError for an optimizer, or an argument of it,
-    that has no replay.
+    Returns the new weight and moments with their bounds. Raises UsageError for an optimizer, or an argument, without a
+    formula.
     """
     if name not in FORMULAS:
         raise UsageError.unknown_name("optimizer to replay", name, sorted(FORMULAS))
@@ -61,7 +62,7 @@ def replay_step(
     state: Mapping[str, Tensor],
     hyperparameters: Mapping[str, Any],
 ) -> Update:
-    """``propagate`` from the numbers that an engine holds; ``state["step"]`` is how many steps were before this one."""
+    """Take one step from the numbers that an engine holds; ``state["step"]`` is the number of earlier steps."""
     moments = {key: BoundedTensor.exact(value) for key, value in state.items() if key != "step"}
     bounded = grad if isinstance(grad, BoundedTensor) else BoundedTensor.exact(grad)
     steps = float(state.get("step", torch.zeros(())))

@@ -1,4 +1,4 @@
-"""What the ranks saw, written by each rank and read by the judge."""
+"""Evidence files: each rank writes the tensors that it records, the judge reads them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zharness.engines.protocol import Piece
 from zharness.errors import EngineContractError, HarnessFault
 from zharness.parity.contamination import ProcessConditions
 
-INTEGER_BYTES = 8  # bytes of a number at the beginning of a file
-HEADER_BYTES = 2 * INTEGER_BYTES  # where what is told begins, and how long it is; the tensors follow
-ALIGNMENT_BYTES = 16  # bytes of the widest dtype that torch has
+INTEGER_BYTES = 8  # size of a number in the header
+HEADER_BYTES = 2 * INTEGER_BYTES  # start and length of the JSON description; tensors follow the header
+ALIGNMENT_BYTES = 16  # size of torch's widest dtype
 TensorEntry = tuple[str, list[int], int]  # dtype, shape and first byte of a tensor in a file
 
 
@@ -34,14 +34,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """Everything one rank recorded: its snapshots in order, who owns what, and what its numbers were computed under."""
+    """Everything that one rank recorded: snapshots in order, the owner of each element, and the process conditions."""
 
     snapshots: tuple[Snapshot, ...]
     layout: Mapping[str, tuple[Piece, ...]]
     conditions: ProcessConditions = field(default_factory=lambda: ProcessConditions({}, ()))
 
     def get(self, label: str, step: int = 0) -> Mapping[str, Tensor]:
-        """The tensors recorded under ``label`` at ``step``. Raises EngineContractError when there are none."""
+        """Return the tensors recorded under ``label`` at ``step``. Raises EngineContractError if there are none."""
         for snapshot in self.snapshots:
             if snapshot.label == label and snapshot.step == step:
                 return snapshot.tensors
@@ -49,40 +49,41 @@ class RankEvidence:
 
 
 def evidence_path(folder: Path, rank: int) -> Path:
-    """Where ``rank`` writes its evidence."""
+    """Return the file in which ``rank`` writes its evidence."""
     return folder / f"evidence.{rank}"
 
 
 class EvidenceWriter:
-    """What one rank records: the bytes of its tensors go into ``file`` as they come, what they are follows at the end.
+    """Writes one rank's evidence: tensor bytes go to ``file`` at once, their description follows at the end.
 
-    So memory grows with the model alone, whatever is recorded of it, and nothing is copied twice. Not by torch.save:
+    Memory use does not grow with the number of snapshots, and nothing is copied twice. torch.save is not used, because
     its archives take three times as long to write and to read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._length = file.write(bytes(HEADER_BYTES))  # until all is told: that nothing is
-        file.flush()  # now: the file may be that of the cell before, and this rank may be gone at any moment
+        self._length = file.write(bytes(HEADER_BYTES))  # a length of 0 marks an unfinished file
+        file.flush()  # at once, because the file may hold the previous cell's evidence and this rank may die
         self._snapshots: dict[tuple[str, int], dict[str, TensorEntry]] = {}
 
     def write_snapshot(self, label: str, step: int, tensors: Mapping[str, Tensor], base_label: str = "") -> None:
-        """Write ``tensors``, on CPU, as a snapshot; and in it, under their names, those of ``beside`` at that step.
+        """Write ``tensors``, on CPU, as a snapshot; tensors of ``base_label`` at that step are included under their
+        names.
 
-        Raises HarnessFault when there is such a record, of which a judge would see the first alone; OSError where the
-        disk is full.
+        Raises HarnessFault if that snapshot exists already, since the judge reads only one; OSError if the disk is
+        full.
         """
         if (label, step) in self._snapshots:
             raise HarnessFault(f"{label!r} was recorded twice at step {step}")
-        lying = dict(self._snapshots[base_label, step]) if base_label else {}
-        self._snapshots[label, step] = lying | {name: self._write_tensor(tensor) for name, tensor in tensors.items()}
+        entries = dict(self._snapshots[base_label, step]) if base_label else {}
+        self._snapshots[label, step] = entries | {name: self._write_tensor(tensor) for name, tensor in tensors.items()}
 
     def finish(self, layout: Mapping[str, tuple[Piece, ...]], conditions: ProcessConditions) -> None:
-        """Tell what was recorded, as JSON, and how long that is; the file is complete then, and closed."""
-        told = {
+        """Write the description of all snapshots as JSON and its length into the header, then close the file."""
+        description = {
             "snapshots": [
-                [label, step, [[name, *each] for name, each in lying.items()]]
-                for (label, step), lying in self._snapshots.items()
+                [label, step, [[name, *each] for name, each in entries.items()]]
+                for (label, step), entries in self._snapshots.items()
             ],
             "layout": {
                 name: [[piece.rank, piece.start, piece.stop] for piece in pieces] for name, pieces in layout.items()
@@ -90,13 +91,16 @@ class EvidenceWriter:
             "settings": dict(conditions.settings),
             "replaced": list(conditions.replacements),
         }
-        words = json.dumps(told).encode()
-        self._file.write(words)
+        encoded = json.dumps(description).encode()
+        self._file.write(encoded)
         self._file.seek(0)
-        self._file.write(self._length.to_bytes(INTEGER_BYTES, "little") + len(words).to_bytes(INTEGER_BYTES, "little"))
+        self._file.write(
+            self._length.to_bytes(INTEGER_BYTES, "little") + len(encoded).to_bytes(INTEGER_BYTES, "little")
+        )
         self._file.close()
 
     def _write_tensor(self, tensor: Tensor) -> TensorEntry:
+        """Append the bytes of ``tensor`` and return its dtype, shape and first byte."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         start = self._length
         self._file.write(flat.numpy().data)
@@ -108,32 +112,36 @@ class EvidenceWriter:
 
 
 def open_evidence_writer(folder: Path, rank: int) -> EvidenceWriter:
-    """Records that ``read`` finds. A file that is there is written over: new pages are most of what writing takes."""
+    """Open the writer of ``rank``'s evidence. An existing file is overwritten in place, which saves allocating its
+    pages.
+    """
     return EvidenceWriter(os.fdopen(os.open(evidence_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600), "wb"))
 
 
 def read_evidence(folder: Path, rank: int) -> RankEvidence:
-    """The evidence that ``rank`` wrote. Tensors are read from their file when they are looked at.
+    """Read the evidence of ``rank``. Tensors are mapped from the file, so they are loaded when they are used.
 
-    Raises HarnessFault where it ended before it had told what that is.
+    Raises HarnessFault if the rank ended before it had finished the file.
     """
     path = evidence_path(folder, rank)
     with path.open("rb") as file:
         start, length = (int.from_bytes(file.read(INTEGER_BYTES), "little") for _ in range(2))
         if not length:
-            raise HarnessFault(f"rank {rank} ended before it had told what it recorded")
+            raise HarnessFault(f"rank {rank} ended before it finished its evidence file")
         file.seek(start)
-        told = json.loads(file.read(length))
-    shelf = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8)
+        description = json.loads(file.read(length))
+    storage = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8)
     return RankEvidence(
-        tuple(Snapshot(label, step, load_tensors(shelf, places)) for label, step, places in told["snapshots"]),
-        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in told["layout"].items()},
-        ProcessConditions(told["settings"], tuple(told["replaced"])),
+        tuple(
+            Snapshot(label, step, load_tensors(storage, entries)) for label, step, entries in description["snapshots"]
+        ),
+        {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in description["layout"].items()},
+        ProcessConditions(description["settings"], tuple(description["replaced"])),
     )
 
 
 def load_tensors(storage: Tensor, entries: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
-    """The tensors that lie at ``places``; they share the shelf's memory."""
+    """Return the tensors at ``entries`` as views of ``storage``."""
     found = {}
     for name, dtype_name, shape, start in entries:
         dtype: torch.dtype = getattr(torch, dtype_name)

@@ -1,4 +1,4 @@
-"""Distances in units of the last place: how many values of a dtype lie between two numbers."""
+"""Distances in units of the last place (ULP): how many numbers of a dtype lie between two numbers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-MAX_DISTANCE = 1 << 20  # what is further away has one class
+MAX_DISTANCE = 1 << 20  # larger distances share one class
 POWERS = [1 << power for power in range(MAX_DISTANCE.bit_length())]
 # Classes of distances: 0, 1, 2, 3-4, 5-8 and so on, each twice as wide as the one before, and all beyond the last.
 CLASS_LABELS = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:]), ">2^20"]
 
 
 def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
-    """How many values of their dtype lie between two tensors of it, element by element, float64.
+    """Return the ULP distances between two tensors of one dtype, element by element, as float64.
 
-    Infinity is the neighbour of the largest number; two that are NaN are 0 apart, and from any number infinitely many.
+    Infinity is one ULP from the largest number; two NaNs are 0 apart, a NaN and a number infinitely far.
     """
     distance = (
         (to_ordered_integers(first_tensor) - to_ordered_integers(second_tensor)).abs()
@@ -27,27 +27,28 @@ def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
 
 
 def to_ordered_integers(numbers: Tensor) -> Tensor:
-    """int64 numbers in the order of ``numbers``, of which neighbours differ by one; integers are that already."""
+    """Map floats to int64 so that neighbouring numbers differ by one; integers are returned as they are."""
     width = INTEGER_DTYPES.get(numbers.dtype.itemsize)
     if width is None or not numbers.is_floating_point():
         return numbers.to(torch.int64)
     bits = numbers.contiguous().view(width).to(torch.int64)
-    # IEEE floats order as sign and magnitude; reflected, they order as integers.
+    # IEEE floats are sign and magnitude; reflecting the negative ones makes them order as integers.
     lowest = -(1 << (8 * numbers.dtype.itemsize - 1))
     return torch.where(bits >= 0, bits, lowest - bits)
 
 
 def ulp_distances_float64(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
-    """``apart`` where the distance of two numbers of unlike sign has no room in an int64."""
+    """Return ULP distances of float64 numbers, where a difference across zero would overflow int64."""
     first, second = to_ordered_integers(first_tensor), to_ordered_integers(second_tensor)
     across = (first < 0) != (second < 0)
     return torch.where(across, first.double().abs() + second.double().abs(), (first - second).abs().double())
 
 
 def count_ulp_classes(oracle: Tensor, actual: Tensor) -> list[int]:
-    """How many elements of ``held`` lie in each class of EDGES from the float64 ``oracle``, rounded to its dtype.
+    """Count the elements of ``actual`` in each class of ``CLASS_LABELS`` by their ULP distance from ``oracle``.
 
-    One that is not finite where the oracle is lies in the last.
+    ``oracle`` is float64 and is rounded to the dtype of ``actual``. A number that is not finite while the oracle is
+    belongs to the last class.
     """
     distance = ulp_distances(oracle.to(actual.dtype), actual).flatten()
     distance = distance.where(actual.flatten().isfinite() | (distance == 0), torch.inf)

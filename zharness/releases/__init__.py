@@ -1,4 +1,6 @@
-"""Releases of engines, side by side: each in a folder of its own, in front of what is installed."""
+"""Test several releases of an engine side by side: each lies in a folder that precedes the installed one on
+the path.
+"""
 
 from zharness.releases.overlay import ensure_overlay, overlay_environment
 

@@ -1,4 +1,4 @@
-"""The first release on which a law is broken, or holds, in as many runs as halving takes."""
+"""Find the first release on which a law breaks, or holds again, by binary search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class BisectStep:
-    """One run: the release, what it showed, why, and how many releases are left between the two sides."""
+    """One run: the release, its outcome and reason, and the number of releases left to try."""
 
     release: str
     outcome: Outcome
@@ -31,9 +31,9 @@ class BisectStep:
 
 @dataclass(frozen=True)
 class BisectResult:
-    """Where it turned: ``last`` is the last release before, ``first`` the first release after.
+    """The two neighbouring releases between which the outcome changes.
 
-    ``skipped`` are those between them that show neither; any of them may be the one where it turned.
+    ``skipped`` are the releases between them that could not be judged; the change may be in any of them.
     """
 
     last_before: str
@@ -49,11 +49,11 @@ ReleaseTrial = Callable[[str], tuple[Outcome, str]]
 def bisect(
     releases: Sequence[str], oldest: Outcome, run_trial: ReleaseTrial, on_step: Callable[[BisectStep], None]
 ) -> BisectResult:
-    """Where ``releases``, the oldest first, turn from ``oldest`` to the other outcome.
+    """Find where ``releases`` (oldest first) change from the outcome ``oldest`` to the opposite one.
 
-    ``trial(release)`` runs one, ``told`` hears every step. The two ends are run first. Raises UsageError when they do
-    not show what they should. A release that shows neither is stepped over, as git bisect does: its nearest neighbour
-    is run instead.
+    ``run_trial(release)`` runs one release, ``on_step`` is called after every run. The two ends are run first; raises
+    UsageError if they do not show opposite outcomes as named. A release that cannot be judged is skipped as in git
+    bisect: its nearest neighbour is run instead.
     """
     newest = Outcome.BAD if oldest is Outcome.GOOD else Outcome.GOOD
     for release, expected in ((releases[0], oldest), (releases[-1], newest)):
@@ -80,22 +80,24 @@ def bisect(
 
 
 def find_nearest(low: int, high: int, skipped: set[int]) -> int | None:
-    """The index between ``low`` and ``high`` that is nearest to their middle and not skipped, if any is left."""
+    """Return the index nearest to the middle of ``low`` and ``high`` that is not skipped; None if there is none."""
     left = [index for index in range(low + 1, high) if index not in skipped]
     return min(left, key=lambda index: abs(2 * index - low - high), default=None)
 
 
 def describe_step(step: BisectStep) -> str:
-    """One line for a run."""
+    """Return one line that describes a run."""
     left = f"{step.remaining} left between" if step.remaining else "none left between"
     why = step.reason if len(step.reason) <= MAX_REASON_LENGTH else f"{step.reason[:MAX_REASON_LENGTH]} ..."
     return f"{step.release}: {step.outcome.value} ({left}){why and f': {why}'}"
 
 
 def describe_bisect_result(result: BisectResult) -> str:
-    """The last line: where it turned, and after how many runs."""
+    """Return the final line: where the outcome changed, and the number of runs."""
     kind = "bad" if result.new_outcome is Outcome.BAD else "good"
     if result.skipped:
         several = ", ".join((*result.skipped, result.first_after))
-        return f"the first {kind} release is one of {several} (those before the last show neither); {result.run_count} runs"
-    return f"the first {kind} release is {result.first_after}; the one before, {result.last_before}, is not; {result.run_count} runs"
+        found = f"one of {several} (those before the last show neither)"
+    else:
+        found = f"{result.first_after}; the one before, {result.last_before}, is not"
+    return f"the first {kind} release is {found}; {result.run_count} runs"

@@ -1,4 +1,4 @@
-"""What the cache of releases holds, and taking it away again."""
+"""List and remove the entries of the release cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMOVED = "removed"
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One folder of the cache: a whole overlay, what is kept of a checkout, or what a killed install left behind.
+    """One folder of the cache: an overlay, the links of a checkout, or the rest of an interrupted install.
 
     ``subject`` is the release as ``--engine`` spells it, or the folder's name; ``size`` is in bytes.
     """
@@ -33,21 +33,21 @@ class CacheEntry:
 
 
 def list_entries() -> list[CacheEntry]:
-    """Everything in the cache that this package made, told by its stamp or by the prefix of unfinished installs."""
+    """Return all entries of the cache, recognised by their stamp or by the name of an unfinished install."""
     kinds = (("releases", parse_overlay_entry), ("checkouts", parse_checkout_entry))
     found = [parse_unfinished_entry(path) or kind(path) for part, kind in kinds for path in _folders(part)]
     return [entry for entry in found if entry is not None]
 
 
 def parse_unfinished_entry(path: Path) -> CacheEntry | None:
-    """The entry of what a killed process left half made; None for what is whole."""
+    """Return the entry of an interrupted install; None if ``path`` is anything else."""
     if path.name.startswith(".") and overlay.BUILDING_INFIX in path.name:
         return CacheEntry(path, path.name, "unfinished install", folder_size(path))
     return None
 
 
 def parse_overlay_entry(path: Path) -> CacheEntry | None:
-    """The entry of an overlay; None for what is none."""
+    """Return the entry of an overlay; None if ``path`` has no valid stamp."""
     try:
         stamp = overlay.Stamp(**json.loads((path / overlay.STAMP_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -57,7 +57,7 @@ def parse_overlay_entry(path: Path) -> CacheEntry | None:
 
 
 def parse_checkout_entry(path: Path) -> CacheEntry | None:
-    """The entry of what is kept of a checkout; None for what is none."""
+    """Return the entry of a checkout's links; None if ``path`` has no checkout stamp."""
     try:
         return CacheEntry(
             path, (path / checkout.STAMP_FILE).read_text(), "links to a checkout, its extensions", folder_size(path)
@@ -67,23 +67,25 @@ def parse_checkout_entry(path: Path) -> CacheEntry | None:
 
 
 def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
-    """Remove the entries whose subject is ``wanted``, all where none is named; each with what became of it.
+    """Remove the entries that ``subjects`` name (all entries if empty), and yield each with what happened to it.
 
-    ``NAME`` stands for all releases of it. Raises UsageError for what the cache does not hold.
+    ``NAME`` without a release means all its releases. Raises UsageError for a subject that the cache does not hold.
     """
-    held = list_entries()
-    chosen = [entry for entry in held if not subjects or any(is_entry_named(entry, text) for text in subjects)]
+    entries = list_entries()
+    chosen = [entry for entry in entries if not subjects or any(is_entry_named(entry, text) for text in subjects)]
     for text in subjects:
-        if not any(is_entry_named(entry, text) for entry in held):
+        if not any(is_entry_named(entry, text) for entry in entries):
             raise UsageError.unknown_name(
-                "release in the cache", text, [entry.subject for entry in held] or "(it is empty)"
+                "release in the cache", text, [entry.subject for entry in entries] or "(it is empty)"
             )
     for entry in chosen:
         yield entry, remove_entry(entry)
 
 
 def is_entry_named(entry: CacheEntry, text: str) -> bool:
-    """Whether ``text`` speaks of ``entry``. A checkout is meant by any spelling of its path, be it there or not."""
+    """Return whether ``text`` names ``entry``. A checkout may be spelled by any path to it, even if it no longer
+    exists.
+    """
     name, at, path = text.partition("@")
     text = f"{name}@{Path(path).expanduser().resolve()}" if at else text
     if text == entry.subject:
@@ -92,7 +94,7 @@ def is_entry_named(entry: CacheEntry, text: str) -> bool:
 
 
 def get_entry_package(entry: CacheEntry) -> str:
-    """The package that an entry is of."""
+    """Return the package to which an entry belongs."""
     return (
         entry.subject.lstrip(".").partition("-")[0]
         if entry.subject.startswith(".")
@@ -101,9 +103,9 @@ def get_entry_package(entry: CacheEntry) -> str:
 
 
 def remove_entry(entry: CacheEntry) -> str:
-    """Remove one entry unless somebody is building it or runs on it; what became of it.
+    """Remove one entry unless it is being built or in use, and return what happened.
 
-    It is renamed first: whatever stands under a release's own name is whole.
+    The folder is renamed first, so that a folder under a release's name is always complete.
     """
     name = entry.path.name.lstrip(".").partition(overlay.BUILDING_INFIX)[0]
     lock = filelock.FileLock(str(entry.path.parent / f".{name}.lock"), timeout=0)
@@ -111,9 +113,9 @@ def remove_entry(entry: CacheEntry) -> str:
         with lock, usage_locks.try_exclusive(entry.path) as ours:
             if not ours:
                 return "left alone: a process runs on it"
-            beside = Path(tempfile.mkdtemp(prefix=f".{name}{overlay.BUILDING_INFIX}", dir=entry.path.parent))
-            os.replace(entry.path, beside / "removed")
-            shutil.rmtree(beside)
+            discarded = Path(tempfile.mkdtemp(prefix=f".{name}{overlay.BUILDING_INFIX}", dir=entry.path.parent))
+            os.replace(entry.path, discarded / "removed")
+            shutil.rmtree(discarded)
     except filelock.Timeout:
         return "left alone: another process is building it"
     except OSError as error:
@@ -122,10 +124,11 @@ def remove_entry(entry: CacheEntry) -> str:
 
 
 def folder_size(path: Path) -> int:
-    """Bytes of all files below ``path``; links count for nothing."""
+    """Return the bytes of all files below ``path``, without following links."""
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _folders(kind: str) -> list[Path]:
-    place = overlay.cache_folder() / kind
-    return sorted(path for path in place.iterdir() if path.is_dir()) if place.is_dir() else []
+    """Return the sorted folders of one part of the cache."""
+    folder = overlay.cache_folder() / kind
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []

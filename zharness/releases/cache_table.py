@@ -1,4 +1,4 @@
-"""The cache of releases, in words."""
+"""Render the release cache as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zharness.releases.cache_entries import CacheEntry
 
 
 def render_entries(subjects: Sequence[str]) -> str:
-    """What the cache holds of ``wanted``, or of everything."""
+    """Return a table of the cached entries that ``subjects`` name; all if empty."""
     found = [
         entry
         for entry in cache_entries.list_entries()
@@ -24,17 +24,17 @@ def render_entries(subjects: Sequence[str]) -> str:
 
 
 def render_cleaned(removals: Sequence[tuple[CacheEntry, str]]) -> str:
-    """What became of each, and how much was freed."""
+    """Return one line for each removal, and the number of bytes freed."""
     freed = sum(entry.size for entry, what in removals if what == cache_entries.REMOVED)
     return "\n".join([*map(render_removal, removals), f"freed {format_megabytes(freed)} of {overlay.cache_folder()}"])
 
 
 def render_removal(removal: tuple[CacheEntry, str]) -> str:
-    """What became of one entry."""
+    """Return one line for an entry and what happened to it."""
     entry, what = removal
     return f"{entry.subject} ({entry.description}): {what}"
 
 
 def format_megabytes(size: int) -> str:
-    """Bytes in MB."""
+    """Return a number of bytes in MB."""
     return f"{size / 1e6:.1f} MB"

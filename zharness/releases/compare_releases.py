@@ -1,4 +1,6 @@
-"""Releases and checkouts held against each other and against an earlier record, from a request to an exit code."""
+"""Run laws on several releases or checkouts, compare them with each other or an earlier run, and return an
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ from zharness.run.record import Verdict
 
 
 def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[str]:
-    """The releases as ``--engine`` spells them: ``0.18.8`` becomes ``deepspeed==0.18.8``, ``@PATH`` is a checkout.
+    """Return the releases as ``--engine`` spells them: ``0.18.8`` becomes ``deepspeed==0.18.8``, ``@PATH`` is a
+    checkout.
 
-    Without any it is the installed one. Raises UsageError where the newest cannot be told.
+    Without any release it is the installed one. Raises UsageError if ``newest`` is set and the index cannot be read.
     """
     spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
     if newest:
@@ -38,11 +41,11 @@ def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[s
 def run_matrix(
     release_engines: Sequence[str], request: Request, run_request: RunRequest, earlier_records: Sequence[Record]
 ) -> int:
-    """Run ``request`` on every release of ``named``, print cells x releases and the flips; the exit code.
+    """Run ``request`` on every release, print cells x releases and the flips, and return the exit code.
 
-    With ``known``, the records of an earlier run, what changed since decides: 1 when anything did. 3 when a release
-    could not be run, or the harness failed in a cell. Raises UsageError when none could be run, and for a release that
-    shares no cell with the record.
+    With ``earlier_records`` the exit code is 1 if anything changed since. It is 3 if a release could not be run, or the
+    harness failed in a cell. Raises UsageError if no release could be run, or one shares no cell with the earlier
+    records.
     """
     name = split_release(release_engines[0])[0]
     earlier = history.group_by_release(earlier_records, name) if earlier_records else {}
@@ -62,12 +65,12 @@ def run_matrix(
 def select_earlier_records(
     earlier: Mapping[str, Mapping[Cell, Record]], current: ReleaseRecords
 ) -> Mapping[Cell, Record]:
-    """The earlier records that ``now`` is compared with: those of its own release, else of the newest."""
+    """Return the earlier records of the same release; if there are none, those of the newest release."""
     return earlier.get(current.release) or earlier[max(earlier, key=version_sort_key)]
 
 
 def version_sort_key(release: str) -> Version:
-    """A key by which releases sort; what is no version comes first."""
+    """Return the sort key of a release; a text that is no version sorts first."""
     try:
         return Version(release)
     except InvalidVersion:
@@ -75,7 +78,7 @@ def version_sort_key(release: str) -> Version:
 
 
 def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
-    """3 where a release was not run, or the harness failed in a cell; else 0."""
+    """Return 3 if a release was not run or the harness failed in a cell, else 0."""
     failed = any(
         each.failure_reason or any(record.verdict is Verdict.ERROR for record in each.records.values())
         for each in columns
@@ -86,11 +89,12 @@ def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
 def compare_releases(
     base: str, change: str, request: Request, run_request: RunRequest, expected_failures: Sequence[ExpectedFailure]
 ) -> int:
-    """Run ``request`` on both and print what differs; 1 when ``change`` breaks what is not broken on ``base``.
+    """Run ``request`` on both releases and print the differences; return 1 if ``change`` breaks a law that ``base``
+    keeps.
 
-    What it breaks is run once more on both: on a busy machine a cell may meet its deadline once. A failure that ``own``
-    excuses is printed and breaks nothing; a failure of both is neither. Raises UsageError when either cannot be run,
-    or they share no cell.
+    New failures are run a second time on both, because a busy machine may miss a deadline once. A failure covered by
+    ``expected_failures`` is printed and does not count; neither does a failure on both. Raises UsageError if either
+    cannot be run, or they share no cell.
     """
     found = run_both(base, change, request, run_request)
     counted = history.describe_overlap(found[0].records, found[1].records)
@@ -100,27 +104,27 @@ def compare_releases(
     again = run_both(base, change, restrict_to_cells(request, suspects), run_request) if suspects else []
     broken = find_repeated(suspects, again)
     once = [one for one in suspects if one not in broken]
-    told = render_changes([one for one in changed if one not in expected and one not in once])
-    click.echo(told)
+    text = render_changes([one for one in changed if one not in expected and one not in once])
+    click.echo(text)
     for one in once:
         click.echo(f"\nSEEN ONCE {one.after.cell.id}: {one.after.verdict.value}, not when both were run again")
     for record in found[1].records.values():
-        if any(record.stale_reason.endswith(excuse.location) for excuse in expected_failures if record.stale_reason):
+        if any(record.stale_reason.endswith(each.location) for each in expected_failures if record.stale_reason):
             click.echo(f"\nSTALE {record.cell.id}: {record.stale_reason}")
     known = sum(
-        is_broken(record) and is_broken(found[1].records.get(case)) for case, record in found[0].records.items()
+        is_broken(record) and is_broken(found[1].records.get(cell)) for cell, record in found[0].records.items()
     )
     total = (
         f"{found[0].release} and {found[1].release}, {counted}: the change breaks {len(broken)}; "
         f"{known} are broken on both, {len(expected)} excused"
     )
     click.echo(f"\n{total}")
-    step_summary.append_section("zharness compare", total, step_summary.render_code_block(told))
+    step_summary.append_section("zharness compare", total, step_summary.render_code_block(text))
     return get_fault_exit_code([*found, *again]) or int(bool(broken))
 
 
 def run_both(base: str, change: str, request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
-    """The records of both. Raises UsageError when either cannot be run."""
+    """Return the records of both releases. Raises UsageError if either cannot be run."""
     found = [history.run_release(text, request, run_request) for text in (base, change)]
     for each in found:
         if each.failure_reason:
@@ -129,12 +133,12 @@ def run_both(base: str, change: str, request: Request, run_request: RunRequest) 
 
 
 def restrict_to_cells(request: Request, changes: Sequence[Change]) -> Request:
-    """``request`` for the cells of ``changes``, and no others."""
+    """Return ``request`` restricted to the cells of ``changes``."""
     return replace(request, patterns=tuple(change.after.cell.id for change in changes))
 
 
 def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRecords]) -> list[Change]:
-    """Those of ``suspects`` that are failures when they are run ``again``, too."""
+    """Return the suspects that failed in the second run as well."""
     if not second_columns:
         return []
     failed = {
@@ -146,21 +150,21 @@ def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRe
 
 
 def is_broken(record: Record | None) -> bool:
-    """Whether there is a record, which says that its law is broken."""
+    """Return whether there is a record and it says that the law is broken."""
     return record is not None and law_status(record) is LawStatus.BROKEN
 
 
 def is_expected_failure(change: Change, expected_failures: Sequence[ExpectedFailure]) -> bool:
-    """Whether one of the user's excuses covers what the change broke; those of the package speak of releases."""
+    """Return whether one of the user's expected failures covers the change; built-in ones refer to releases instead."""
     return change.kind in FAILURE_KINDS and change.after.expected_failure in {
-        excuse.upstream for excuse in expected_failures
+        each.upstream for each in expected_failures
     }
 
 
 def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int:
-    """Find the release between ``good`` and ``bad`` where ``trial(release)`` turns; print each run; 0.
+    """Find the release between ``good`` and ``bad`` where ``run_trial(release)`` changes, print each run, and return 0.
 
-    Raises UsageError when either is no release on the index, or they do not differ as named.
+    Raises UsageError if either is not on the package index, or they do not differ as named.
     """
     between = list_releases_between(engine, good, bad)
     oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
@@ -170,7 +174,9 @@ def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int
 
 
 def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
-    """The releases from the older of the two to the newer, both among them. Raises UsageError for what is none."""
+    """Return the releases from the older of the two to the newer, inclusive. Raises UsageError for an
+    unknown release.
+    """
     distribution = engines.info(engine).distribution
     known = index.list_releases(distribution)
     for release in (good, bad):
@@ -183,27 +189,27 @@ def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
 
 
 def make_cell_trial(engine: str, request: Request, run_request: RunRequest) -> ReleaseTrial:
-    """A trial that runs the cells of ``request``."""
+    """Return a bisect trial that runs the cells of ``request``."""
     return lambda release: classify_release(history.run_release(f"{engine}=={release}", request, run_request))
 
 
 def make_repro_trial(repro: Repro) -> ReleaseTrial:
-    """A trial that runs one reproduction."""
+    """Return a bisect trial that runs one reproduction."""
     outcomes = {repros.ReproVerdict.REPRODUCED: Outcome.BAD, repros.ReproVerdict.NOT_REPRODUCED: Outcome.GOOD}
 
     def run_trial(release: str) -> tuple[Outcome, str]:
         text = f"{repro.engine}=={release}"
         try:
             found = repros.run_repro(repro, text, prepare_release(text, repros.get_distribution(repro.engine)))
-        except UsageError as trouble:
-            return Outcome.SKIPPED, str(trouble)
+        except UsageError as error:
+            return Outcome.SKIPPED, str(error)
         return outcomes.get(found.verdict, Outcome.SKIPPED), found.evidence
 
     return run_trial
 
 
 def classify_release(column: ReleaseRecords) -> tuple[Outcome, str]:
-    """Bad where any cell is broken, good where one holds and none is broken; with the reason where it is not good."""
+    """Return BAD if any cell is broken, GOOD if one holds and none is broken, else SKIPPED; with the reason."""
     if column.failure_reason:
         return Outcome.SKIPPED, column.failure_reason
     records = column.records.values()

@@ -1,4 +1,4 @@
-"""Cells over releases: where each flipped, and what changed since an earlier record."""
+"""Compare cells over releases: where a law's status flips, and what changed since an earlier run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RunRequest = Callable[[Request], list[Record]]
 
 @dataclass(frozen=True)
 class ReleaseRecords:
-    """One release: its records by their cases, in which the engine's name has no release.
+    """The records of one release by cell; the engine's name in the cells has no release.
 
-    ``trouble`` says in one sentence why there are none.
+    ``failure_reason`` says in one sentence why there are no records.
     """
 
     engine: str
@@ -30,15 +30,15 @@ class ReleaseRecords:
 
 @dataclass(frozen=True)
 class Flip:
-    """A cell whose law holds on one of two neighbouring releases, of those that tell, and is broken on the other."""
+    """A cell whose law holds on one of two consecutive judged releases and is broken on the other."""
 
-    case: Cell
+    cell: Cell
     before: Record
     after: Record
 
 
 def request_for_engine(request: Request, engine: str) -> Request:
-    """``request`` for the engine ``text``; whole case ids among its patterns are moved to that engine."""
+    """Return ``request`` for another engine; cell ids among its patterns are rewritten to that engine."""
     patterns = tuple(
         replace(Cell.parse(pattern), engine=engine).id if is_cell_id(pattern) else pattern
         for pattern in request.patterns
@@ -47,16 +47,16 @@ def request_for_engine(request: Request, engine: str) -> Request:
 
 
 def run_release(engine: str, request: Request, run_request: RunRequest) -> ReleaseRecords:
-    """The records of one release, or why there are none."""
+    """Return the records of one release, or the reason why there are none."""
     try:
         records = run_request(request_for_engine(request, engine))
-    except UsageError as trouble:
-        return ReleaseRecords(engine, split_release(engine)[1] or engine, {}, str(trouble))
+    except UsageError as error:
+        return ReleaseRecords(engine, split_release(engine)[1] or engine, {}, str(error))
     return ReleaseRecords(engine, records[0].engine_version, {strip_release(record.cell): record for record in records})
 
 
 def run_releases(release_engines: Iterable[str], request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
-    """One column for each release, one release after the other. Raises UsageError when none can be run."""
+    """Run the releases one after the other. Raises UsageError if none can be run."""
     found = [run_release(text, request, run_request) for text in release_engines]
     if all(each.failure_reason for each in found):
         raise UsageError("; ".join(dict.fromkeys(each.failure_reason for each in found)))
@@ -64,33 +64,33 @@ def run_releases(release_engines: Iterable[str], request: Request, run_request: 
 
 
 def list_cells(columns: Iterable[ReleaseRecords]) -> list[Cell]:
-    """Every cell of any column, in the order of the matrix."""
-    return list(dict.fromkeys(case for each in columns for case in each.records))
+    """Return every cell of any release, in the order of the matrix."""
+    return list(dict.fromkeys(cell for each in columns for cell in each.records))
 
 
 def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
-    """Every place where a cell's law begins or ceases to hold, cell by cell."""
-    for case in list_cells(columns):
-        told = [each.records[case] for each in columns if case in each.records]
-        told = [record for record in told if law_status(record) is not LawStatus.UNKNOWN]
-        for before, after in itertools.pairwise(told):
+    """Yield every change between holding and broken, cell by cell."""
+    for cell in list_cells(columns):
+        records = [each.records[cell] for each in columns if cell in each.records]
+        records = [record for record in records if law_status(record) is not LawStatus.UNKNOWN]
+        for before, after in itertools.pairwise(records):
             if law_status(before) is not law_status(after):
-                yield Flip(case, before, after)
+                yield Flip(cell, before, after)
 
 
 def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> list[Change]:
-    """What changed in the cells that both have."""
+    """Return what changed in the cells that both runs have."""
     found = []
-    for case, now in after.items():
-        if case in before:
-            kind = classify_change(before[case], now)
+    for cell, now in after.items():
+        if cell in before:
+            kind = classify_change(before[cell], now)
             if kind is not None:
-                found.append(Change(kind, before[case], now))
+                found.append(Change(kind, before[cell], now))
     return found
 
 
 def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> str:
-    """How many cells both have and each has alone, in words. Raises UsageError where they share none."""
+    """Return how many cells both runs have and each has alone. Raises UsageError if they share none."""
     both = len(before.keys() & after.keys())
     if not both:
         raise UsageError(
@@ -101,7 +101,9 @@ def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]
 
 
 def group_by_release(records: Iterable[Record], engine: str) -> dict[str, dict[Cell, Record]]:
-    """An earlier run by release, the latest line of a cell in force. Raises UsageError without any cell of ``name``."""
+    """Group the records of ``engine`` by release; the last record of a cell counts. Raises UsageError if there are
+    none.
+    """
     found: dict[str, dict[Cell, Record]] = {}
     for record in records:
         if split_release(record.cell.engine)[0] == engine:

@@ -1,4 +1,4 @@
-"""Cells over releases as a table, and in words where each flipped and what changed."""
+"""Render cells over releases as a table, and flips and changes as text."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ MAX_CAUSE_LENGTH = 300  # characters of a cause; the JSON line has all of it
 
 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
-    """The table of cells x releases, the releases that were not run, and each flip."""
-    told = [each for each in columns if not each.failure_reason]
-    turned = list(find_flips(told))
+    """Return the table of cells x releases, the releases that were not run, and each flip."""
+    judged = [each for each in columns if not each.failure_reason]
+    flips = list(find_flips(judged))
     parts = [
-        render_cell_table(told),
+        render_cell_table(judged),
         *map(describe_unrun, columns),
-        *map(describe_flips, group_flips(turned)),
-        render_flip_count(told, turned),
+        *map(describe_flips, group_flips(flips)),
+        render_flip_count(judged, flips),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
-    """A row for each cell; one row for all cells of a check that went the same way everywhere."""
+    """Return the table; cells of a law with the same verdicts on all releases share a row."""
     rows: dict[tuple[str, tuple[str, ...]], list[Cell]] = {}
-    for case in list_cells(columns):
-        way = tuple(each.records[case].verdict.value if case in each.records else "" for each in columns)
-        rows.setdefault((case.law, way), []).append(case)
-    body = [[check, describe_cells(alike), *way] for (check, way), alike in rows.items()]
-    return tabulate(body, ["check", "cell", *(each.release for each in columns)], disable_numparse=True)
+    for cell in list_cells(columns):
+        verdicts = tuple(each.records[cell].verdict.value if cell in each.records else "" for each in columns)
+        rows.setdefault((cell.law, verdicts), []).append(cell)
+    body = [[law, describe_cells(same_cells), *verdicts] for (law, verdicts), same_cells in rows.items()]
+    return tabulate(body, ["law", "cell", *(each.release for each in columns)], disable_numparse=True)
 
 
 def describe_cells(same_cells: Sequence[Cell]) -> str:
-    """One cell by its axes, several by their number and stages."""
+    """Return one cell's axes, or the number of cells and their stages."""
     if len(same_cells) == 1:
-        (case,) = same_cells
-        return case.id.removeprefix(f"{case.law}[{case.engine_label}-").removesuffix("]")
-    stages = ",".join(str(stage) for stage in sorted({case.stage for case in same_cells}))
+        (cell,) = same_cells
+        return cell.id.removeprefix(f"{cell.law}[{cell.engine_label}-").removesuffix("]")
+    stages = ",".join(str(stage) for stage in sorted({cell.stage for cell in same_cells}))
     return f"{len(same_cells)} cells, stages {stages}"
 
 
 def describe_unrun(column: ReleaseRecords) -> str:
-    """Why a release was not run."""
+    """Return why a release was not run; empty if it was."""
     return f"NOT RUN {column.engine}: {column.failure_reason}" if column.failure_reason else ""
 
 
 def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:
-    """Flips between the same two releases, in the same direction, with the same failure."""
+    """Group flips between the same two releases, in the same direction, with the same failure."""
     groups: dict[tuple[str, str, str], list[Flip]] = {}
     for flip in flips:
         failed = flip.after if law_status(flip.after) is LawStatus.BROKEN else flip.before
@@ -61,32 +61,32 @@ def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:
 
 
 def describe_flips(flips: Sequence[Flip]) -> str:
-    """Cells that flipped alike: which, between which releases, the failure, and the command for both sides."""
+    """Describe flips of one group: cells, releases, the failure, and the command that shows it again."""
     first = flips[0]
     broken = law_status(first.after) is LawStatus.BROKEN
     failed = first.after if broken else first.before
     word = "BROKEN" if broken else "MENDED"
     lines = [
-        f"{word} between {first.before.engine_version} and {first.after.engine_version}: {flip.case.id}"
+        f"{word} between {first.before.engine_version} and {first.after.engine_version}: {flip.cell.id}"
         for flip in flips
     ]
     return "\n".join([*lines, f"  {shorten_cause(failed.cause)}", f"  again: {failed.command}"])
 
 
 def shorten_cause(cause: str) -> str:
-    """The begin of a cause, on one line."""
+    """Return a cause on one line, cut to ``MAX_CAUSE_LENGTH``."""
     flat = " ".join(cause.split())
     return flat if len(flat) <= MAX_CAUSE_LENGTH else flat[:MAX_CAUSE_LENGTH] + " ..."
 
 
 def render_flip_count(columns: Sequence[ReleaseRecords], flips: Sequence[Flip]) -> str:
-    """The last line of a matrix over releases."""
-    every, flipped = list_cells(columns), {flip.case for flip in flips}
+    """Return the final line of a matrix over releases."""
+    every, flipped = list_cells(columns), {flip.cell for flip in flips}
     return f"{len(every)} cells on {len(columns)} releases: {len(flipped)} flip, {len(every) - len(flipped)} do not"
 
 
 def render_changes(changes: Sequence[Change]) -> str:
-    """Every change, the worst first, with the command that shows it; one line where there is none."""
+    """Return every change, the worst first, with the command that shows it."""
     if not changes:
         return "no cell changed"
     kinds = [(kind, [change for change in changes if change.kind is kind]) for kind in ChangeKind]
@@ -96,7 +96,7 @@ def render_changes(changes: Sequence[Change]) -> str:
 
 
 def describe_change(kind: ChangeKind, change: Change) -> str:
-    """One change."""
+    """Describe one change."""
     before, after = change.before, change.after
     lines = [
         f"{kind.value.upper()} {after.cell.id}",

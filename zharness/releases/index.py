@@ -1,4 +1,4 @@
-"""The releases that the package index has."""
+"""Query the package index for releases."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ _SECONDS = 120.0
 
 @cache
 def list_releases(distribution: str) -> tuple[str, ...]:
-    """Every release of ``distribution`` but pre-releases, the oldest first. Raises UsageError when none can be had."""
+    """Return all releases of ``distribution`` except pre-releases, oldest first. Raises UsageError if the
+    index fails.
+    """
     overlay.check_name(distribution)
     command = [sys.executable, "-m", "pip", "index", "versions", distribution, "--disable-pip-version-check"]
     subject = f"the index's list of releases of {distribution}"
-    told = _AVAILABLE_VERSIONS.search(overlay.run_isolated([*command, "--no-input"], None, _SECONDS, subject).stdout)
-    if told is None:
+    match = _AVAILABLE_VERSIONS.search(overlay.run_isolated([*command, "--no-input"], None, _SECONDS, subject).stdout)
+    if match is None:
         raise UsageError(
             f"{subject} cannot be had: no such package, or no network; "
             f"name the releases, or once it is there, try: python -m pip index versions {distribution}"
         )
-    return sort_releases(told[1].split(", "))
+    return sort_releases(match[1].split(", "))
 
 
 def get_newest_release(distribution: str) -> str:
-    """The newest release. Raises UsageError when it cannot be told."""
+    """Return the newest release. Raises UsageError if the index fails."""
     return list_releases(distribution)[-1]
 
 
 def sort_releases(texts: list[str]) -> tuple[str, ...]:
-    """Releases, the oldest first. Raises UsageError for what is none."""
+    """Sort releases, oldest first. Raises UsageError for a text that is not a version."""
     try:
         return tuple(sorted(texts, key=Version))
     except InvalidVersion as error:

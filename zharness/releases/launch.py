@@ -1,4 +1,4 @@
-"""A command of our own making, run to its end or to its deadline; the whole tree of its processes is gone then."""
+"""Run a command until its end or deadline, and end its whole process tree afterwards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from uuid import uuid4
 from zharness.errors import HarnessFault
 
 GRACE_SECONDS = 10.0
-_MARK_VARIABLE = "ZHARNESS_LAUNCH"  # in the environment of a command and of all that it starts, with a word of its own
+_MARK_VARIABLE = "ZHARNESS_LAUNCH"  # environment variable by which a command's descendants are found
 
 
 class CommandGroup:
-    """The commands that several threads wait for; any thread can end them all, for only one of them hears a Ctrl-C."""
+    """The running commands of several threads, which any thread can end; only the main thread receives Ctrl-C."""
 
     def __init__(self) -> None:
         self._children: dict[subprocess.Popen[bytes], str] = {}
@@ -29,7 +29,7 @@ class CommandGroup:
         self._stopped_event = Event()
 
     def terminate(self) -> None:
-        """End every command, and let none begin."""
+        """End every command and start no more."""
         with self._lock:
             self._stopped_event.set()
             children = dict(self._children)
@@ -40,16 +40,16 @@ class CommandGroup:
     def start(
         self, command: list[str], env: Mapping[str, str], output: IO[bytes], folder: Path | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A child, in ``folder`` where one is given, that is gone with all it started when the block ends.
+        """Start a command in ``folder`` (None: the current one); end it and its descendants when the block ends.
 
-        Raises KeyboardInterrupt once ``end`` was called.
+        Raises KeyboardInterrupt after ``terminate`` was called.
         """
         child, mark = None, uuid4().hex
         try:
             with self._lock:
                 if self._stopped_event.is_set():
                     raise KeyboardInterrupt
-                # A session of its own: Ctrl-C reaches this process alone, which then ends the tree in order.
+                # In a new session Ctrl-C reaches only this process, which then ends the tree in order.
                 child = subprocess.Popen(
                     command, env={**env, _MARK_VARIABLE: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
@@ -66,17 +66,17 @@ class CommandGroup:
 def run_torchrun(
     arguments: list[str], env: Mapping[str, str], seconds: float, command_group: CommandGroup
 ) -> tuple[int | None, str]:
-    """Exit code (None: ended at the deadline) and output of ``python -m torch.distributed.run`` with ``arguments``.
+    """Run ``python -m torch.distributed.run`` and return its exit code (None: ended at the deadline) and output.
 
-    ``arguments`` begin with the interpreter.
+    ``arguments`` start with the interpreter.
     """
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "output", "wb") as output:
-        # A file, not a pipe: a rank that outlived its launcher would keep a pipe open and the reader waiting.
-        # A log for each rank: what they write into one file at the same time is not lines any more.
-        own = ["-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=3"]
+        # A file, because a rank that outlives its launcher would keep a pipe open and block the reader.
+        # One log per rank, because lines written to one file at the same time get mixed.
+        module = ["-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=3"]
         # torchrun's own default number of threads, set here so that it does not warn.
         with command_group.start(
-            [arguments[0], *own, *arguments[1:]], {"OMP_NUM_THREADS": "1", **env}, output
+            [arguments[0], *module, *arguments[1:]], {"OMP_NUM_THREADS": "1", **env}, output
         ) as child:
             try:
                 code: int | None = child.wait(seconds)
@@ -87,34 +87,34 @@ def run_torchrun(
 
 
 def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End ``child`` and what it started, also where it has ended and its ranks have not.
+    """End ``child`` and all processes that it started, even if ``child`` itself has ended already.
 
-    Ranks have sessions of their own, so one killpg does not reach them, and no parent any more when the launcher is
-    gone; ``mark`` in their environment tells them.
+    Ranks have sessions of their own, so one killpg does not reach them; if the launcher is gone they have no parent
+    either. They are found by ``mark`` in their environment.
     """
     try:
         child.terminate()  # the launcher ends its ranks in answer
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
     finally:
-        # A second Ctrl-C comes through here too.
+        # Reached on a second Ctrl-C too.
         child.kill()
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(ProcessLookupError):  # it ended while we were looking
+            with suppress(ProcessLookupError):  # it ended in the meantime
                 _kill_marked(int(process.name), mark)
     try:
         child.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired as alive:
-        raise HarnessFault(f"process {child.pid} cannot be ended: {child.args!r}") from alive
+    except subprocess.TimeoutExpired as error:
+        raise HarnessFault(f"process {child.pid} cannot be ended: {child.args!r}") from error
 
 
 def _kill_marked(pid: int, mark: str) -> None:
-    """Kill a process that has ``mark``, and wait for its end, which on a busy machine comes a while later."""
+    """Kill a process that has ``mark`` in its environment, and wait for its end."""
     if not _has_mark(pid, mark):
         return
-    process = os.pidfd_open(pid)  # there wherever /proc is, from which its number was read
+    process = os.pidfd_open(pid)  # available wherever /proc is
     try:
-        # Only who is still the same process: the number may have been given to another one meanwhile.
+        # Check again, because the pid may have been reused before the pidfd was opened.
         if _has_mark(pid, mark):
             signal.pidfd_send_signal(process, signal.SIGKILL)
             wait([process], timeout=GRACE_SECONDS)
@@ -123,7 +123,9 @@ def _kill_marked(pid: int, mark: str) -> None:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    """Whether a process began with ``mark`` in its environment; those that have ended, and of others, have none."""
+    """Return whether a process was started with ``mark`` in its environment; False if it ended or belongs to another
+    user.
+    """
     try:
         return f"{_MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

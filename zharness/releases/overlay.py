@@ -1,7 +1,7 @@
-"""Overlays: a release of an engine in a folder of its own, which a child process puts in front of what is installed.
+"""Overlays: a release of an engine in its own folder, which a child process puts in front of the installed packages.
 
-An overlay is built beside its place and renamed into it, so whatever stands in the place is whole; the stamp inside
-says for which Python and torch. Two processes that want the same one wait for each other. Once built it needs no
+An overlay is built in a temporary folder and renamed, so an existing one is complete; a stamp in it records the Python
+and torch that it was built for. A lock serialises two processes that want the same one. A finished overlay needs no
 network.
 """
 
@@ -28,7 +28,7 @@ from zharness.releases import launch, usage_locks
 
 TORCH = "torch"
 STAMP_FILE = ".zharness-overlay.json"
-BUILDING_INFIX = ".building-"  # between the name and the rest of a folder that is no overlay yet, or no more
+BUILDING_INFIX = ".building-"  # part of the names of folders that are being built or removed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RELEASE = re.compile(r"[0-9][A-Za-z0-9.+!]*")
 _NEEDS_PYTHON = r"[:;] {} Requires-Python ([^;\n]+)"
@@ -46,7 +46,7 @@ _IMPORT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Stamp:
-    """What an overlay was built of and for."""
+    """What an overlay contains, and the Python and torch that it was built for."""
 
     distribution: str
     release: str
@@ -54,11 +54,12 @@ class Stamp:
     torch: str
 
     def __str__(self) -> str:
+        """Return distribution and release."""
         return f"{self.distribution} {self.release}"
 
 
 def cache_folder() -> Path:
-    """The folder of everything that can be made again: ``$ZHARNESS_CACHE``, else ``zharness`` in the user's cache."""
+    """Return the cache folder: ``$ZHARNESS_CACHE``, else ``zharness`` in the user's cache folder."""
     chosen = os.environ.get("ZHARNESS_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()
@@ -67,45 +68,46 @@ def cache_folder() -> Path:
 
 
 def ensure_overlay(distribution: str, release: str) -> Path:
-    """The overlay that holds ``release`` of ``distribution``; installed now unless a whole one is there.
+    """Return the overlay of ``release`` of ``distribution``, installing it unless a complete one exists.
 
-    Raises UsageError when the release does not exist, cannot be fetched, does not install or does not import.
+    Raises UsageError if the release does not exist, cannot be downloaded, does not install or does not import.
     """
     wanted = _make_stamp(distribution, release)
-    place = _overlay_path(wanted)
+    folder = _overlay_path(wanted)
     with cache_write_guard(str(wanted)):
-        usage_locks.mark_in_use(place)
-    if _is_whole(place, wanted):
-        return place
-    with cache_write_guard(str(wanted)), build_lock(place):
-        # Whoever held the lock may have built it meanwhile.
-        if not _is_whole(place, wanted):
-            _build(place, wanted)
-    return place
+        usage_locks.mark_in_use(folder)
+    if _is_whole(folder, wanted):
+        return folder
+    with cache_write_guard(str(wanted)), build_lock(folder):
+        # Another process may have built it while this one waited for the lock.
+        if not _is_whole(folder, wanted):
+            _build(folder, wanted)
+    return folder
 
 
 def is_cached(distribution: str, release: str) -> bool:
-    """Whether the cache has this release whole, so that it costs nothing to run on it."""
+    """Return whether the cache has a complete overlay of this release."""
     wanted = _make_stamp(distribution, release)
     return _is_whole(_overlay_path(wanted), wanted)
 
 
 @contextmanager
 def cache_write_guard(subject: str) -> Iterator[None]:
-    """A block that writes into the cache. Raises UsageError where that is full or not this user's to write."""
+    """Context of writes into the cache: turns OSError (disk full, no permission) into UsageError about ``subject``."""
     try:
         yield
     except OSError as error:
         found = error.filename or ""
         raise UsageError(
-            f"{subject} cannot be put into {cache_folder()}: {error.strerror or error}{found and f': {found}'}; {_SPACE_HINT}"
+            f"{subject} cannot be put into {cache_folder()}: {error.strerror or error}"
+            f"{found and f': {found}'}; {_SPACE_HINT}"
         ) from error
 
 
 def overlay_environment(path: Path, extensions_folder: Path | None = None) -> dict[str, str]:
-    """This process's environment for a child in which the release in ``path`` hides the installed one.
+    """Return the environment of a child process in which the release in ``path`` hides the installed one.
 
-    Compiled extensions go to ``room``, the overlay itself where none is given.
+    Compiled extensions are stored in ``extensions_folder`` (None: the overlay itself).
     """
     behind = os.environ.get("PYTHONPATH")
     chosen = {
@@ -120,7 +122,7 @@ def overlay_environment(path: Path, extensions_folder: Path | None = None) -> di
 
 
 def has_cuda() -> bool:
-    """Whether there is a GPU; asked by NVML, as a process that forks ranks must not touch CUDA."""
+    """Return whether there is a GPU. Uses NVML, because a process that forks ranks must not initialise CUDA."""
     if torch_version().endswith("+cpu"):
         return False
     import torch
@@ -138,42 +140,45 @@ def has_cuda() -> bool:
 
 
 def torch_version() -> str:
-    """``torch.__version__`` of the torch in use, with its build, read from its file: to import it takes seconds.
+    """Return ``torch.__version__`` with its build, read from torch's file, because importing torch takes seconds.
 
-    Its package's metadata do not name the build of a wheel from PyPI, and those of a source tree are of its install.
+    Package metadata would not do: a wheel from PyPI does not name its build there, and a source tree has stale ones.
     """
     spec = None if TORCH in sys.modules else importlib.util.find_spec(TORCH)
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     if file is not None and file.is_file():
         text = file.read_text(encoding="utf-8")
-        if told := re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE):
-            return told[1]
+        if match := re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE):
+            return match[1]
     import torch
 
     return str(torch.__version__)
 
 
 def check_name(distribution: str) -> None:
-    """Raises UsageError for what is no package's name: it becomes part of paths and of command lines."""
+    """Raise UsageError unless ``distribution`` is a package name; it becomes part of paths and command lines."""
     if not _NAME.fullmatch(distribution):
         raise UsageError(f"got distribution {distribution!r}; expected a package name such as deepspeed")
 
 
 def _make_stamp(distribution: str, release: str) -> Stamp:
+    """Return the stamp of a release for this Python and torch. Raises UsageError for an invalid name or release."""
     check_name(distribution)
     if not _RELEASE.fullmatch(release):
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    # A release of torch stands on none but itself.
+    # An overlay of torch depends on no other torch.
     beneath = release if distribution == TORCH else torch_version()
     return Stamp(distribution, release, python, beneath)
 
 
 def _overlay_path(wanted: Stamp) -> Path:
+    """Return the folder of the overlay with this stamp."""
     return cache_folder() / "releases" / f"{wanted.distribution}-{wanted.release}-py{wanted.python}-torch{wanted.torch}"
 
 
 def _is_whole(folder: Path, wanted: Stamp) -> bool:
+    """Return whether ``folder`` is a complete overlay with this stamp."""
     try:
         found = json.loads((folder / STAMP_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -183,9 +188,10 @@ def _is_whole(folder: Path, wanted: Stamp) -> bool:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[None]:
-    """Only one process builds ``place``; the lock is the operating system's, so a killed holder lets go of it.
+    """Hold the lock that lets only one process build ``folder``; the operating system frees it if the process is
+    killed.
 
-    Who has to wait is told so on standard error.
+    A process that has to wait says so on standard error. Raises UsageError after a time-out.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(folder.parent / f".{folder.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
@@ -195,10 +201,10 @@ def build_lock(folder: Path) -> Iterator[None]:
         if not lock.is_locked:
             tqdm.write(f"waiting for another process, which builds {folder.name}", file=sys.stderr)
             lock.acquire()
-    except filelock.Timeout as late:
+    except filelock.Timeout as error:
         raise UsageError(
             f"another process has been building {folder.name} for too long; end it, or set ZHARNESS_CACHE elsewhere"
-        ) from late
+        ) from error
     try:
         yield
     finally:
@@ -206,32 +212,34 @@ def build_lock(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path, wanted: Stamp) -> None:
+    """Install and import a release in a temporary folder, then rename it to ``folder``."""
     prefix = f".{folder.name}{BUILDING_INFIX}"
     for left in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left)  # of a process that was killed: we hold the lock, so nobody is in there
-    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        shutil.rmtree(left)  # of a killed process; this one holds the lock, so no other uses it
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         with tqdm(desc=f"installing {wanted}", bar_format="{desc}", leave=False, disable=not sys.stderr.isatty()):
-            _install(beside, wanted)
-            _check_import(beside, wanted)
-        (beside / STAMP_FILE).write_text(json.dumps(asdict(wanted)))
+            _install(temporary, wanted)
+            _check_import(temporary, wanted)
+        (temporary / STAMP_FILE).write_text(json.dumps(asdict(wanted)))
         if folder.exists():
-            shutil.rmtree(folder)  # without a valid stamp it is nobody's
-        os.replace(beside, folder)
+            shutil.rmtree(folder)  # incomplete: it has no valid stamp
+        os.replace(temporary, folder)
     finally:
-        # A KeyboardInterrupt comes through here too.
-        shutil.rmtree(beside, ignore_errors=True)
+        # Also on KeyboardInterrupt.
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _install(folder: Path, wanted: Stamp) -> None:
     # No build isolation: DeepSpeed's setup.py then sees the torch in use, and nothing else is fetched for the build.
+    """Install a release with pip. Raises UsageError if pip fails."""
     command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
-    # No dependencies: they come from the environment that the overlay is laid over. Those of torch are of one release
-    # exactly, of CUDA's libraries and of sympy, and come with it.
+    # Dependencies come from the installed environment. Only torch pins exact releases of its own (CUDA's libraries,
+    # sympy), so they are installed with it.
     command += [] if wanted.distribution == TORCH else ["--no-deps"]
     command += [f"{wanted.distribution}=={wanted.release}"]
-    # Constraints are of the environment, which has another release on purpose.
+    # The environment's constraints would forbid the requested release.
     env = {**overlay_environment(folder), "PIP_CONSTRAINT": ""}
     done = run_isolated(command, env, _INSTALL_SECONDS, str(wanted), f"; try: {_retry_command(wanted)}")
     if done.returncode != 0:
@@ -239,7 +247,7 @@ def _install(folder: Path, wanted: Stamp) -> None:
 
 
 def _check_import(folder: Path, wanted: Stamp) -> None:
-    """Import it in a child and compare the version: a release that is not the one asked for must not be tested."""
+    """Import the release in a child process. Raises UsageError if its version is not the requested one."""
     module = wanted.distribution.replace("-", "_")
     found = import_and_get_version(
         folder,
@@ -253,10 +261,10 @@ def _check_import(folder: Path, wanted: Stamp) -> None:
 
 
 def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
-    """The version that ``module`` tells when a child with ``env`` imports it from ``folder``, which may be none.
+    """Import ``module`` in a child process with ``env`` and return its version, which may be empty.
 
-    Raises UsageError, which calls the release ``subject``, when it does not import, with ``remedy``, or comes from
-    elsewhere.
+    Raises UsageError if it does not import (with ``remedy``) or is imported from outside ``folder``; ``subject`` names
+    the release in the message.
     """
     code = f"import {module} as m; print('version:', getattr(m, '__version__', ''), 'file:', m.__file__)"
     done = run_isolated([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
@@ -265,36 +273,36 @@ def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], su
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         beneath = "" if module == TORCH else f"with torch {torch_version()} "
         raise UsageError(f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; {remedy}")
-    told = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
-    if told is None or not Path(told[2]).is_relative_to(folder):
+    match = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
+    if match is None or not Path(match[2]).is_relative_to(folder):
         raise UsageError(
             f"got {lines[-1]!r} where {subject} is to be imported from {folder}; remove what shadows it from PYTHONPATH"
         )
-    return told[1]
+    return match[1]
 
 
 def run_isolated(
     command: list[str], env: Mapping[str, str] | None, seconds: float, subject: str, remedy: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` away from the current folder, with both its streams in one; nothing that it started outlives it.
+    """Run ``command`` in a temporary folder, with stdout and stderr merged, and end everything that it started.
 
     Raises UsageError at the deadline.
     """
-    # A folder of its own: ``python -c`` puts the current one first on the path, where a checkout hides the overlay.
-    with tempfile.TemporaryDirectory() as elsewhere, tempfile.TemporaryFile() as output:
-        # What it leaves half made when it is ended goes with the folder.
-        chosen = {**(os.environ if env is None else env), "TMPDIR": elsewhere}
-        with launch.CommandGroup().start(command, chosen, output, Path(elsewhere)) as child:
+    # ``python -c`` puts the current folder first on the path, where a checkout would hide the overlay.
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+        # Temporary files of an ended command are removed with the folder.
+        chosen = {**(os.environ if env is None else env), "TMPDIR": folder}
+        with launch.CommandGroup().start(command, chosen, output, Path(folder)) as child:
             try:
                 code = child.wait(seconds)
-            except subprocess.TimeoutExpired as late:
-                raise UsageError(f"{subject} was not ready after {seconds:.0f} s{remedy}") from late
+            except subprocess.TimeoutExpired as error:
+                raise UsageError(f"{subject} was not ready after {seconds:.0f} s{remedy}") from error
         output.seek(0)
         return subprocess.CompletedProcess(command, code, output.read().decode(errors="replace"))
 
 
 def _explain_pip_failure(output: str, wanted: Stamp) -> str:
-    """One sentence for a pip that failed."""
+    """Return one sentence that explains why pip failed."""
     subject, retry = f"{wanted.distribution}=={wanted.release}", _retry_command(wanted)
     needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
     if needed is not None:
@@ -321,8 +329,10 @@ def _explain_pip_failure(output: str, wanted: Stamp) -> str:
 
 
 def _other_releases_hint(wanted: Stamp) -> str:
+    """Return the command that lists other releases."""
     return f"for other releases try: python -m pip index versions {wanted.distribution}"
 
 
 def _retry_command(wanted: Stamp) -> str:
+    """Return the pip command that shows the whole error."""
     return f"python -m pip download --no-deps --no-build-isolation {wanted.distribution}=={wanted.release}"

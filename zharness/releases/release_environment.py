@@ -1,4 +1,4 @@
-"""Where a release of an engine runs: here, or in processes whose search path begins with the release's own folder."""
+"""Where a release of an engine runs: the installed one, or a folder at the front of a child's search path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zharness.releases import checkout, overlay
 
 @dataclass(frozen=True)
 class ReleaseEnvironment:
-    """A release that is ready to run: its name, what goes in front of the search path, and a child's environment.
+    """A release that is ready to run: its version, the folders to put first on the path, and a child's environment.
 
-    Both are empty for the installed release.
+    Path and environment are empty for the installed release.
     """
 
     release: str
@@ -26,29 +26,29 @@ class ReleaseEnvironment:
 
 
 def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
-    """The place of the release that ``text`` names, fetched now unless it is there.
+    """Return the environment of the release that ``engine`` names, installing an overlay if needed.
 
-    ``text`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package that NAME is part of. Raises
-    MissingEngine, or UsageError for a release that cannot be had. A process that began without the place's search path
-    and has imported another release, as one that forks ranks has of torch, cannot run there, nor can its forks.
+    ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package of NAME. Raises MissingEngine if it
+    is not installed, and UsageError for a release that cannot be installed. A process that has already imported another
+    release, as a process that forks ranks has torch, cannot use it.
     """
     found = registry.find_checkout(engine)
     if found is not None:
         path, env = checkout.prepare_checkout(found)
         return ReleaseEnvironment(found.version, (str(path),), env)
     name, release = registry.split_release(engine)
-    here = get_installed_version(distribution)
-    if release is None and here is None:
+    installed = get_installed_version(distribution)
+    if release is None and installed is None:
         raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release of it")
-    if here is not None and (release is None or is_same_release(release, here)):
-        return ReleaseEnvironment(here)
-    assert release is not None, "one of the two is there"
+    if installed is not None and (release is None or is_same_release(release, installed)):
+        return ReleaseEnvironment(installed)
+    assert release is not None, "either a release was named or one is installed"
     path = overlay.ensure_overlay(distribution, release)
     return ReleaseEnvironment(release, (str(path),), overlay.overlay_environment(path))
 
 
 def get_installed_version(distribution: str) -> str | None:
-    """The installed release; of torch without its build (``+cpu``), which decides no bug. None when there is none."""
+    """Return the installed release (of torch without its build, such as ``+cpu``); None if it is not installed."""
     try:
         release = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def get_installed_version(distribution: str) -> str | None:
 
 
 def is_same_release(release: str, installed_version: str) -> bool:
-    """Whether ``release`` means ``here``, whose build it need not name."""
+    """Return whether ``release`` denotes the installed version, which may name a build in addition."""
     try:
         return SpecifierSet(f"=={release}").contains(installed_version, prereleases=True)
     except InvalidSpecifier:

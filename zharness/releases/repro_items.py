@@ -1,6 +1,6 @@
-"""Reproductions as pytest items: one for each script and side, as in ``repro/deepspeed_7913_x.py::0.18.8``.
+"""Collect reproductions as pytest items, one for each script and release: ``repro/deepspeed_7913_x.py::0.18.8``.
 
-``--engine`` names the releases, as ``--on`` of `zharness repro` does: scripts of other engines have no items then.
+``--engine`` selects releases as ``--on`` of `zharness repro` does; scripts of other engines then have no items.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from zharness.releases.repros import Repro, ReproVerdict, get_distribution, pars
 
 
 class ReproFile(pytest.File):
-    """One script."""
+    """A reproduction script as a pytest file."""
 
     def collect(self) -> Iterator[ReproItem]:
+        """Yield an item for each release on which the script runs."""
         try:
             repro = parse_repro(self.path)
-            for text in repro_runs.select_releases(repro, self.config.getoption("--engine")):
-                yield ReproItem.from_parent(self, name=render_title(text), repro=repro, text=text)
+            for engine in repro_runs.select_releases(repro, self.config.getoption("--engine")):
+                yield ReproItem.from_parent(self, name=render_title(engine), repro=repro, engine=engine)
         except UsageError as error:
             raise self.CollectError(str(error)) from None
 
 
 def render_title(engine: str) -> str:
-    """The side in an item's id: its release, ``@`` and its path, or that it is the installed one."""
+    """Return the last part of an item's id: its release, ``@`` and a checkout's path, or ``installed``."""
     _, at, path = engine.partition("@")
     return split_release(engine)[1] or f"{at}{path}" or "installed"
 
 
 class ReproItem(pytest.Item):
-    """One script on one release; it passes when the release shows what the header says."""
+    """One script on one release; it passes if the release shows what the script's header says."""
 
     def __init__(self, repro: Repro, engine: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -46,6 +47,7 @@ class ReproItem(pytest.Item):
         self._engine = engine
 
     def runtest(self) -> None:
+        """Run the script and fail unless its verdict is the expected one."""
         found = run_repro(
             self._repro, self._engine, prepare_release(self._engine, get_distribution(self._repro.engine))
         )
@@ -57,10 +59,11 @@ class ReproItem(pytest.Item):
             )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """A release that cannot be had is one sentence, not a traceback."""
+        """Show a release that cannot be installed as one sentence instead of a traceback."""
         if isinstance(excinfo.value, UsageError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Return path and title for pytest's report."""
         return self.path, None, f"{self._repro.id} on {self._engine}"

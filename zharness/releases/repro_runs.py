@@ -1,4 +1,4 @@
-"""Many reproductions on many releases: each release fetched once, then several runs at a time."""
+"""Run many reproductions on many releases: install each release once, then run several scripts at a time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from zharness.releases.repros import (
 
 @dataclass(frozen=True)
 class ReproRun:
-    """One reproduction on one release, which is spelled as ``--on`` takes it."""
+    """One reproduction on one release, spelled as ``--on`` spells it."""
 
     repro: Repro
     engine: str
 
 
 def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str]) -> list[ReproRun]:
-    """The runs asked for: of each reproduction on the releases ``on`` of its engine, or on the sides of its header.
+    """Return the requested runs: each reproduction on the releases ``engines``, or on its header's default releases.
 
-    Raises UsageError for an unknown id, where none is asked for, and for one that none of ``on`` is a release of.
+    Raises UsageError if nothing is named, for an unknown id, and for a reproduction of an engine outside ``engines``.
     """
     if not run_all and not identifiers:
         raise UsageError("no reproduction was named; name one by its issue, as in `zharness repro 7352`, or pass --all")
@@ -59,7 +59,7 @@ def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str
 
 
 def select_releases(repro: Repro, engines: Sequence[str]) -> tuple[str, ...]:
-    """Those of ``on`` that are releases of the reproduction's engine, each once; its header's where ``on`` is empty."""
+    """Return those of ``engines`` that are releases of the reproduction's engine; its default releases if empty."""
     return (
         tuple(dict.fromkeys(text for text in engines if split_release(text)[0] == repro.engine))
         if engines
@@ -73,18 +73,19 @@ def run_repros(
     on_result: Callable[[ReproResult], None] | None = None,
     seconds: float = repros.TIMEOUT_SECONDS,
 ) -> list[ReproResult]:
-    """The results in the order of ``runs``, with progress on standard error; ``finished`` hears each as it comes.
+    """Run all ``runs`` and return their results in order, with progress on standard error.
 
-    ``jobs`` runs go on at a time, one for each core where none is given, and each has ``seconds``. A release that
-    cannot be had makes its runs ``not run``, and the others go on; raises UsageError when none can be had.
+    ``on_result`` is called with each result. ``jobs`` scripts run at a time (None: one per core), each for at most
+    ``seconds``. Runs on a release that cannot be installed get the verdict ``not run``; raises UsageError if none can
+    be.
     """
-    places = prepare_releases(runs)
-    troubles = [found for found in places.values() if isinstance(found, UsageError)]
-    if len(troubles) == len(places):
-        raise troubles[0]
+    environments = prepare_releases(runs)
+    errors = [found for found in environments.values() if isinstance(found, UsageError)]
+    if len(errors) == len(environments):
+        raise errors[0]
     found: dict[ReproRun, ReproResult] = {}
-    ended = iter_results(runs, places, jobs or os.cpu_count() or 1, seconds)
-    # Closed here and now: while an exception is on its way, its traceback would keep the generator, and what it runs.
+    ended = iter_results(runs, environments, jobs or os.cpu_count() or 1, seconds)
+    # Closed explicitly: while an exception propagates, its traceback keeps the generator, and its processes, alive.
     with tqdm(total=len(runs), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar, closing(ended):
         for run, result in ended:
             found[run] = result
@@ -96,7 +97,7 @@ def run_repros(
 
 
 def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment | UsageError]:
-    """The place of every release, or why it cannot be had. One after the other: an interrupt ends the install."""
+    """Return the environment of every release, or the error. Installs run one by one, so that Ctrl-C ends them."""
     found: dict[str, ReleaseEnvironment | UsageError] = {}
     wanted = {run.engine: get_distribution(run.repro.engine) for run in runs}
     with tqdm(wanted.items(), unit="release", leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -104,16 +105,16 @@ def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment |
             bar.set_postfix_str(text)
             try:
                 found[text] = prepare_release(text, package)
-            except UsageError as trouble:
-                found[text] = trouble
+            except UsageError as error:
+                found[text] = error
     return found
 
 
 def iter_results(
     runs: Sequence[ReproRun], environments: dict[str, ReleaseEnvironment | UsageError], jobs: int, seconds: float
 ) -> Generator[tuple[ReproRun, ReproResult], None, None]:
-    """Results as they come. When the caller stops or is interrupted, what runs is ended and nothing else begins."""
-    running = CommandGroup()
+    """Yield results as they arrive. If the caller stops early, running scripts are ended and no more are started."""
+    commands = CommandGroup()
 
     def run_one(run: ReproRun) -> ReproResult:
         found = environments[run.engine]
@@ -121,7 +122,7 @@ def iter_results(
             return build_result(
                 run.repro, run.engine, split_release(run.engine)[1] or "", ReproVerdict.NOT_RUN, str(found)
             )
-        return repros.run_repro(run.repro, run.engine, found, seconds, running)
+        return repros.run_repro(run.repro, run.engine, found, seconds, commands)
 
     pool = ThreadPoolExecutor(max_workers=jobs)
     try:
@@ -130,5 +131,5 @@ def iter_results(
             yield futures[future], future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        running.terminate()
+        commands.terminate()
         pool.shutdown(wait=True)

@@ -1,4 +1,4 @@
-"""Reproductions and their verdicts as tables."""
+"""Render reproductions and their verdicts as tables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tabulate import tabulate
 
 from zharness.releases.repros import NOT_YET, Repro, ReproResult, ReproVerdict, load_catalogue
 
-MAX_PRINTED_RUNS = 10  # runs whose evidence is printed whatever it is; of more, only what is not as expected
+MAX_PRINTED_RUNS = 10  # with more runs, only the evidence of unexpected ones is printed
 MAX_OUTPUT_LINES = 30
 _COLUMN_TITLES = ("bug", "what is seen", "shown on", "absent from", "otherwise")
 
 
 def list_repro_rows() -> list[dict[str, str]]:
-    """Every reproduction: what it shows, where it was reported, which releases have it."""
+    """Return a row for every reproduction: symptom, report, affected releases."""
     return [
         {
             "id": repro.id,
@@ -29,7 +29,7 @@ def list_repro_rows() -> list[dict[str, str]]:
 
 
 def render_repro_results(results: Sequence[ReproResult]) -> str:
-    """One row for each run, and below the evidence: of all when they are few, else of what was not expected."""
+    """Return a table with one row per run, followed by the evidence: of all runs if few, else of unexpected ones."""
     body = [
         [
             result.repro.id,
@@ -41,17 +41,17 @@ def render_repro_results(results: Sequence[ReproResult]) -> str:
         for result in results
     ]
     head = tabulate(body, ["id", "release", "verdict", "", "took"], tablefmt="simple", disable_numparse=True)
-    told = [result for result in results if len(results) <= MAX_PRINTED_RUNS or not result.is_expected]
-    return "\n\n".join([head, *map(describe_run, told)])
+    shown = [result for result in results if len(results) <= MAX_PRINTED_RUNS or not result.is_expected]
+    return "\n\n".join([head, *map(describe_run, shown)])
 
 
 def describe_expected(result: ReproResult) -> str:
-    """What the header says that the release should show."""
+    """Return the verdict that the script's header predicts for the release."""
     return result.expected_verdict.value if result.expected_verdict is not None else "reproduced or not reproduced"
 
 
 def describe_run(result: ReproResult) -> str:
-    """The evidence of one run; the end of what was printed where it failed otherwise."""
+    """Return the evidence of one run, and the end of its output if it failed otherwise."""
     lines = [f"{result.repro.id} on {result.repro.engine} {result.release}: {result.evidence}"]
     if result.verdict is ReproVerdict.FAILED_OTHERWISE:
         lines += [f"  | {line}" for line in result.output.splitlines()[-MAX_OUTPUT_LINES:]]
@@ -59,7 +59,7 @@ def describe_run(result: ReproResult) -> str:
 
 
 def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
-    """The last line of a run."""
+    """Return the final line of a run."""
     counts = {verdict: sum(result.verdict is verdict for result in results) for verdict in ReproVerdict}
     parts = [f"{count} {verdict.value}" for verdict, count in counts.items() if count]
     unexpected = sum(not result.is_expected for result in results)
@@ -68,7 +68,7 @@ def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
 
 
 def render_markdown(all_results: Sequence[ReproResult]) -> str:
-    """Bugs x releases as Markdown: a row for each bug, with the releases that show it and those that do not."""
+    """Return bugs x releases as a Markdown table: which releases show each bug and which do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in all_results:
         by_bug.setdefault(result.repro, []).append(result)
@@ -91,7 +91,7 @@ _COLUMN_VERDICTS = (
 
 
 def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerdict]) -> str:
-    """The releases whose verdict is of ``kind``; with the verdict where ``kind`` has several."""
+    """Return the releases whose verdict is among ``verdicts``, with the verdict if there are several kinds."""
     return ", ".join(
         f"{result.repro.engine} {result.release}" + (f": {result.verdict.value}" if len(verdicts) > 1 else "")
         for result in results
@@ -100,12 +100,14 @@ def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerd
 
 
 def render_link(repro: Repro) -> str:
-    """The id, with a link to the report where there is one."""
+    """Return the id, linked to the report if there is one."""
     return f"[{repro.id}]({repro.reported})" if repro.reported.startswith("https://") else repro.id
 
 
 def exit_code(results: Sequence[ReproResult]) -> int:
-    """0 when every release showed what it should, 1 when one did not, 3 when a run failed otherwise or was not made."""
+    """Return 0 if every release showed what it should, 1 if one did not, 3 if a run failed otherwise or was
+    not made.
+    """
     if any(result.verdict in (ReproVerdict.FAILED_OTHERWISE, ReproVerdict.NOT_RUN) for result in results):
         return 3
     return 0 if all(result.is_expected for result in results) else 1

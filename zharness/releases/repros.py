@@ -1,7 +1,7 @@
-"""The catalogue of bug reproductions in ``repro/``: parsed, run on a release, and judged by what they print.
+"""The catalogue of bug reproductions in ``repro/``: parse the scripts, run them on a release, judge their output.
 
-A script runs on its own under ``torchrun``; the second paragraph of its docstring is ``key: value`` lines, the facts of
-``Repro``.
+A script runs on its own under ``torchrun``. The second paragraph of its docstring has ``key: value`` lines, the fields
+of ``Repro``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no check runs on
+_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no law runs on
 TIMEOUT_SECONDS = 300.0  # only a hang should meet it, also on a busy machine
 
 
@@ -51,7 +51,7 @@ class ReproVerdict(Enum):
     REPRODUCED = "reproduced"
     NOT_REPRODUCED = "not reproduced"
     FAILED_OTHERWISE = "failed otherwise"
-    UNSUPPORTED = "unsupported"  # it needs what is not here; nothing was run
+    UNSUPPORTED = "unsupported"  # not run, because a requirement is missing
     NOT_RUN = "not run"  # the release cannot be had
 
 
@@ -60,7 +60,7 @@ class Repro:
     """One script and the facts of its header.
 
     ``affects`` is a list of bounds on the release (``>=0.18.3,<=0.19.5``), ``fixed`` the first release without the bug
-    or None, ``broken`` a release that shows it where the installed one does not. ``needs`` is ``cuda`` where no CPU
+    (None: not yet), ``broken`` a release that shows it if the installed one does not. ``needs`` is ``cuda`` if no CPU
     shows it, else empty. ``signature`` is part of the error, ``ok`` the line that a run without the bug prints.
     """
 
@@ -79,23 +79,24 @@ class Repro:
     needs: str = ""
 
     def default_releases(self) -> tuple[str, ...]:
-        """What a run without a chosen release shows, as ``--on`` spells it: the installed release where it has the fix,
-        else the first that has it, and a release that has the bug.
+        """Return the releases to run by default: one with the fix (the installed one if it has it) and one with the
+        bug.
 
-        Another torch than the installed one, which is several GB, is among them only where the cache has it.
+        They are spelled as ``--on`` spells them. Another torch than the installed one is included only if it is cached,
+        since it is several GB.
         """
         package = get_distribution(self.engine)
-        here = get_installed_version(package)
+        installed = get_installed_version(package)
         shows = self.engine if self.broken is None else f"{self.engine}=={self.broken}"
         sides: tuple[str, ...] = (shows,)
         if self.fixed is not None:
-            has_fix = here is not None and self.expected_verdict(here) is ReproVerdict.NOT_REPRODUCED
+            has_fix = installed is not None and self.expected_verdict(installed) is ReproVerdict.NOT_REPRODUCED
             sides = (self.engine if has_fix else f"{self.engine}=={self.fixed}", shows)
-        cheap = [side for side in dict.fromkeys(sides) if package != overlay.TORCH or _is_available(side, here)]
+        cheap = [side for side in dict.fromkeys(sides) if package != overlay.TORCH or _is_available(side, installed)]
         return tuple(cheap) or (self.engine,)
 
     def expected_verdict(self, release: str) -> ReproVerdict | None:
-        """What ``release`` should show according to the header; None where the header does not say."""
+        """Return what the header predicts for ``release``; None if the header does not say."""
         try:
             at = _parse_version(release)
         except InvalidVersion:  # of a release that cannot be had
@@ -112,7 +113,7 @@ class Repro:
 
 @dataclass(frozen=True)
 class ReproResult:
-    """The verdict of one run, the line that decided it, and all that was printed."""
+    """The verdict of one run, the line that decided it, and the whole output."""
 
     repro: Repro
     release: str
@@ -125,7 +126,7 @@ class ReproResult:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the release showed what it should; a run that failed otherwise or was not made never did."""
+        """Whether the verdict is the predicted one; never for a run that failed otherwise or was not made."""
         if self.verdict is ReproVerdict.UNSUPPORTED:
             return True
         return self.verdict in (ReproVerdict.REPRODUCED, ReproVerdict.NOT_REPRODUCED) and self.expected_verdict in (
@@ -134,7 +135,7 @@ class ReproResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for a JSON line."""
+        """Return plain data for a JSON line."""
         return {
             "schema": SCHEMA_VERSION,
             "repro": self.repro.id,
@@ -153,7 +154,7 @@ class ReproResult:
 
 
 def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
-    """Every reproduction, by engine and id. Raises UsageError where there are none or a header is wrong."""
+    """Return all reproductions by engine and id. Raises UsageError if there are none, or a header is wrong."""
     scripts = sorted(folder.glob("*.py"))
     if not scripts:
         raise UsageError(
@@ -170,9 +171,9 @@ def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
 
 
 def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
-    """The reproduction with this id (a leading ``#`` is allowed), or all those of the issue with this number.
+    """Return the reproduction with this id (a leading ``#`` is allowed), or all those of the issue with this number.
 
-    Raises UsageError for an unknown one.
+    Raises UsageError if there is none.
     """
     known = {repro.id: repro for repro in load_catalogue(folder)}
     wanted = identifier.lstrip("#")
@@ -187,7 +188,9 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
 
 
 def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
-    """The one reproduction of ``engine`` that ``identifier`` names. Raises UsageError for none, and for several."""
+    """Return the only reproduction of ``engine`` that ``identifier`` names. Raises UsageError if there is none or
+    several.
+    """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
         several = ", ".join(repro.id for repro in found) or f"none of {engine}"
@@ -196,35 +199,35 @@ def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Rep
 
 
 def is_repro_id(text: str) -> bool:
-    """Whether ``text`` has the form of a reproduction's id, which no check's name and no group's has."""
+    """Return whether ``text`` has the form of a reproduction's id; names of laws and groups do not."""
     return _ID.fullmatch(text) is not None
 
 
 def parse_repro(script: Path) -> Repro:
-    """The facts in the docstring of ``script``. Raises UsageError when one is missing or unreadable."""
+    """Parse the docstring of ``script``. Raises UsageError if a fact is missing or malformed."""
     paragraphs = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
-    said = dict(_LINE.findall(paragraphs[1])) if len(paragraphs) > 1 else {}
+    facts = dict(_LINE.findall(paragraphs[1])) if len(paragraphs) > 1 else {}
     needed = ("id", "engine", "symptom", "reported", "affects", "fixed", "ranks", "law", "signature", "ok")
-    missing = [key for key in needed if key not in said]
+    missing = [key for key in needed if key not in facts]
     if missing:
         raise UsageError(f"{script}: the docstring lacks the lines {', '.join(f'{key}:' for key in missing)}")
-    if not said["ranks"].isdecimal() or int(said["ranks"]) < 1:
-        raise UsageError(f"{script}: got ranks: {said['ranks']}; expected a positive number")
-    bounds = [_BOUND.fullmatch(bound.strip()) for bound in said["affects"].split(",")]
+    if not facts["ranks"].isdecimal() or int(facts["ranks"]) < 1:
+        raise UsageError(f"{script}: got ranks: {facts['ranks']}; expected a positive number")
+    bounds = [_BOUND.fullmatch(bound.strip()) for bound in facts["affects"].split(",")]
     if not all(bound and _is_version(bound[2]) for bound in bounds):
-        raise UsageError(f"{script}: got affects: {said['affects']}; expected bounds such as >=0.18.3,<=0.19.5")
-    named = [said[key] for key in ("fixed", "broken") if said.get(key, NOT_YET) != NOT_YET]
+        raise UsageError(f"{script}: got affects: {facts['affects']}; expected bounds such as >=0.18.3,<=0.19.5")
+    named = [facts[key] for key in ("fixed", "broken") if facts.get(key, NOT_YET) != NOT_YET]
     if not all(map(_is_version, named)):
         raise UsageError(f"{script}: got fixed: or broken: {', '.join(named)}; expected releases such as 0.18.8")
-    if said.get("needs", CUDA) != CUDA:
-        raise UsageError(f"{script}: got needs: {said['needs']}; allowed: {CUDA}")
+    if facts.get("needs", CUDA) != CUDA:
+        raise UsageError(f"{script}: got needs: {facts['needs']}; allowed: {CUDA}")
     return Repro(
         path=script,
-        fixed=None if said["fixed"] == NOT_YET else said["fixed"],
-        broken=said.get("broken"),
-        needs=said.get("needs", ""),
-        ranks=int(said["ranks"]),
-        **{key: said[key] for key in needed if key not in ("fixed", "ranks")},
+        fixed=None if facts["fixed"] == NOT_YET else facts["fixed"],
+        broken=facts.get("broken"),
+        needs=facts.get("needs", ""),
+        ranks=int(facts["ranks"]),
+        **{key: facts[key] for key in needed if key not in ("fixed", "ranks")},
     )
 
 
@@ -235,9 +238,9 @@ def run_repro(
     seconds: float = TIMEOUT_SECONDS,
     command_group: launch.CommandGroup | None = None,
 ) -> ReproResult:
-    """Run ``repro`` on the release that stands in ``place`` and is spelled ``text``, and judge it.
+    """Run ``repro`` on ``engine`` in ``environment`` and judge its output.
 
-    What it needs and does not find makes it ``unsupported``, and nothing is run. Nothing that it started outlives it.
+    The verdict is UNSUPPORTED, without a run, if the script needs CUDA and there is none. All processes are ended.
     """
     if repro.needs == CUDA and not overlay.has_cuda():
         return build_result(
@@ -257,8 +260,9 @@ def run_repro(
 
 
 def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict, evidence: str) -> ReproResult:
-    """The result of a run that took no time; ``text`` is the release as it was asked for, ``release`` empty where that
-    cannot be told.
+    """Return a result with verdict and evidence, before any run time is known.
+
+    ``engine`` is the release as requested; ``release`` its version, empty if unknown.
     """
     is_checkout = registry.is_checkout(engine)
     again = engine if is_checkout or not release else f"{repro.engine}=={release}"
@@ -274,16 +278,16 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
 
 
 def get_distribution(engine: str) -> str:
-    """The package whose release says which bugs ``engine`` has. Raises UsageError for an unknown engine."""
+    """Return the package whose release determines the bugs of ``engine``. Raises UsageError for an unknown engine."""
     return _UNREGISTERED_ENGINES.get(engine) or registry.info(engine).distribution
 
 
 def judge_output(
     repro: Repro, code: int | None, output: str, seconds: float = TIMEOUT_SECONDS
 ) -> tuple[ReproVerdict, str]:
-    """The verdict on a launch that ended with ``code`` (None: at the deadline), and the line that decided it.
+    """Return the verdict of a launch that ended with ``code`` (None: at the deadline), and the line that decided it.
 
-    The marker and the signature decide, not the code alone: a script that does not import ends with 1 as well.
+    Marker and signature decide, not only the exit code: a script that fails to import also ends with 1.
     """
     shown = re.search(f"{re.escape(MARKER)}(?P<error>[^\n]*{re.escape(repro.signature)}[^\n]*)", output)
     if code is None:
@@ -296,19 +300,21 @@ def judge_output(
 
 
 def _failure_cause(output: str) -> str:
-    """The line that best says why a launch failed: a rank's signal, else the last exception that is not torchrun's."""
-    # Not SIGTERM: with that the launcher ends the ranks that are left when one has failed.
+    """Return the line that best explains a failed launch: a rank's signal, else the last exception not from
+    torchrun.
+    """
+    # Except SIGTERM, with which the launcher ends the remaining ranks after a failure.
     died = re.search(r"Signal (?!15 )\d+ \(\w+\)", output)
     if died is not None:
         return died[0]
     raised = [line for line in output.splitlines() if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
-    own = [line for line in raised if "ChildFailedError" not in line]
-    lines = own or [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in raised if "ChildFailedError" not in line]
+    lines = errors or [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "nothing was printed"
 
 
 def _is_available(engine: str, installed_version: str | None) -> bool:
-    """Whether the release of torch that ``side`` names is the installed one, ``here``, or in the cache."""
+    """Return whether the release of torch that ``engine`` names is installed or cached."""
     release = registry.split_release(engine)[1]
     if release is None or (installed_version is not None and is_same_release(release, installed_version)):
         return True
@@ -316,11 +322,12 @@ def _is_available(engine: str, installed_version: str | None) -> bool:
 
 
 def _parse_version(text: str) -> Version:
-    """``text`` as it sorts among releases; what follows ``+`` names a build. Raises InvalidVersion."""
+    """Return ``text`` as a version without its build (after ``+``). Raises InvalidVersion."""
     return Version(text.partition("+")[0])
 
 
 def _is_version(text: str) -> bool:
+    """Return whether ``text`` is a version."""
     try:
         return bool(_parse_version(text))
     except InvalidVersion:
@@ -328,6 +335,6 @@ def _is_version(text: str) -> bool:
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Ranks of one machine need no other interface, and a host name that does not resolve must not stop them."""
+    """Return the variables that make gloo use the loopback interface, so that the host name need not resolve."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}

@@ -1,4 +1,4 @@
-"""Which folders of the cache somebody runs on: locks that end with their processes, so that cleaning leaves them."""
+"""Locks that mark cache folders as in use; they end with their processes, so that cleaning skips used folders."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-# A cache of another user, on a disk mounted for reading, or on one that has no locks.
+# The cache belongs to another user, is mounted read-only, or its file system has no locks.
 UNLOCKABLE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK)
 
 _LOCK_FILES: dict[Path, IO[str]] = {}
 
 
 def mark_in_use(folder: Path) -> None:
-    """Say that ``place`` is in use, until this process and every rank forked from it is gone.
+    """Mark ``folder`` as in use until this process and every rank forked from it has ended.
 
-    Hold it before looking whether it is there: what is held is not taken away in between. Waits while it is being
-    removed. In a cache that this user cannot write to, or that has no locks, nothing is said.
+    Call it before testing whether the folder exists, so that it is not removed in between. Waits while the folder is
+    being removed. Does nothing in a cache that is read-only or does not support locks.
     """
     if folder in _LOCK_FILES:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = _lock_path(folder).open("a")
-        # Forks share the open file and with it the lock; what is started with exec does not, but its parent waits.
+        # Forked processes share the open file and its lock; processes started with exec do not, but their parent waits.
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
         if error.errno not in UNLOCKABLE_ERRORS:
@@ -37,7 +37,9 @@ def mark_in_use(folder: Path) -> None:
 
 @contextmanager
 def try_exclusive(folder: Path) -> Iterator[bool]:
-    """A block that has ``place`` for itself, and whether it has: not where any process, this one too, holds it."""
+    """Try to lock ``folder`` exclusively and yield whether that worked; it fails while any process, even this one, uses
+    it.
+    """
     with _lock_path(folder).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,4 +50,5 @@ def try_exclusive(folder: Path) -> Iterator[bool]:
 
 
 def _lock_path(folder: Path) -> Path:
+    """Return the lock file of ``folder``."""
     return folder.with_name(f".{folder.name}.in_use.lock")
