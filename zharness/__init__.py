@@ -1,39 +1,85 @@
-"""zharness answers one question: does a sharded training engine compute what plain PyTorch computes?
+"""Does a sharded training engine compute what plain PyTorch computes?
 
-[Note: a cell from case to verdict]
-``case.py`` says what a cell is. ``run/plan.py`` makes the cells that were asked for, and decides from an engine's
-claims which cannot be run. ``run/runner.py`` takes one cell: it has ``world/`` fork the ranks, in each of which
-``run/cell.py:observe`` lets a check of ``checks/`` drive an engine of ``engines/`` on a model of ``workload/`` and
-write down what it saw. Then ``run/cell.py:judge``, in a process that never saw the engine, holds the evidence against
-the plain model with the bounds of ``parity/``. ``run/excuses.py`` knows the failures that are expected,
-``run/record.py`` is the line that is left, ``report/`` makes it readable, ``cli/`` and ``plugin.py`` are the doors.
+[Note: floors]
+A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
+
+    0  errors, cell, comm, step_summary, torch_private
+    1  world, workload, reference
+    2  engines
+    3  pytest_ranks, parity
+    4  law_kit
+    5  laws, mutants
+    6  run
+    7  report, releases, kill_matrix, doctor, export
+    8  plugin, cli, conformance, verification, compat
+    9  __main__
+
+[Note: a cell from command to verdict]
+``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
+``suites/meta/test_map.py`` compares them with a traced run.
+
+1. The command. ``cli/__init__.py`` and ``cli/options.py`` parse it; ``world/launch.py`` detects torchrun;
+   ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
+2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
+   (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
+   (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
+   (``engines/protocol.py``, ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, and
+   ``run/unmatched_failures.py`` finds expected failures that match no cell.
+3. The ranks. ``releases/rank_environment.py``, ``releases/release_environment.py`` and ``engines/rank_environment.py``
+   determine what a rank server imports. ``run/runner.py`` runs one cell at a time: ``world/server.py`` and
+   ``world/pools.py`` fork a team (``world/team.py``) of ranks (``world/rank.py``) within the machine's limits
+   (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
+4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
+   ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
+   ``law_kit/construction.py``) around a model (``workload/models.py``, ``workload/nets.py``). ``comm.py`` has the
+   collectives of ranks, ``torch_private.py`` the private parts of torch. ``parity/snapshot.py`` writes the evidence,
+   ``parity/contamination.py`` what the engine changed in the process.
+5. The reference engine, in step 4. ``reference/initialize.py`` reads the JSON
+   (``reference/deepspeed_json/settings.py``,
+   ``reference/deepspeed_json/schema.py``, ``reference/deepspeed_json/sections.py``,
+   ``reference/mixed_precision/precision.py``, ``reference/mixed_precision/loss_scale.py``), checks that ranks agree
+   (``reference/uneven_ranks/rank_errors.py``, ``reference/uneven_ranks/rank_facts.py``) and shards the model
+   (``reference/client/meta_init.py``, ``reference/parameters.py``, ``reference/layout.py``, ``reference/buckets.py``,
+   ``reference/client/optimizer.py``, ``reference/checkpoints/training_state.py``). ``reference/engine.py`` trains:
+   ``reference/sharded_modules.py`` unshards before a module's forward (``reference/unshard.py``,
+   ``reference/prefetch.py``, ``reference/saved_tensors.py``, ``reference/torch_func/torch_fallback.py``), and
+   ``reference/gradients.py`` reduces, by the collectives of ``reference/collectives.py``
+   (``reference/uneven_ranks/negotiation.py``, ``reference/uneven_ranks/collective_order.py``).
+   ``reference/inspection/memory.py`` and ``reference/inspection/coalesced_collectives.py`` serve observers.
+6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
+   ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
+   (``world/outcome.py``, ``world/leftovers.py``) or its deadline passes (``world/deadline.py``,
+   ``world/postmortem.py``).
+7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
+   ``parity/baseline.py``; ``parity/compare.py`` compares within ``parity/bounds.py`` or exactly
+   (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
+8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
+   ``run/record.py`` is the JSON line. ``run/outcomes.py`` has the exit code; ``report/matrix.py``,
+   ``report/sensitivity.py`` and ``report/failures.py`` render, ``step_summary.py`` writes to GitHub.
 
 [Note: a test from marker to verdict]
-``plugin.py`` makes one item for each world size of a ``world_size`` marker. After collection ``items/conductor.py`` has
-``world/server.py`` fork a rank server, which holds every test and has run none. For each item the server forks a team
-of ranks, or gives the work to a team that lives on (``world/pools.py``, ``world/team.py``). ``world/rank.py`` is the
-life of a rank; in it ``items/inside.py`` runs pytest's own protocol of the item and tells each phase's report when it
-is made. ``world/watch.py`` takes in what the ranks tell and print, until each has an outcome; ``items/joint.py`` makes
-one verdict of them, which the conductor logs like any other.
+``plugin.py`` makes one item for each world size of a ``world_size`` marker. After collection,
+``pytest_ranks/controller.py`` starts a rank server (``world/server.py``), which has collected every test and run none.
+For each item the server forks a team of ranks, or passes the item to a pool (``world/pools.py``, ``world/team.py``).
+``world/rank.py`` is the main function of a rank; in it ``pytest_ranks/rank_protocol.py`` runs pytest's protocol for the
+item and sends the report of each phase. ``world/task_watcher.py`` collects reports and output until each rank has an
+outcome; ``pytest_ranks/merge_reports.py`` merges them into one verdict, which the controller logs.
 
-[Note: the house]
-A file imports lower floors or files of its own package; ``suites/meta/test_house.py`` has the table of floors. Where
-the code departs from the first design, the reason is here:
-
-- The engine runs first and the baseline second, in the judge's process: teacher forcing needs the engine's weights, and
-  the judge then needs nothing of the engine's process, whose torch functions an engine may have replaced.
-- The optimizer's replay is a running error analysis and not a closed formula: every operation carries its own rounding,
-  so one class serves AdamW, SGD and whatever comes next.
-- Stage 3 of the reference neither frees nor refills storages: what autograd saved of a gathered parameter becomes a
-  promise to gather it again, one saved tensor at a time (``reference/gathered.py`` and ``reference/promises.py``). The
-  gradients of all reads in one forward meet before they are reduced: a tied weight is rounded as in plain PyTorch.
-- A rank's captured output runs through pipes to its server, cut into phases by markers: pytest's own capture files are
-  shared with its forks, and would go down with a rank that dies.
-- Modules of torch that a rank was the first to import are imported by its server before it forks the next one, so that
-  nobody pays at the start for what a session never needs.
-- Which collective a hung rank waits in is read from its stack: that costs nothing before, and replaces nothing.
-- Reproductions are found, run and judged in ``releases/``, because they need its overlays; the command is their door.
-- A cell's seed leaves engine, stage and check out, so that cells that differ in those alone train the same numbers.
+[Note: decisions]
+- The engine runs first and the baseline second, in the judge's process. Teacher forcing needs the engine's weights, and
+  an engine may have replaced functions of torch in its own process.
+- The replay of an optimizer is a running error analysis, not a closed formula: every operation carries its own rounding
+  error, so one class covers every elementwise optimizer.
+- Stage 3 of the reference engine neither frees nor refills storages. Each tensor that autograd saved of an unsharded
+  parameter is replaced by a hook that unshards again (``reference/unshard.py``, ``reference/saved_tensors.py``). The
+  gradients of all uses in one forward are summed before they are reduced, so a tied weight rounds as in plain PyTorch.
+- The output of a rank goes through pipes to its server, with markers between phases. pytest's own capture files are
+  shared with forks, and a dying rank would take them down.
+- A rank server imports the torch modules that an earlier rank was first to import, so that later ranks start faster.
+- The collective in which a hung rank waits is read from its stack, which costs nothing before the hang.
+- Reproductions are found, run and judged in ``releases/``, because they need its overlays.
+- The seed of a cell does not depend on engine, stage and law, so that cells that differ only in those train the same
+  numbers.
 """
 
 import importlib

@@ -181,7 +181,7 @@ def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEn
 def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """``zero_grad`` drops the gradients of an open window, but does not reset its count of micro-batches.
 
-    The next step is made of too few micro-batches, and divided by as many as ever.
+    The next step is made of too few micro-batches, and divided by the full number.
     """
     return seams.build(model, config, _KeepsCount)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zharness import engines, torch_private
+from zharness import engines
 from zharness.engines import Capabilities, EngineConfig
 from zharness.mutants import seams_engines
 
@@ -104,4 +104,4 @@ class SpoiledLoad(Around):
         """Change what was loaded."""
 
 
-in_backward = torch_private.current_graph_task_id  # -1 outside a backward
+in_backward = seams_engines.in_backward

@@ -54,7 +54,7 @@ class FreezesForGood(Around):
 def unfrozen_stays_put(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Lists the trained parameters once, so one that is frozen at construction and unfrozen later is never updated.
 
-    ``full_grads`` reports its gradient all the same, so whoever unfreezes a backbone goes on training the head alone.
+    ``full_grads`` reports its gradient all the same, so a caller who unfreezes a backbone trains the head alone.
     """
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     engine = seams.build(model, config)

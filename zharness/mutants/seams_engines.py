@@ -196,3 +196,8 @@ def sparse_entries(gradient: Tensor) -> tuple[Tensor, Tensor]:
 def forward_hooks(module: nn.Module) -> MutableMapping[Any, Any]:
     """Return the module's own table of forward hooks."""
     return module._forward_hooks
+
+
+def in_backward() -> int:
+    """Return the id of the backward that is running; -1 outside a backward."""
+    return torch._C._current_graph_task_id()
