@@ -1,4 +1,4 @@
-"""The suites' own settings; the fixtures come with the plugin that the package registers."""
+"""Settings for the suites of this repository; the fixtures come from the package's pytest plugin."""
 
 import gc
 import os
@@ -7,19 +7,17 @@ import signal
 import pytest
 import torch
 
-# Commands that the tests run would append what they find to the summary of the workflow's own step.
+# In a GitHub workflow, the commands that tests run would otherwise write to the summary of the real workflow step.
 os.environ.pop("GITHUB_STEP_SUMMARY", None)
 
-# Ranks are forked from this process: a child of one that has used torch's thread pool hangs in its first parallel loop.
+# Ranks are forked from this process. If torch's thread pool had been used, a forked child would hang in its first
+# parallel loop.
 torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Where xdist has a worker for every core, each keeps to one, with all that its tests start.
-
-    Ranks that a test starts by a command of its own, torchrun's say, share it as those of the fixtures do.
-    """
+    """Pin each xdist worker, with all processes that its tests start, to its share of the cores."""
     from zharness.world.cores import assign_cores, pin_to_cores, use_batch_scheduling
 
     use_batch_scheduling()
@@ -32,10 +30,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path, parent):
-    """`pytest repro`: torchrun runs the scripts, and pytest's own collector, which would import them, has none."""
-    found = yield
+    """Collect each script in `repro/` as a test that runs it with torchrun, instead of importing it as a module."""
+    collectors = yield
     if file_path.parent != parent.config.rootpath / "repro" or file_path.suffix != ".py":
-        return found
+        return collectors
     from zharness.releases.repro_items import ReproFile
 
     return [ReproFile.from_parent(parent, path=file_path)]
@@ -43,18 +41,20 @@ def pytest_collect_file(file_path, parent):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """Leave thousands of tests out of every garbage collection, in this process and in those that it forks.
+    """Exclude all collected tests from garbage collection in this process and in its forks.
 
-    A collection writes to all that it sees, so a forked process would copy it; what is garbage by now is kept.
+    A garbage collection writes to every object it visits, so a forked process would copy their memory pages.
     """
     gc.freeze()
 
 
 @pytest.fixture
 def ctrl_c():
-    """Processes that the test starts hear Ctrl-C, though these tests may not: a shell that runs them in the background
-    has SIGINT ignored, and what is ignored stays so in every process below, which Python then leaves as it is.
+    """Make processes that the test starts react to Ctrl-C.
+
+    A shell that runs pytest in the background ignores SIGINT, child processes inherit that, and Python then installs
+    no handler.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    original = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, original)

@@ -2,7 +2,7 @@
 
 id: 106690
 engine: ddp
-symptom: with static_graph=True and outputs in a dataclass, each rank keeps its own gradients, without a word
+symptom: with static_graph=True and outputs in a dataclass, each rank keeps its own gradients, silently
 reported: https://github.com/pytorch/pytorch/issues/106690
 affects: >=2.8.0
 fixed: not yet
@@ -19,9 +19,9 @@ Silent, in every iteration. The first iteration's reduction hangs on an autograd
 (_DDPSink), and torch.utils._pytree, by which it finds them, takes a dataclass for one opaque value. The report is of
 subclasses of dict. A tuple, a list, a dictionary and a named tuple are right.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

@@ -2,7 +2,7 @@
 
 id: 47260
 engine: ddp
-symptom: after zero_grad, a second backward on a retained graph leaves each rank with its own gradient, without a word
+symptom: after zero_grad, a second backward on a retained graph leaves each rank with its own gradient, silently
 reported: https://github.com/pytorch/pytorch/issues/47260
 affects: >=2.8.0
 fixed: not yet
@@ -19,9 +19,9 @@ DDP prepares its reducer once, at the end of its forward; the second backward fi
 forwards and then both backwards, as in training with several losses. Where a parameter gets no gradient, the second
 backward raises "Expected to mark a variable ready only once" instead; with find_unused_parameters=True it is silent.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: a second backward on a retained graph is reduced OK."
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

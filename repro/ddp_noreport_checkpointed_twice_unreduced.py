@@ -2,7 +2,7 @@
 
 id: checkpointed-twice-unreduced
 engine: ddp
-symptom: a layer in two reentrant checkpoints of one loss gets its gradient reduced in a part only, without a word
+symptom: a layer in two reentrant checkpoints of one loss gets its gradient reduced in a part only, silently
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 affects: >=2.8.0
 fixed: not yet
@@ -20,9 +20,9 @@ bug of its own, but nothing tells the caller. Each region is a backward of its o
 first. Where another parameter is still waited for it raises "Expected to mark a variable ready only once". With
 static_graph=True, or with checkpoints that are not reentrant, it is right. pytorch#109191 is alike.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -50,7 +50,7 @@ class Twice(nn.Module):
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

@@ -2,7 +2,7 @@
 
 id: gradient-penalty-unreduced
 engine: ddp
-symptom: each rank keeps its own gradient of a penalty on the input's gradient, without a word
+symptom: each rank keeps its own gradient of a penalty on the input's gradient, silently
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 affects: >=2.8.0
 fixed: not yet
@@ -19,9 +19,9 @@ Run it with nothing but torch installed:
 tells the caller. The penalty does not depend on the last bias, so its backward never completes the bucket;
 find_unused_parameters=True does not help.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: a gradient penalty is reduced OK."
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

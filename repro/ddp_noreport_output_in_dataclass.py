@@ -19,9 +19,9 @@ DDP looks for outputs within dataclasses when it searches the graph, so the para
 used; but what passes unused outputs on (_DDPSink) sees a dataclass as one opaque value. With a tuple it is right.
 The cause is that of pytorch#106690, where the same is silent.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -54,7 +54,7 @@ class TwoOutputs(nn.Module):
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

@@ -20,9 +20,9 @@ that require a gradient at that moment. Nothing says so later. Stage 2 does the 
 deepspeed_5639_unfrozen_never_trained.py. The model is b * (a * x) with a = 2, b = 3, x = 1, a frozen; its gradients
 are [3, 2], so a step with the rate 1 gives [-1, 1].
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def chain(device):
-    """Two layers of one weight, of which the first is frozen."""
+    """Two layers of one weight each; the first is frozen."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(device)
     for layer, value in zip(model, (2.0, 3.0), strict=True):
         nn.init.constant_(layer.weight, value)

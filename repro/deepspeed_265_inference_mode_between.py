@@ -19,9 +19,9 @@ What inference_mode gathers into the parameters are inference tensors, and the h
 this backward finds no grad_fn for them. With torch.no_grad() it is right, and so it is with one layer alone. The report
 is one of a project that uses DeepSpeed; in DeepSpeed's own tracker none was found. Right up to 0.18.2.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -18,9 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 At the start the engine broadcasts every parameter by its bytes, `p.data.view(torch.uint8)`. Up to 0.19.7 it broadcast
 `p.data`, which NCCL refuses ("Tensors must be contiguous", the report) and gloo takes.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

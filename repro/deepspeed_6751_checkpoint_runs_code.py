@@ -19,9 +19,9 @@ Files are read by `torch.load(..., weights_only=False)` (`runtime/checkpoint_eng
 unpickles whatever they hold. #6751 wrote the argument out and left setting it to True as work to do. The command here
 makes a folder.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -54,7 +54,7 @@ CONFIG = {
 
 
 class Command:
-    """What makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

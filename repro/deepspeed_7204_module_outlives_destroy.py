@@ -19,9 +19,9 @@ Run it with nothing but torch and deepspeed installed:
 FWD_MODULE_STACK, and nothing takes it off, so a program that trains one model after another keeps all of them. At
 stage 2 the module goes, which this script asks for first.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import gc
@@ -56,7 +56,7 @@ def config(stage):
 
 
 def alive_after_destroy(stage, device):
-    """Whether anything holds the module when its engine is destroyed and the caller has let go of both."""
+    """Whether the module is still referenced after its engine was destroyed and the caller dropped both."""
     model = nn.Linear(4, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]

@@ -19,9 +19,9 @@ The gathered weights that autograd saved in the forward are freed after the firs
 says that they are needed again. Open pull requests: #8045, #8135.
 Also: backward.auxiliary_loss, double_backward.retained_same_loss and double_backward.retain_leaks_nothing at stage 3.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def two_losses(output):
 
 
 def wanted_gradients(model, inputs):
-    """What PyTorch makes of the second loss on the plain model, averaged over the ranks' inputs."""
+    """Return the gradients of the second loss in plain PyTorch, averaged over the ranks' inputs."""
     grads = [torch.autograd.grad(two_losses(model(each))[1], list(model.parameters())) for each in inputs]
     return [torch.stack(same).mean(0) for same in zip(*grads, strict=True)]
 

@@ -19,9 +19,9 @@ Run it with nothing but torch and deepspeed installed:
 The loss is scaled for bf16 as for fp16, and the norm is taken of gradients that are not unscaled yet. ZeRO-3 is right.
 Reported among the comments on #6993, fixed by #7534.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 id: 7665
 engine: deepspeed
-symptom: KeyError in engine.step() after loss.backward(), which itself says nothing
+symptom: KeyError in engine.step() after loss.backward(), which itself raises nothing
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7665
 affects: <=0.18.2
 fixed: 0.18.3
@@ -19,9 +19,9 @@ Run it with nothing but torch and deepspeed installed:
 Division by the accumulation steps and the end of the reduction are parts of engine.backward. #7665 moves both into
 hooks.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def new_model(device):
 
 
 def used_gradient(stage, micro_batches):
-    """What the step subtracts from the weight, or the error that the release is known to raise."""
+    """Return what the step subtracts from the weight, or the known error of this release."""
     model = new_model(micro_batches[0].device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}

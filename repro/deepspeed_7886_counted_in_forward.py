@@ -20,9 +20,9 @@ The counters are set to zero when the forward begins, and that loss runs one bac
 forward ends. No wrong gradient was seen here: a callback of autograd's ends the backward, and the count decides only
 where torch has none. So this reads the counter itself.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -19,9 +19,9 @@ That autocast is on is a global of the process (TORCH_AUTOCAST_INITIALIZED). The
 own communication_data_type, fp32, and now asks for one in its parameters' dtype. An engine built after it raises
 nothing, and ignores its communication_data_type. Stages 1 to 3; #7946 is open.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

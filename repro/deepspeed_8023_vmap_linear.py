@@ -20,9 +20,9 @@ Two causes, one behind the other: the function has no setup_context (#7913, fixe
 (fixed by #8023). Both fixes came with 0.19.1, so releases show the first error, and only a checkout in between the
 second.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os

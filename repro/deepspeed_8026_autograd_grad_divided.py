@@ -19,9 +19,9 @@ Silent at stage 1. The hook on the engine's output divides, and begins a backwar
 passes through it; #8026 exempts torch.func alone. For the same reason stage 2 raises IndexError, stage 0 RuntimeError.
 Right up to 0.18.2.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

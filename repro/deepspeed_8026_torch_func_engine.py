@@ -20,9 +20,9 @@ The hooks on the engine's outputs take any backward that passes them for one of 
 parameters that get no gradient here. On 0.18.3 stage 2 is still as silent as stage 1. #8026 exempts torch.func at these
 stages; stage 3 fails by another cause.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -59,7 +59,7 @@ def new_model(device):
 
 
 def gradient(stage, inputs):
-    """The gradient of the engine's output by its input, or the error that the release is known to raise."""
+    """Return the gradient of the engine's output with respect to its input, or the known error of this release."""
     model = new_model(inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}

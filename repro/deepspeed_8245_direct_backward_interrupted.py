@@ -20,9 +20,9 @@ for a nested one, whose end reduces nothing. Since 0.19.6, which brought #8245; 
 3; at stage 3 on a CPU optimizer.zero_grad() raises before (8245-zero3), and engine.zero_grad() leads here. Also:
 checkpointing.exception, where a recomputation raises.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -19,9 +19,9 @@ The interrupted backward leaves gradients on the parameters, and zero_grad calls
 on a CPU refuses. So does the step after two forwards and their two loss.backward() calls. With engine.zero_grad() in
 its place the next engine.backward() ends in an AssertionError without words.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

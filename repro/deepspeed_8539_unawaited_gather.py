@@ -21,9 +21,9 @@ so it is a matter of timing. To leave nothing to that, here each gather is done 
 sooner, as a backend may do it, and fresh memory is filled with NaN. The gathers are those with which a step ends, for
 the weights up to stage3_param_persistence_threshold: the call is made without an engine, whose imports take longer.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

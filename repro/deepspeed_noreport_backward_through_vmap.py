@@ -18,9 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 The engine's hooks are left out while a transform runs, so the output has none, and the backward through it is never
 begun. Stage 2 ends in the same way. Before 0.18.3 every loss.backward() does, with a transform or without (#7665).
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -21,9 +21,9 @@ both layers get (2 + 6) / 2. Layers of different sizes end the process in gloo (
 does not use as zero. Routed experts are such layers. #2343 tells of layers used by all ranks in another order.
 0.16.4 to 0.18.6 do the same; 0.18.7 to 0.18.9 make no such step on a CPU (#7948).
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

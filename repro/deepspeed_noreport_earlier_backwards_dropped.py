@@ -19,9 +19,9 @@ Silent, at stages 1 and 2; stages 0 and 3 add the gradients, as PyTorch does. se
 its caller to say which backward of a step is the last one, so this is documented; nothing warns of it. 0.17.6 and
 0.18.2 raise a TypeError, 0.16.4 is right.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -19,9 +19,9 @@ Silent, at stage 3. Whether a gradient is added to the others of its step or tak
 next forward raises, so forward, backward, forward, backward is right. Inside engine.coalesce_grad_reduction() this
 is right as well. By loss.backward() it raises on a CPU (unknown parameter type). Right up to 0.18.4.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

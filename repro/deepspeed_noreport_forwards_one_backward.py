@@ -20,9 +20,9 @@ forward's output enters the backward once, so its depth is 2, and _backward_post
 interrupted backward and leaves the reduction out. Since 0.19.6, which brought #8245; right in 0.18.3 to 0.19.5, and
 before that no loss.backward() was reduced (#7665).
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

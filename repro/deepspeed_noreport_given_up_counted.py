@@ -19,9 +19,9 @@ is_gradient_accumulation_boundary() counts engine.micro_steps, which neither the
 resets. A micro-batch is given up, as one is whose loss is not finite; two more follow, a window of their own. Their
 losses have the gradients 2 and 4, whose mean is 3, and the rate is 1. Stages 0 and 2 do the same.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -18,9 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 Stages 0 to 3 all raise, each something else: the hook on the engine's output begins a backward of the engine, whose end
 looks for the parameters' gradients. Stage 3: mat2 must be a matrix. Right at stage 1 up to 0.18.4.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -18,9 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 ZeRO 1 and 2 keep torch's GradScaler. Since 0.19.8 they take a norm that is not finite for an overflow too, and leave
 `step()` before the scaler is updated (`runtime/zero/stage_1_and_2.py`).
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

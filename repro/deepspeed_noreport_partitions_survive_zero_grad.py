@@ -20,9 +20,9 @@ zero_grad nor the optimizer's clears: they clear the parameters' own gradients. 
 so that it does not count; the window that follows has losses with the gradients 2 and 4, whose mean is 3, and the rate
 is 1. With the forgotten 64 it is 35. Stage 1 does not.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

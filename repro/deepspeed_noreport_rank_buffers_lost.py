@@ -19,9 +19,9 @@ Below stage 3 the first data-parallel rank saves the module for all, buffers amo
 `runtime/engine.py`). Running statistics, as of batch norm, are such buffers: training that goes on and training that is
 resumed differ on every rank but one.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def saved_and_loaded(value, folder):
-    """A buffer that held ``value`` when an engine was saved, in the engine itself after it was loaded."""
+    """Save an engine whose buffer is ``value``, load it, and return the buffer of the loaded engine."""
     model = nn.Linear(1, 1).to(deepspeed.accelerator.get_accelerator().current_device_name())
     model.register_buffer("seen", torch.zeros(1).to(model.weight.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,7 @@
 
 id: step-in-constructor
 engine: deepspeed
-symptom: weight decay, momentum and Adam's count begin with a step that nobody asked for, so the first one is wrong
+symptom: weight decay, momentum and Adam's count begin with an extra step at construction, so the first step is wrong
 reported: no report known
 affects: >=0.17.6
 fixed: not yet
@@ -20,9 +20,9 @@ allocate the optimizer's state. The ZeRO optimizers and BF16_Optimizer did the s
 is 0 and so is the gradient: weight decay alone moves the weight, from 2 to 2 - 0.25 x 0.5 x 2 = 1.75, and a second
 time to 1.53125.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

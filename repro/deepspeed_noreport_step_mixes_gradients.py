@@ -19,9 +19,9 @@ The step writes the weights through `.data`, which autograd's version counters d
 a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step makes a = -1, b = 1, of which they are [1, -1].
 ZeRO 2 does the same.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 id: two-dtypes-zero3
 engine: deepspeed
-symptom: an AssertionError without words from deepspeed.initialize for a model that PyTorch trains
+symptom: an AssertionError without a message from deepspeed.initialize for a model that PyTorch trains
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -17,9 +17,9 @@ Run it with nothing but torch and deepspeed installed:
 
 All trained parameters go into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 0 to 2 take such a model.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib

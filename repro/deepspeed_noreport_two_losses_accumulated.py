@@ -21,9 +21,9 @@ be for this: 'Do not span multiple gradient_accumulation_steps with multiple wit
 1, 2, 4 and 8; the mean over two micro-batches of their sum is 7.5, and half of the last one 4. 0.16.4 adds them up;
 0.17.6 and 0.18.2 raise TypeError in the last backward.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -56,7 +56,7 @@ MICRO_BATCHES = ((1.0, 2.0), (4.0, 8.0))  # what each loss multiplies the output
 
 
 def wanted_gradient(model, inputs):
-    """Plain PyTorch's, of the mean over the micro-batches of the sum of the losses."""
+    """Return the gradients of plain PyTorch for the mean over micro-batches of the sum of the losses."""
     loss = sum(factor * model(inputs).sum() for factors in MICRO_BATCHES for factor in factors) / len(MICRO_BATCHES)
     return torch.autograd.grad(loss, model.weight)[0].item()
 

@@ -18,9 +18,9 @@ Run it with nothing but torch and deepspeed installed:
 Silent, at stages 0 to 3. A missing gradient is filled with zeros for the flat buffer, and the optimizer cannot tell the
 two apart. PyTorch's own optimizers leave a parameter without a gradient where it is. Also: parameters.branch.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import importlib
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 def adamw(model):
-    """Each step takes half of a weight that has a gradient of zeros."""
+    """An optimizer that halves a weight in each step in which its gradient is zeros."""
     return torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5)
 
 

@@ -2,7 +2,7 @@
 
 id: 162338
 engine: fsdp2
-symptom: on gloo every gradient of fully_shard is the sum over the ranks instead of the mean, without a word
+symptom: on gloo every gradient of fully_shard is the sum over the ranks instead of the mean, silently
 reported: https://github.com/pytorch/pytorch/issues/162338
 affects: <=2.8.0
 fixed: 2.13.0
@@ -19,9 +19,9 @@ Run it with nothing but torch installed:
 fully_shard reduces with dist.reduce_scatter_tensor(..., op=ReduceOp.AVG), and gloo's reduce-scatter took AVG and added.
 set_force_sum_reduction_for_comms(True) of torch 2.8 goes around it.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import sys

@@ -20,9 +20,9 @@ torch.distributed.checkpoint.state_dict makes by a step on zero gradients (_init
 that has no state at all: get_state_dict of one that has some leaves the parameter out, and set_state_dict asks for it.
 torch.optim's own load_state_dict does not. torch 2.8.0 raises KeyError: 'unused.weight' instead.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -39,7 +39,7 @@ OK = "repro: a checkpoint before a parameter's first gradient OK."
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")
@@ -48,7 +48,7 @@ def start():
 
 
 class Model(nn.Module):
-    """Two layers, of which the loss uses the first."""
+    """Two layers; the loss uses the first."""
 
     def __init__(self):
         super().__init__()

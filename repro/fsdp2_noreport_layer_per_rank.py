@@ -2,7 +2,7 @@
 
 id: layer-per-rank
 engine: fsdp2
-symptom: with a layer that one rank alone uses, gradients of different parameters are summed, without a word
+symptom: with a layer that one rank alone uses, gradients of different parameters are summed, silently
 reported: documented limit, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 affects: >=2.8.0
 fixed: not yet
@@ -20,9 +20,9 @@ for layer a, rank 1 one of 6 for layer b, of the same size: the means over the r
 (2 + 6) / 2. Later releases have set_reduce_scatter_unused_params, which includes zeros for what a rank did not use; 2.8
 has not.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -49,7 +49,7 @@ class Routed(nn.Module):
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

@@ -2,7 +2,7 @@
 
 id: step-after-evaluation
 engine: fsdp2
-symptom: backward, evaluation, step: the next forward uses the weights from before the step, without a word
+symptom: backward, evaluation, step: the next forward uses the weights from before the step, silently
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -19,9 +19,9 @@ With reshard_after_forward=False, which is the default of the root, the weights 
 a backward frees them. The step changes the shards; the next forward finds gathered weights and gathers none.
 model.reshard() after the evaluation helps.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: a forward after an evaluation and a step OK."
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

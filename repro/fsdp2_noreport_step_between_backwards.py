@@ -19,9 +19,9 @@ PyTorch raises "one of the variables needed for gradient computation has been mo
 gathers the new weights into the storages that the graph has saved, and keeps their version counters as they were
 (_unsafe_preserve_version_counter in _fsdp_collectives.py), so autograd notices nothing.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import os
@@ -38,7 +38,7 @@ REFUSAL = "has been modified by an inplace operation"
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")
@@ -47,7 +47,7 @@ def start():
 
 
 def second_gradient(model, x):
-    """What a second backward, after a step, makes of the first weight; None where it is refused."""
+    """Return the first weight's gradient from a second backward after a step; None if that backward raises."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss = model(x).sum()
     loss.backward(retain_graph=True)

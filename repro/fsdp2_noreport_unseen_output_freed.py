@@ -20,9 +20,9 @@ The root's forward frees its weights, and hooks on the outputs gather them for t
 finds no outputs, so the backward reads a weight of the root's own, factor, from memory that has been given back. The
 fault ends the process, so the backward runs in one of its own.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Scaled(nn.Module):
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")

@@ -20,9 +20,9 @@ before the first step has none, so all that the steps since then have left stays
 replaces all of the state. Here the gradient is always 1, the rate 1 and the momentum 0.5: a first step moves the weight
 by -1, and one on an old momentum by -1.5.
 
-It ends with the line above under "ok" and exit code 0 where the bug is absent; with a line that starts with
-"repro: REPRODUCED" and exit code 1 where it is present. Anything else (a traceback without that line, which also exits
-with 1, or a signal) says nothing about the bug.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
 """
 
 import copy
@@ -39,7 +39,7 @@ OK = "repro: ZeroRedundancyOptimizer with a checkpoint from before the first ste
 
 
 def start():
-    """Join the other ranks, on a GPU of this rank's own where there are GPUs. Returns the rank."""
+    """Initialize the process group, with one GPU per rank if there are GPUs; return the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device("cuda")
@@ -48,7 +48,7 @@ def start():
 
 
 def step(weight, optimizer):
-    """A step with the gradient 1; by what it moves the weight."""
+    """Run a step with the gradient 1 and return how far it moves the weight."""
     before = weight.item()
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -56,7 +56,7 @@ def step(weight, optimizer):
 
 
 def after_a_load(optimizer_of):
-    """By what the first step after the load of a checkpoint from before the first step moves the weight."""
+    """Return how far the first step moves the weight after loading a checkpoint from before any step."""
     weight = nn.Parameter(torch.zeros(()))
     optimizer = optimizer_of([weight])
     if isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -1,13 +1,13 @@
-"""What verifying a model costs: a GPT-2 of about 10 M parameters, every law, beside the engine's and plain runs alone.
+"""Measure what verifying a model costs: every law on a GPT-2 of about 10 M parameters.
 
     python scripts/bench_model.py [--model PATH] [--engine reference] [--stage 3] [--jobs 0]
 
-Prints the seconds of the whole run, and (whole - engine's - baseline's) / engine's, for cells one after the other:
-whole are observing and judging; the engine's run is the same calls with nothing recorded, the baseline's the forwards
-and backwards of the plain model within the judge. These are CPU seconds of all processes, which what else runs on the
-machine changes little. Figures to reach: 90 s, and 30 %. Micro-batches are 4 rows of all the 128 tokens that the model
-has positions for; `--model scripts.bench_model:of_32_tokens` takes those that are drawn for a model without a batch
-function, where the engine has less to do and as much is compared.
+Prints the seconds of the whole run, and (whole - engine - baseline) / engine over the cells, run one after another:
+whole is observing and judging; engine is the same calls of the engine with nothing recorded; baseline is the forwards
+and backwards of the plain model within the judge. These are CPU seconds of all processes, which other load on the
+machine changes little. Targets: 90 s, and 30 %. Micro-batches are 4 rows of 128 tokens, the model's full length;
+`--model scripts.bench_model:of_32_tokens` uses the shorter random batches of a model without a batch function, with
+which the engine computes less but as much is compared.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ AIM = 0.3
 
 
 def of_32_tokens() -> Any:
-    """10.3 M parameters."""
+    """Build a GPT-2 with 10.3 M parameters and no batch function."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=384, n_positions=128, vocab_size=8192))
 
 
 def gpt2() -> Any:
-    """The same, and micro-batches as long as it has positions."""
+    """Build the same GPT-2, with micro-batches as long as its number of positions."""
 
     def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
         ids = torch.randint(8192, (SAMPLES, 128), generator=generator)
@@ -64,7 +64,7 @@ def gpt2() -> Any:
 
 
 def of_124_million() -> Any:
-    """GPT-2 itself: `zharness model scripts.bench_model:of_124_million --stage 3 --jobs 1`."""
+    """Build GPT-2 with 124 M parameters: `zharness model scripts.bench_model:of_124_million --stage 3 --jobs 1`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config())
@@ -72,81 +72,82 @@ def of_124_million() -> Any:
 
 @dataclass(frozen=True)
 class TimedBaseline(Baseline):
-    """Notes in a list how long its own runs take."""
+    """A baseline that appends the CPU seconds of each of its runs to ``RUN_SECONDS``."""
 
-    def local(self, *args: Any, **kwargs: Any) -> LocalResult:
+    def run_rank(self, *args: Any, **kwargs: Any) -> LocalResult:
         began = time.process_time()
         try:
             return super().run_rank(*args, **kwargs)
         finally:
-            SPENT.append(time.process_time() - began)
+            RUN_SECONDS.append(time.process_time() - began)
 
 
-SPENT: list[float] = []
+RUN_SECONDS: list[float] = []
 
 
-class SilentBench(RankContext):
-    """Records nothing."""
+class SilentRankContext(RankContext):
+    """A context that records nothing."""
 
     def record(self, *_: Any, **__: Any) -> None: ...
 
     def record_weights(self, *_: Any, **__: Any) -> None: ...
 
-    def record_state(self, *_: Any, **__: Any) -> None: ...
+    def record_optimizer_state(self, *_: Any, **__: Any) -> None: ...
 
 
-def observed(case: Cell, room: str, claims: Capabilities) -> float:
-    """In every rank: seconds of the check's own observing."""
+def time_observe(cell: Cell, folder: str, claims: Capabilities) -> float:
+    """Observe a cell and return the CPU seconds; runs on every rank."""
     began = time.process_time()
-    observe_and_judge.observe(case, 0, room, claims, {})
+    observe_and_judge.observe(cell, 0, folder, claims, {})
     return time.process_time() - began
 
 
-def alone(case: Cell, claims: Capabilities) -> float:
-    """In every rank: seconds of the same calls of the engine, with nothing recorded."""
-    bench = observe_and_judge.build_cell_context(case, 0, claims, {})
-    bench.__class__ = SilentBench
-    torch.manual_seed(case.seed(0))
+def time_engine(cell: Cell, claims: Capabilities) -> float:
+    """Make the cell's calls of the engine without recording and return the CPU seconds; runs on every rank."""
+    ctx = observe_and_judge.build_cell_context(cell, 0, claims, {})
+    ctx.__class__ = SilentRankContext
+    torch.manual_seed(cell.seed(0))
     began = time.process_time()
-    get_law(case.law).observe(bench)
+    get_law(cell.law).observe(ctx)
     return time.process_time() - began
 
 
-def judged(case: Cell, room: str, claims: Capabilities) -> tuple[float, float]:
-    """In the judge: seconds of judging, and how many of them the plain model ran. Raises HarnessFault for a fail."""
-    SPENT.clear()
-    plain = observe_and_judge.build_baseline(case, 0, claims)
+def time_judge(cell: Cell, folder: str, claims: Capabilities) -> tuple[float, float]:
+    """Judge a cell; return the CPU seconds, and those of the plain model's runs. Raises HarnessFault for a fail."""
+    RUN_SECONDS.clear()
+    plain = observe_and_judge.build_baseline(cell, 0, claims)
     timed = TimedBaseline(**{name: getattr(plain, name) for name in plain.__dataclass_fields__})
     began = time.process_time()
-    found = observe_and_judge.judge_against_baseline(timed, case, room, claims)
-    took = time.process_time() - began
-    if found.mismatch is not None:
-        raise HarnessFault(f"{case.id} passed, and does not where it is timed: {found.mismatch.describe()}")
-    return took, sum(SPENT)
+    judgement = observe_and_judge.judge_against_baseline(timed, cell, folder, claims)
+    seconds = time.process_time() - began
+    if judgement.mismatch is not None:
+        raise HarnessFault(f"{cell.id} passed before, but fails while it is timed: {judgement.mismatch.describe()}")
+    return seconds, sum(RUN_SECONDS)
 
 
-def built(case: Cell, claims: Capabilities) -> None:
-    """In the judge: the model once, which imports what it is made of."""
-    observe_and_judge.build_baseline(case, 0, claims).build_module()
+def build_model(cell: Cell, claims: Capabilities) -> None:
+    """Build the cell's model once in the judge's process, so that its imports are not timed later."""
+    observe_and_judge.build_baseline(cell, 0, claims).build_module()
 
 
-def measured(runner: Runner, case: Cell, room: str) -> tuple[float, float, float]:
-    """CPU seconds of a cell: whole, engine's and baseline's."""
-    claims = runner.claims(case.engine, case.stage)
+def measure_cell(runner: Runner, cell: Cell, folder: str) -> tuple[float, float, float]:
+    """Return the CPU seconds of a cell: whole, engine and baseline."""
+    claims = runner.claims(cell.engine, cell.stage)
 
-    def ranks(function: Any, *args: Any) -> float:
-        work = RankTask(function, args, case.world_size, TIMEOUT, Group.REUSED, Isolation.POOLED, "bench")
-        return sum(runner._servers[case.engine].submit(work).values())
+    def run_on_ranks(function: Any, *args: Any) -> float:
+        task = RankTask(function, args, cell.world_size, TIMEOUT, Group.REUSED, Isolation.POOLED, "bench")
+        return sum(runner._servers[cell.engine].submit(task).values())
 
-    def judge(function: Any, *args: Any) -> Any:
-        work = RankTask(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
-        return runner._judge_server.submit(work).values()[0]
+    def run_on_judge(function: Any, *args: Any) -> Any:
+        task = RankTask(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
+        return runner._judge_server.submit(task).values()[0]
 
-    ranks(alone, case, claims)  # the first run of a pool imports, and builds the model
-    judge(built, case, claims)
-    engine, watched = ranks(alone, case, claims), ranks(observed, case, room, claims)
-    judging, baseline = judge(judged, case, room, claims)
-    return watched + judging, engine, baseline
+    run_on_ranks(time_engine, cell, claims)  # the first run of a pool imports, and builds the model
+    run_on_judge(build_model, cell, claims)
+    engine = run_on_ranks(time_engine, cell, claims)
+    observing = run_on_ranks(time_observe, cell, folder, claims)
+    judging, baseline = run_on_judge(time_judge, cell, folder, claims)
+    return observing + judging, engine, baseline
 
 
 def main() -> int:
@@ -155,39 +156,38 @@ def main() -> int:
     parser.add_argument("--engine", default="reference")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     began = time.monotonic()
-    wanted = ModelCheckRequest(asked.model, "", asked.engine, (asked.stage,))
-    options = RunOptions(timeout=TIMEOUT, jobs=asked.jobs, isolation=Isolation.POOLED)
+    request = ModelCheckRequest(arguments.model, "", arguments.engine, (arguments.stage,))
+    options = RunOptions(timeout=TIMEOUT, jobs=arguments.jobs, isolation=Isolation.POOLED)
     records: list[Record] = check_model(
-        wanted, options, lambda: None, get_release_environment, report_status=lambda line: print(line, flush=True)
+        request, options, lambda: None, get_release_environment, report_status=lambda line: print(line, flush=True)
     )
     seconds = time.monotonic() - began
     failed = [record.cell.id for record in records if record.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
     print(f"all {len(records)} laws: {seconds:.1f} s; not passed: {', '.join(failed) or 'none'}", flush=True)
-    return told([record.cell for record in records if record.verdict is Verdict.PASS], asked.engine) or int(
-        bool(failed)
-    )
+    passed = [record.cell for record in records if record.verdict is Verdict.PASS]
+    return measure_cells(passed, arguments.engine) or int(bool(failed))
 
 
-def told(cases: Sequence[Cell], engine: str) -> int:
-    """Measure these cells one after the other, and print what each takes; 1 where that is above the aim."""
+def measure_cells(cells: Sequence[Cell], engine: str) -> int:
+    """Measure cells one after another and print their seconds; return 1 if the cost is above ``AIM``, else 0."""
     sums = (0.0, 0.0, 0.0)
     with (
         Runner({engine: get_release_environment(engine)}, TIMEOUT, isolation=Isolation.POOLED) as runner,
-        tempfile.TemporaryDirectory() as room,
+        tempfile.TemporaryDirectory() as folder,
     ):
-        for case in cases:
-            parts = measured(runner, case, room)
-            print("{:<28} whole {:6.2f} s, engine {:6.2f} s, baseline {:6.2f} s".format(case.law, *parts), flush=True)
+        for cell in cells:
+            parts = measure_cell(runner, cell, folder)
+            print("{:<28} whole {:6.2f} s, engine {:6.2f} s, baseline {:6.2f} s".format(cell.law, *parts), flush=True)
             sums = tuple(map(sum, zip(sums, parts, strict=True)))
-    whole, alone_, baseline = sums
-    over = (whole - alone_ - baseline) / alone_
-    print(f"(whole - engine's - baseline's) / engine's = {over:.0%}")
-    return int(over > AIM)
+    whole, engine_alone, baseline = sums
+    cost = (whole - engine_alone - baseline) / engine_alone
+    print(f"(whole - engine - baseline) / engine = {cost:.0%}")
+    return int(cost > AIM)
 
 
 if __name__ == "__main__":
-    from scripts.bench_model import main as as_module  # under the name that ranks import its functions by
+    from scripts.bench_model import main as imported_main  # ranks import the functions under this module name
 
-    sys.exit(as_module())
+    sys.exit(imported_main())

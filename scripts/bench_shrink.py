@@ -1,9 +1,9 @@
-"""How long a planted failure takes to shrink, and to how small a model.
+"""Measure how long shrinking a failure takes, and how small the resulting model is.
 
     python scripts/bench_shrink.py --jsonl shrink.jsonl
 
-A mutant (an engine broken on purpose, `zharness list mutants`) is shrunk from the cell that kills it, as
-`zharness shrink` does it, export and its check left out. Figure to reach: 60 s, a model of at most 3 modules.
+Each mutant (an engine broken on purpose, `zharness list mutants`) is shrunk from the cell that kills it, as
+`zharness shrink` does, but without exporting a script. Target: 60 s, a model of at most 3 modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.export.shrink import shrink_failure
 from zharness.mutants import MUTANTS
-from zharness.run.runner import build_rank_environment
 
 SECONDS, MODULES = 60.0, 3
-SEARCH = 45.0  # seconds of them, as the command has by default: ranks have to start, and what was found runs once more
-# Of each right engine, and of each way in which training goes wrong: a factor, a loss, shards, clipping, the optimizer,
-# graphs, parameters.
+SEARCH = 45.0  # seconds of the search, the command's default; starting ranks and the final run take the rest
+# Mutants of each correct engine, and for each kind of fault: a factor, a loss, shards, clipping, the optimizer, graphs,
+# parameters.
 CHOSEN = (
     "never_reduces",
     "leaves_out_the_last_rank",
@@ -41,36 +41,37 @@ CHOSEN = (
 )
 
 
-def case_of(name: str) -> Cell:
-    """The cell that is meant to kill a mutant."""
+def get_target_cell(name: str) -> Cell:
+    """Return the cell of a mutant's first target."""
     mutant = MUTANTS[name]
     target = mutant.targets[0]
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Cell(target.check, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
+    return Cell(target.law, mutant.engine, stage, 2, target.dtype, target.model, target.variant)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mutants", nargs="*", default=list(CHOSEN))
-    parser.add_argument("--seconds", type=float, default=SEARCH, help="For the search of each.")
+    parser.add_argument("--seconds", type=float, default=SEARCH, help="Limit of each search.")
     parser.add_argument("--jsonl", type=Path)
-    given = parser.parse_args()
-    late = 0
+    arguments = parser.parse_args()
+    missed = 0
     lines = []
-    for name in tqdm(given.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
-        case, began = case_of(name), time.monotonic()
-        found = shrink_failure(case, 0, build_rank_environment(case.engine), 30.0, given.seconds)
-        took, size = time.monotonic() - began, found.module_count
-        late += took > SECONDS or size > MODULES
-        shown = found.record.cell.id if found.program is None else str(found.program)
-        print(f"{took:6.1f} s  {size} modules  {found.attempts:3} tried  {case.id}\n{'':9}{shown}", flush=True)
+    for name in tqdm(arguments.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
+        cell, began = get_target_cell(name), time.monotonic()
+        result = shrink_failure(cell, 0, build_rank_environment(cell.engine), 30.0, arguments.seconds)
+        seconds, size = time.monotonic() - began, result.module_count
+        missed += seconds > SECONDS or size > MODULES
+        shown = result.record.cell.id if result.program is None else str(result.program)
+        print(f"{seconds:6.1f} s  {size} modules  {result.attempts:3} tried  {cell.id}\n{'':9}{shown}", flush=True)
         lines.append(
-            {"case": case.id, "seconds": round(took, 2), "modules": size, "tried": found.attempts, "to": shown}
+            {"case": cell.id, "seconds": round(seconds, 2), "modules": size, "tried": result.attempts, "to": shown}
         )
-    if given.jsonl is not None:
-        given.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{len(given.mutants) - late} of {len(given.mutants)} within {SECONDS:.0f} s and {MODULES} modules")
-    return int(late > 0)
+    if arguments.jsonl is not None:
+        arguments.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    count = len(arguments.mutants)
+    print(f"{count - missed} of {count} within {SECONDS:.0f} s and {MODULES} modules")
+    return int(missed > 0)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What it costs to compare: (cell - engine's run - baseline's run) / engine's run, over the default matrix.
+"""Measure the cost of comparing, (cell - engine's run - baseline's run) / engine's run, over the default matrix.
 
     python scripts/cost_of_comparing.py
 
-The engine's run is what its slowest rank takes to run the check's half of a cell: to build the model and the engine
-around it, to draw batches, forwards, backwards, steps, and whatever else is asked of the engine, as the full gradients,
-weights and state that it gathers by its own functions. What this package does there besides is comparing: to see that
-the engine left the model as it was, to copy what it returned, to look for replaced functions of torch, to write it all
-down. The baseline's run is what it takes to build and run the plain model in the cell's dtype; where a process has done
-that for another cell already, nothing. All the rest is the cost as well: certificates in float64, reading and judging,
-the hand-over to ranks and judge and back. Cells run one after the other, on ranks and a judge that live on.
+The engine's run is the time of its slowest rank to observe a cell: build the model and the engine, draw batches, run
+forwards, backwards and steps, and gather full gradients, weights and state by the engine's own functions. Not part of
+it is what this package does there to compare: check that the engine left the model unchanged, copy what it returned,
+look for replaced functions of torch, and write the evidence. The baseline's run is the time to build and run the plain
+model in the cell's dtype, or nothing if the process has cached it from another cell. The rest is cost too: certificates
+in float64, reading and judging, and messages to and from ranks and judge. Cells run one after another on pooled ranks
+and a pooled judge.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from zharness.world.task import RankTask
 
 BAR = 0.30
 
-Parts = tuple[tuple[Any, str], ...]  # functions, by what they belong to
+Parts = tuple[tuple[Any, str], ...]  # functions, by their module or class and their name
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds of one cell: in all, of the engine's slowest rank, of the plain model's runs, and of the judge."""
+    """The seconds of one cell: in all, of the engine's slowest rank, of the plain model's runs, and of the judge."""
 
-    case: Cell
+    cell: Cell
     whole: float
     engine: float
     plain: float
@@ -60,58 +60,61 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """The figure."""
+        """Return the cost of comparing, as a fraction of the engine's run."""
         return (self.whole - self.engine - self.plain) / self.engine
 
 
-def observed(*arguments: Any) -> float:
-    """In a rank: its seconds, without those of comparing."""
-    whole, comparing = watched(COMPARING, observe_and_judge.observe, arguments)
+def time_observe(*arguments: Any) -> float:
+    """Observe a cell and return the seconds without those of comparing; runs on a rank."""
+    whole, comparing = time_parts(COMPARING, observe_and_judge.observe, arguments)
     return whole - comparing
 
 
-def judged(*arguments: Any) -> tuple[float, float]:
-    """In the judge's process: its seconds, and among them those in which the plain model was built and run."""
-    return watched(PLAIN, observe_and_judge.judge, arguments)
+def time_judge(*arguments: Any) -> tuple[float, float]:
+    """Judge a cell; return the seconds, and those of building and running the plain model; runs in the judge."""
+    return time_parts(PLAIN, observe_and_judge.judge, arguments)
 
 
-def watched(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float]:
-    """The seconds of ``function(*arguments)``, and those of them in ``parts``."""
-    watch = Watch()
+def time_parts(parts: Parts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float]:
+    """Call ``function(*arguments)``; return its seconds, and those spent in ``parts``."""
+    stopwatch = Stopwatch()
     with ExitStack() as stack:
         for owner, name in parts:
-            stack.enter_context(patch.object(owner, name, watch.timed(getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, stopwatch.wrap(getattr(owner, name))))
         began = time.perf_counter()
         function(*arguments)
-        return time.perf_counter() - began, watch.seconds
+        return time.perf_counter() - began, stopwatch.seconds
 
 
-# In a rank, beside the engine.
+# Functions that run on a rank and are not the engine's.
 COMPARING: Parts = (
-    (observe_and_judge, "records_in"),
-    (snapshot.EvidenceWriter, "keep"),
+    (observe_and_judge, "open_evidence_writer"),
+    (snapshot.EvidenceWriter, "write_snapshot"),
     (snapshot.EvidenceWriter, "finish"),
-    (rank_context, "conditions"),
+    (rank_context, "read_process_conditions"),
     (rank_context.RankContext, "record"),
-    (construction.ModelSnapshot, "of"),
+    (construction.ModelSnapshot, "capture"),
     (construction.ModelSnapshot, "require_unchanged"),
 )
-# In the cell's dtype: what runs once more, in float64, shows that arithmetic is exact, and is part of comparing.
-PLAIN: Parts = (*((Baseline, name) for name in ("module", "batch", "local")), (scenarios, "play_plain"))
+# Runs of the plain model in the cell's dtype; further runs in float64 are certificates, so part of comparing.
+PLAIN: Parts = (
+    *((Baseline, name) for name in ("build_module", "batch", "run_rank")),
+    (scenarios, "run_plain_scenario"),
+)
 
 
-class Watch:
-    """Seconds within any of the functions that it times; one that calls another counts once."""
+class Stopwatch:
+    """The seconds spent within the wrapped functions; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._depth = 0
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, on the clock unless it is asked for float64."""
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its calls timed, except those with torch.float64 among the arguments."""
 
         @wraps(function)
-        def on_the_clock(*args: Any, **options: Any) -> Any:
+        def timed_function(*args: Any, **options: Any) -> Any:
             if torch.float64 in args:
                 return function(*args, **options)
             began = time.perf_counter()
@@ -123,33 +126,33 @@ class Watch:
                 if self._depth == 0:
                     self.seconds += time.perf_counter() - began
 
-        return on_the_clock
+        return timed_function
 
 
-def cost(ranks: RankServer, judges: RankServer, case: Cell, claims: Capabilities, room: str) -> Cost:
-    """One cell as ``zharness check --isolation pooled`` runs it: files in ``room`` are those of the cell before."""
+def measure_cost(ranks: RankServer, judges: RankServer, cell: Cell, claims: Capabilities, folder: str) -> Cost:
+    """Run one cell as ``zharness check --isolation pooled`` does; it overwrites the evidence of the cell before."""
     began = time.perf_counter()
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
-    pool = f"stage {case.stage}"  # ranks are one stage's, the judge is everyone's
-    arguments = (case, 0, room, claims, {})
-    seen = submitted(ranks, observed, arguments, case.world_size, group=Group.REUSED, pool=pool, **common)
-    judge, plain = submitted(judges, judged, (case, 0, room, claims), 1, group=Group.NONE, **common)[0]
-    return Cost(case, time.perf_counter() - began, max(seen), plain, judge)
+    pool = f"stage {cell.stage}"  # each stage has its ranks; all share the judge
+    arguments = (cell, 0, folder, claims, {})
+    observing = submit(ranks, time_observe, arguments, cell.world_size, group=Group.REUSED, pool=pool, **common)
+    judge, plain = submit(judges, time_judge, (cell, 0, folder, claims), 1, group=Group.NONE, **common)[0]
+    return Cost(cell, time.perf_counter() - began, max(observing), plain, judge)
 
 
-def submitted(
+def submit(
     server: RankServer, function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, **options: Any
 ) -> list[Any]:
-    """What every rank returned."""
+    """Run ``function(*arguments)`` on ranks of the server; return what every rank returned."""
     return server.submit(RankTask(function, arguments, ranks, **options)).values()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="reference", help="(%(default)s)")
-    parser.add_argument("--every", type=int, default=1, help="every so manieth cell only (%(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="run every n-th cell only (%(default)s)")
     options = parser.parse_args()
-    importlib.import_module("torch._dynamo")  # here once, or in every process again
+    importlib.import_module("torch._dynamo")  # once here, or again in every process
     claimed = {stage: engines.capabilities(options.engine, stage) for stage in range(4)}
     cells = [
         planned.cell
@@ -158,30 +161,30 @@ def main() -> int:
     ][:: options.every]
     with RankServer(get_release_environment(options.engine)) as ranks, RankServer() as judges:
         for server in (ranks, judges):
-            server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # as a lane among as many as there are cores
-        room = tempfile.mkdtemp(dir=judges.scratch_dir)
-        for case in {case.stage: case for case in cells}.values():
-            cost(ranks, judges, case, claimed[case.stage], room)  # the first of its stage starts the ranks
-        costs = [cost(ranks, judges, case, claimed[case.stage], room) for case in tqdm(cells, unit="cell")]
+            server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # like one of as many lanes as there are cores
+        folder = tempfile.mkdtemp(dir=judges.scratch_dir)
+        for cell in {cell.stage: cell for cell in cells}.values():
+            measure_cost(ranks, judges, cell, claimed[cell.stage], folder)  # starts the ranks of the stage
+        costs = [measure_cost(ranks, judges, cell, claimed[cell.stage], folder) for cell in tqdm(cells, unit="cell")]
     return report(costs)
 
 
 def report(costs: list[Cost]) -> int:
-    """The table, and whether the median keeps to the bar."""
+    """Print the table of costs; return 1 if the median is above ``BAR``, else 0."""
     groups: dict[str, list[Cost]] = {}
-    for each in costs:
-        groups.setdefault(each.case.law.partition(".")[0], []).append(each)
+    for cost in costs:
+        groups.setdefault(cost.cell.law.partition(".")[0], []).append(cost)
     rows = [
         [
             name,
-            len(found),
-            *(f"{1000 * statistics.median(getattr(each, part) for each in found):.1f}" for part in PARTS),
-            f"{statistics.median(each.ratio for each in found):.0%}",
+            len(group),
+            *(f"{1000 * statistics.median(getattr(cost, part) for cost in group):.1f}" for part in PARTS),
+            f"{statistics.median(cost.ratio for cost in group):.0%}",
         ]
-        for name, found in {**groups, "all": costs}.items()
+        for name, group in {**groups, "all": costs}.items()
     ]
     print(tabulate(rows, ["group", "cells", *(f"{part}, ms" for part in PARTS), "cost of comparing"]))
-    return 1 if statistics.median(each.ratio for each in costs) > BAR else 0
+    return 1 if statistics.median(cost.ratio for cost in costs) > BAR else 0
 
 
 PARTS = ("whole", "engine", "plain", "judge")

@@ -1,10 +1,10 @@
-"""Which recorded cells can be shown by a script: each is exported, and the script run beside the record's verdict.
+"""Export recorded cells as scripts, run them, and compare with the records' verdicts.
 
     python scripts/export_sample.py two.jsonl torch.jsonl --verdict fail,crash --each 1
 
-Of the records (`zharness check --jsonl FILE`) with these verdicts it takes the first few of every law and engine, and
-prints a line for each: the cell, what its script came to, in how many lines and seconds. Exit code 1 where a script
-does not show its cell.
+It takes the first few records (`zharness check --jsonl FILE`) with these verdicts of every law and engine, and prints a
+line for each: the cell, the result of its script, its lines and seconds. The exit code is 1 if a script does not
+reproduce its cell.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records
 
 
-def chosen(files: list[Path], verdicts: set[str], each: int, pattern: str) -> list[Record]:
-    """The first records of every law, variant, engine and stage."""
-    seen: Counter[tuple[str, str, str]] = Counter()
-    found = []
+def sample_records(files: list[Path], verdicts: set[str], each: int, pattern: str) -> list[Record]:
+    """Return the first ``each`` records of every law, variant and engine."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    records = []
     for record in load_records(files).records:
-        case = record.cell
-        key = (case.law, case.variant, case.engine)
-        if record.verdict.value in verdicts and seen[key] < each and pattern in case.id:
-            seen[key] += 1
-            found.append(record)
-    return found
+        cell = record.cell
+        key = (cell.law, cell.variant, cell.engine)
+        if record.verdict.value in verdicts and counts[key] < each and pattern in cell.id:
+            counts[key] += 1
+            records.append(record)
+    return records
 
 
-def claims_of(record: Record) -> engines.Capabilities:
-    case = record.cell
-    known = engines.capabilities(case.engine, case.stage)
-    return known or MUTANTS[case.engine.partition(":")[2]].claims(case.stage)
+def get_claims(record: Record) -> engines.Capabilities:
+    cell = record.cell
+    known = engines.capabilities(cell.engine, cell.stage)
+    return known or MUTANTS[cell.engine.partition(":")[2]].claims(cell.stage)
 
 
-def tried(record: Record, folder: Path) -> tuple[str, ScriptResult | None, int]:
-    """Why there is no script, or what it came to and its lines."""
-    case = record.cell
+def export_and_run(record: Record, folder: Path) -> tuple[str, ScriptResult | None, int]:
+    """Return why the cell cannot be exported (else ""), the result of its script, and the script's lines."""
+    cell = record.cell
     try:
-        script = render_cell_script(record, claims_of(record), "script.py")
+        script = render_cell_script(record, get_claims(record), "script.py")
     except UsageError as refused:
         return str(refused), None, 0
     path = folder / "script.py"
     path.write_text(script.text)
-    return "", make_script_runner(case.engine)(path), len(script.text.splitlines())
+    return "", make_script_runner(cell.engine)(path), len(script.text.splitlines())
 
 
 def main() -> int:
@@ -65,19 +65,18 @@ def main() -> int:
     parser.add_argument("--verdict", default=",".join(v.value for v in (Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT)))
     parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--only", default="", help="Part of the case ids.")
-    given = parser.parse_args()
-    records = chosen(given.files, set(given.verdict.split(",")), given.each, given.only)
+    arguments = parser.parse_args()
+    records = sample_records(arguments.files, set(arguments.verdict.split(",")), arguments.each, arguments.only)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for record in tqdm(records, unit="cell", leave=False, disable=not sys.stderr.isatty()):
             began = time.monotonic()
-            reason, shown, lines = tried(record, Path(folder))
-            word = "none" if shown is None else "shown" if is_faithful(record, shown) else "NOT SHOWN"
-            counts[word] += 1
-            said = (
-                reason if shown is None else f"{lines} lines, {time.monotonic() - began:.1f} s: {shown.evidence[:150]}"
-            )
-            print(f"{word:9} {record.cell.id}: {said}", flush=True)
+            reason, result, lines = export_and_run(record, Path(folder))
+            status = "none" if result is None else "shown" if is_faithful(record, result) else "NOT SHOWN"
+            counts[status] += 1
+            seconds = time.monotonic() - began
+            detail = reason if result is None else f"{lines} lines, {seconds:.1f} s: {result.evidence[:150]}"
+            print(f"{status:9} {record.cell.id}: {detail}", flush=True)
     print(dict(counts))
     return int(counts["NOT SHOWN"] > 0)
 

@@ -1,4 +1,4 @@
-"""What one test of one all_reduce costs under zharness and under torch's fixtures, side by side in one run."""
+"""Compare the time of a test with one all_reduce under zharness and under torch's test fixtures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from fixtures.session import FIXTURES, Session, complain_without_expecttest
+from fixtures.session import FIXTURES, Session, require_expecttest
 from tabulate import tabulate
 
 EPILOG = """
-Each fixture runs the same tests in a pytest process of its own, in turns, so that a busy moment of the machine meets
-all of them. A test's time is taken from outside, from pytest_runtest_logstart to pytest_runtest_logfinish, so it
-contains starting the ranks. The first test of a session is reported by itself: there torch's continuous fixture spawns
-its processes, and zharness forks its rank server. torch's fixtures check no collective before it runs, and neither
-does "pooled" here; what checking the test's one all_reduce costs is in "fresh", and in a row of its own. The exit
-status is 1 when a figure of zharness misses its bar.
+Each fixture runs the same tests in a pytest process of its own, in alternating rounds, so that other load on the
+machine affects all of them. A test's time is measured from pytest_runtest_logstart to pytest_runtest_logfinish, so it
+includes starting the ranks. The first test of a session is reported separately: there torch's continuous fixture spawns
+its processes, and zharness forks its rank server. torch's fixtures do not check collectives before they run, and
+neither does "pooled" here; "fresh" includes the check of the test's one all_reduce, and "pooled-checked" shows it in a
+row of its own. The exit status is 1 if a figure of zharness exceeds its limit.
 
   python scripts/fixtures_speed.py                               everything, some minutes
   python scripts/fixtures_speed.py --ranks 2 --scale "" --rounds 1
@@ -44,13 +44,13 @@ SCALE_BARS: Mapping[int, tuple[float, str]] = {
     256: (15.0, "world size 256, one all_reduce test, at most 15 s"),
 }
 TIMES_BELOW = 25  # "at least 25x below MultiProcessTestCase"
-# How many tests a round has: many where a test is cheap, few where it takes seconds.
+# Tests per round: many of a cheap test, few of one that takes seconds.
 TESTS = {"fresh": 30, "pooled": 30, "pooled-checked": 30, "pooled-new": 30, "process": 5, "continuous": 10, "spawn": 5}
 
 
 @dataclass
 class Figure:
-    """Seconds of a fixture's tests at a world size; ``failed`` tests are in none of them."""
+    """The seconds of a fixture's tests at one world size, without those of ``failed`` tests."""
 
     fixture: str
     ranks: int
@@ -64,13 +64,13 @@ class Figure:
         return statistics.median(self.later) if self.later else None
 
 
-def measure(name: str, ranks: int, tests: int, room: Path, cap: float) -> tuple[list[float], int, float]:
-    """The seconds of each test that passed, how many did not, and the seconds of the whole pytest process."""
+def measure(name: str, ranks: int, tests: int, folder: Path, cap: float) -> tuple[list[float], int, float]:
+    """Return the seconds of each test that passed, how many did not, and the seconds of the whole pytest process."""
     start, arguments = monotonic(), ("--rank-timeout", "120") if FIXTURES[name].ours else ()
-    session = Session(FIXTURES[name], room, {"FIXTURES_RANKS": str(ranks), "FIXTURES_TESTS": str(tests)}, arguments)
-    session.ended(cap)
+    session = Session(FIXTURES[name], folder, {"FIXTURES_RANKS": str(ranks), "FIXTURES_TESTS": str(tests)}, arguments)
+    session.wait(cap)
     seconds = monotonic() - start
-    session.left_over(0)
+    session.kill_leftovers(0)
     passed = [t.seconds for t in session.tests() if t.outcome == "passed" and t.seconds is not None]
     if len(passed) < tests:
         print("\n".join(session.output().splitlines()[-15:]), file=sys.stderr)
@@ -78,60 +78,56 @@ def measure(name: str, ranks: int, tests: int, room: Path, cap: float) -> tuple[
 
 
 def compare(names: list[str], ranks: list[int], rounds: int, cap: float, scratch: Path) -> list[Figure]:
-    """Every fixture at every world size, ``rounds`` times in turns."""
+    """Measure every fixture at every world size, in ``rounds`` alternating rounds."""
     figures = {(name, world): Figure(name, world, [], [], [], 0) for world in ranks for name in names}
     for number in range(rounds):
         for (name, world), figure in figures.items():
-            room = scratch / f"{number}-{name}-{world}"
-            (first, *later), failed, seconds = padded(measure(name, world, TESTS[name], room, cap))
-            figure.first += [first] if first is not None else []
-            figure.later += later
+            passed, failed, seconds = measure(name, world, TESTS[name], scratch / f"{number}-{name}-{world}", cap)
+            figure.first += passed[:1]
+            figure.later += passed[1:]
             figure.sessions.append(seconds)
             figure.failed += failed
             print(f"round {number + 1}: {name}, {world} ranks: {seconds:.1f} s, {failed} failed", file=sys.stderr)
     return list(figures.values())
 
 
-def padded(measured: tuple[list[float], int, float]) -> tuple[list[float | None], int, float]:
-    passed, failed, seconds = measured
-    return [*passed] or [None], failed, seconds
-
-
-def scale(worlds: list[int], cap: float, scratch: Path) -> list[Figure]:
-    """One test of fresh ranks at each large world size."""
+def measure_scale(world_sizes: list[int], cap: float, scratch: Path) -> list[Figure]:
+    """Measure one test on fresh ranks at each large world size."""
     figures = []
-    for world in worlds:
+    for world in world_sizes:
         passed, failed, seconds = measure("fresh", world, 1, scratch / f"scale-{world}", cap)
         figures.append(Figure("fresh", world, passed, [], [seconds], failed))
         print(f"scale: {world} ranks: {seconds:.1f} s, {failed} failed", file=sys.stderr)
     return figures
 
 
-def missed(figures: list[Figure], large: list[Figure]) -> Iterator[str]:
-    """The bars that this run does not meet, in words; a figure that could not be taken meets none."""
+def find_misses(figures: list[Figure], large: list[Figure]) -> Iterator[str]:
+    """Yield a message for each limit that a figure exceeds or that could not be measured."""
     medians = {(figure.fixture, figure.ranks): figure.median for figure in figures}
-    for key, (bar, words) in BARS.items():
+    for key, (bar, title) in BARS.items():
         if key in medians:
-            yield from over(medians[key], bar, words)
+            yield from describe_excess(medians[key], bar, title)
     for world in {figure.ranks for figure in figures}:
         theirs, ours = medians.get(("process", world)), medians.get(("fresh", world))
         if theirs is not None and ("fresh", world) in medians:
-            words = f"fresh, {world} ranks, at least {TIMES_BELOW}x below MultiProcessTestCase"
-            yield from over(ours, theirs / TIMES_BELOW, words)
+            title = f"fresh, {world} ranks, at least {TIMES_BELOW}x below MultiProcessTestCase"
+            yield from describe_excess(ours, theirs / TIMES_BELOW, title)
     for figure in large:
         if figure.ranks in SCALE_BARS:
-            yield from over(figure.first[0] if figure.first else None, *SCALE_BARS[figure.ranks])
+            yield from describe_excess(figure.first[0] if figure.first else None, *SCALE_BARS[figure.ranks])
     for figure in [*figures, *large]:
         if FIXTURES[figure.fixture].ours and figure.failed:
             yield f"{figure.failed} tests failed: {FIXTURES[figure.fixture].title}, {figure.ranks} ranks"
 
 
-def over(seconds: float | None, bar: float, words: str) -> Iterator[str]:
+def describe_excess(seconds: float | None, bar: float, title: str) -> Iterator[str]:
+    """Yield a message if ``seconds`` is above ``bar`` or None."""
     if seconds is None or seconds > bar:
-        yield f"{words}: {'not measured' if seconds is None else f'{seconds:.4f} s'}"
+        yield f"{title}: {'not measured' if seconds is None else f'{seconds:.4f} s'}"
 
 
-def table(figures: list[Figure]) -> str:
+def render_table(figures: list[Figure]) -> str:
+    """Return the table of all fixtures."""
     base: defaultdict[int, float | None] = defaultdict(lambda: None)
     base.update({figure.ranks: figure.median for figure in figures if figure.fixture == "fresh"})
     rows = []
@@ -145,49 +141,54 @@ def table(figures: list[Figure]) -> str:
     return tabulate(rows, headers, "github", floatfmt=("", "", "", ".4f", ".3f", ".2f", ""), missingval="-")
 
 
-def scale_table(figures: list[Figure]) -> str:
+def render_scale_table(figures: list[Figure]) -> str:
+    """Return the table of the large world sizes."""
     rows = []
     for figure in figures:
         seconds = figure.first[0] if figure.first else None
-        each = None if seconds is None else 1000 * seconds / figure.ranks
-        rows.append([figure.ranks, seconds, each, SCALE_BARS.get(figure.ranks, (None,))[0]])
+        per_rank_ms = None if seconds is None else 1000 * seconds / figure.ranks
+        rows.append([figure.ranks, seconds, per_rank_ms, SCALE_BARS.get(figure.ranks, (None,))[0]])
     headers = ["ranks", "one all_reduce test s", "ms per rank", "bar s"]
     return tabulate(rows, headers, "github", floatfmt=("", ".2f", ".1f", ".0f"), missingval="-")
 
 
-def worlds(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word.strip()]
+def parse_world_sizes(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=EPILOG, formatter_class=raw)
-    parser.add_argument("--ranks", type=worlds, default=[2, 4], metavar="N,N", help="world sizes compared (2,4)")
-    parser.add_argument("--scale", type=worlds, default=[64, 256], metavar="N,N", help="zharness alone (64,256)")
-    parser.add_argument("--fixture", action="append", choices=list(TESTS), help="only this one; repeatable")
-    parser.add_argument("--rounds", type=int, default=2, help="turns that every fixture gets (default 2)")
+    parser.add_argument(
+        "--ranks", type=parse_world_sizes, default=[2, 4], metavar="N,N", help="world sizes compared (2,4)"
+    )
+    parser.add_argument(
+        "--scale", type=parse_world_sizes, default=[64, 256], metavar="N,N", help="zharness alone (64,256)"
+    )
+    parser.add_argument("--fixture", action="append", choices=list(TESTS), help="only this fixture; repeatable")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each fixture (default 2)")
     parser.add_argument("--cap", type=float, default=300.0, help="seconds for one pytest process (default 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single duration there")
     return parser.parse_args()
 
 
 def main() -> None:
-    arguments = parse()
+    arguments = parse_arguments()
     names = arguments.fixture or list(TESTS)
     if arguments.ranks and not {"process", "continuous"}.isdisjoint(names):
-        complain_without_expecttest()
+        require_expecttest()
     with tempfile.TemporaryDirectory(prefix="fixtures-") as scratch:
         figures = compare(names, arguments.ranks, arguments.rounds, arguments.cap, Path(scratch))
-        large = scale(arguments.scale, arguments.cap, Path(scratch))
+        large = measure_scale(arguments.scale, arguments.cap, Path(scratch))
     print(f"torch {torch.__version__}, Python {platform.python_version()}, gloo; ratios matter, not seconds\n")
-    print(table(figures), *([scale_table(large)] if large else []), sep="\n\n")
+    print(render_table(figures), *([render_scale_table(large)] if large else []), sep="\n\n")
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"compared": [asdict(f) for f in figures], "scale": [asdict(f) for f in large]})
         )
-    problems = list(missed(figures, large))
-    for words in problems:
-        print(f"MISSED {words}", file=sys.stderr)
+    problems = list(find_misses(figures, large))
+    for problem in problems:
+        print(f"MISSED {problem}", file=sys.stderr)
     sys.exit(bool(problems))
 
 

@@ -1,4 +1,4 @@
-"""Bytes that each rank of the reference engine holds, measured from storages, beside the formula of the ZeRO paper."""
+"""Measure the bytes that each rank of the reference engine holds and compare them with the ZeRO paper's formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, SEQUENCE, BATCH = 512, 16, 2
 
 
 class Block(nn.Module):
-    """The parameters of a transformer block; mixing over positions is left out, it has none of its own."""
+    """A transformer block without the mixing over positions, which has no parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,7 +36,10 @@ def model(width: int, depth: int) -> nn.Module:
 
 
 def measure(stage: int, width: int, depth: int) -> dict[str, int]:
-    """This rank's bytes in the second step: gradients after its backward, the rest after it; and the gathered peak."""
+    """Return this rank's bytes by kind: gradients after the second backward, the rest after the second step.
+
+    ``gathered peak`` is the most bytes of unsharded parameters at one time.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -72,7 +75,7 @@ def main() -> None:
             formula = bytes_each * psi / (arguments.world_size if owner is ShardPlacement.SHARDED else 1)
             rows.append([stage, kind.replace("_", " "), owner.value, most, formula, most / formula])
         rows.append([stage, "gathered, at the peak", "", max(held["gathered peak"] for held in ranks), None, None])
-    print(f"{psi:,} parameters in {len(sizes)} tensors, {arguments.world_size} ranks, fp32, AdamW; most of any rank")
+    print(f"{psi:,} parameters in {len(sizes)} tensors, {arguments.world_size} ranks, fp32, AdamW; largest of any rank")
     headers = ["stage", "what", "owner", "measured bytes", "formula bytes", "ratio"]
     print(tabulate(rows, headers, floatfmt=("", "", "", ",.0f", ",.0f", ".4f"), intfmt=",", missingval="-"))
 

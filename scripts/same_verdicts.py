@@ -1,9 +1,9 @@
-"""Does a suite say the same twice, in another order, on ranks that live on and on new ones?
+"""Check that cells have the same verdicts when they run again, in another order, on pooled ranks and on fresh ones.
 
     python scripts/same_verdicts.py --engine reference --engine ddp --engine fsdp2
 
-Runs the cells once for each way and holds every cell's verdict, excuse and first wrong number against those of the
-first way. Prints what differs; exit code 1 when anything does.
+Runs the cells once in each setting and compares every cell's verdict, expected failure and first wrong number with
+those of the first run. Prints the differences; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zharness.world import Isolation
 
 
 @dataclass(frozen=True)
-class Way:
-    """How cells are run: on which ranks, and in which order (None: that of the matrix)."""
+class RunSetting:
+    """The isolation of the ranks and the seed of the order of the cells (None: the order of the matrix)."""
 
     isolation: Isolation
     shuffle: int | None = None
@@ -31,50 +31,62 @@ class Way:
 
 
 POOLED, FRESH = Isolation.POOLED, Isolation.FRESH
-WAYS = (Way(POOLED), Way(POOLED), Way(POOLED, 1), Way(POOLED, 2), Way(FRESH), Way(FRESH, 1))
+SETTINGS = (
+    RunSetting(POOLED),
+    RunSetting(POOLED),
+    RunSetting(POOLED, 1),
+    RunSetting(POOLED, 2),
+    RunSetting(FRESH),
+    RunSetting(FRESH, 1),
+)
 
 
-def verdict(record: Record) -> str:
-    """What has to be the same. A crash has no number, and which rank tells of it first is a matter of time."""
-    excuse = f" ({record.expected_failure})" if record.expected_failure else ""
-    number = f": {record.divergence.describe()}" if record.divergence is not None else ""
-    return f"{record.verdict.value}{excuse}{number}"
+def describe_verdict(record: Record) -> str:
+    """Return what has to be the same: verdict, expected failure and first wrong number.
+
+    The message of a crash is left out: which rank reports it first depends on timing.
+    """
+    expected_failure = f" ({record.expected_failure})" if record.expected_failure else ""
+    divergence = f": {record.divergence.describe()}" if record.divergence is not None else ""
+    return f"{record.verdict.value}{expected_failure}{divergence}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="checks, groups or globs; all checks")
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="laws, groups or globs; all laws")
     parser.add_argument("--engine", action="append", default=[], help="may be repeated (reference)")
     parser.add_argument("--dtype", action="append", default=[], help="may be repeated (fp32)")
     parser.add_argument("--stage", action="append", type=int, default=[], help="may be repeated; all the engine has")
     parser.add_argument("--jobs", type=int, default=0, help="cells at a time; one for each core")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     request = Request(
-        patterns=tuple(asked.patterns),
-        engines=tuple(asked.engine) or ("reference",),
-        stages=tuple(asked.stage),
-        dtypes=tuple(asked.dtype) or ("fp32",),
+        patterns=tuple(arguments.patterns),
+        engines=tuple(arguments.engine) or ("reference",),
+        stages=tuple(arguments.stage),
+        dtypes=tuple(arguments.dtype) or ("fp32",),
     )
     first: dict[str, Record] = {}
     different = 0
-    for number, way in enumerate(WAYS, start=1):
-        print(f"run {number} of {len(WAYS)}: {way}", file=sys.stderr)
+    for number, setting in enumerate(SETTINGS, start=1):
+        print(f"run {number} of {len(SETTINGS)}: {setting}", file=sys.stderr)
         began = time.monotonic()
-        options = RunOptions(asked.timeout, jobs=asked.jobs, isolation=way.isolation, shuffle_seed=way.shuffle)
+        options = RunOptions(
+            arguments.timeout, jobs=arguments.jobs, isolation=setting.isolation, shuffle_seed=setting.shuffle
+        )
         records, _ = run_request(request, options, lambda: None, get_release_environment)
-        found = {record.cell.id: record for record in records if record.verdict is not Verdict.UNSUPPORTED}
-        first = first or found
-        changed = [name for name in first if verdict(found[name]) != verdict(first[name])]
-        unexpected = sum(not record.is_expected for record in found.values())
-        # Each as it ends, so that a run that is interrupted has shown what it found.
+        current = {record.cell.id: record for record in records if record.verdict is not Verdict.UNSUPPORTED}
+        first = first or current
+        changed = [name for name in first if describe_verdict(current[name]) != describe_verdict(first[name])]
+        unexpected = sum(not record.is_expected for record in current.values())
+        # Printed after each run, so that an interrupt does not lose it.
         print(
-            f"{way!s:24}{len(found)} cells in {time.monotonic() - began:.0f} s, {unexpected} unexpected, "
-            f"{len(changed)} unlike the first run's",
+            f"{setting!s:24}{len(current)} cells in {time.monotonic() - began:.0f} s, {unexpected} unexpected, "
+            f"{len(changed)} different from the first run",
             flush=True,
         )
         for name in changed:
-            print(f"  {name}\n    {verdict(first[name])}\n    {verdict(found[name])}", flush=True)
+            print(f"  {name}\n    {describe_verdict(first[name])}\n    {describe_verdict(current[name])}", flush=True)
         different += len(changed)
     return int(bool(different))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows one bug of repro/ on a release that has it and on one that has the fix, with nothing of this package installed.
+# Shows one bug of repro/ on a release that has it and on one that has the fix, without this package installed.
 set -euo pipefail
 shopt -s inherit_errexit  # without it a command that fails inside $(...) goes unseen
 
@@ -7,20 +7,20 @@ usage() {
     cat <<'HELP'
 Usage: scripts/setup_repro.sh [--force-install] [--torch VERSION] ID
 
-Makes an environment with torch and the engine once, puts the releases that the script's header names into folders
-beside it, runs the script under torchrun on each, and prints one line for each: reproduced, not reproduced, or failed
-otherwise, with what was seen.
+Creates an environment with torch and the engine once, installs the releases that the script's header names into
+folders beside it, runs the script under torchrun on each release, and prints one line for each: reproduced, not
+reproduced, or failed otherwise, with the line of output that shows it.
 
-  ID               the script's id, as in 7913, or its path
+  ID               the script's id, such as 7913, or its path
   --force-install  build the environment and the releases again
-  --torch VERSION  this torch; without it the one of constraints.txt
+  --torch VERSION  the torch to install (default: that of constraints.txt)
   -h, --help       this text
 
-Everything is kept in $ZHARNESS_CACHE/setup_repro (default ~/.cache/zharness/setup_repro); to remove it, remove that
-folder. $PYTHON is the interpreter that makes the environment (default python3). A second run waits for the first.
+Everything is stored in $ZHARNESS_CACHE/setup_repro (default ~/.cache/zharness/setup_repro); remove that folder to
+clean up. $PYTHON is the interpreter that creates the environment (default python3). A second run waits for the first.
 
-Exit codes: 0 no release showed anything else than the header says, 1 one did, 2 wrong usage or nothing can be installed,
-3 a run failed otherwise.
+Exit codes: 0 every release behaved as the header says, 1 one did not, 2 wrong usage or an installation failed, 3 a run
+failed otherwise.
 HELP
 }
 
@@ -72,7 +72,7 @@ ok=$(header ok)
 
 room=$cache/torch-$torch-$engine
 python=$room/bin/python
-making=  # what a run that ends early takes away again; set by no subshell, whose variables the trap does not see
+making=  # folder that the trap removes if the run ends early; set outside of subshells, whose variables it cannot see
 logs=
 
 # shellcheck disable=SC2329  # the trap calls it
@@ -84,8 +84,8 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# One run at a time: --force-install would take the environment from under another. Closed for the ranks, as one that
-# outlived its launcher would keep the lock.
+# One run at a time: --force-install would remove the environment that another run uses. The descriptor is closed for
+# the ranks, since a rank that outlived its launcher would keep the lock.
 { mkdir -p -- "$cache" && exec 9>"$room.lock"; } ||
     fail "nothing can be written into $cache; set ZHARNESS_CACHE to another folder"
 flock --nonblock 9 || {
@@ -117,14 +117,14 @@ imported() {
         sed -n 's/^version: \([^+]*\).*/\1/p'
 }
 
-# Sets front, the folder that goes in front for a release of deepspeed; empty for the installed one.
+# Sets front, the folder to put first on PYTHONPATH for a release of deepspeed; empty for the installed release.
 overlay() {
     local release=$1 place=$room/releases/$1 found
     front=
     [[ $release != "$newest" ]] || return 0
     if [[ ! -d $place ]]; then
         printf 'setup_repro: installing deepspeed %s\n' "$release" >&2
-        rm -rf -- "$room/releases"/.building-*  # of runs that were killed: we hold the lock
+        rm -rf -- "$room/releases"/.building-*  # left by runs that were killed; this run holds the lock
         mkdir -p -- "$room/releases"
         making=$(mktemp -d "$room/releases/.building-XXXXXX") || fail "nothing can be written into $room/releases"
         install --no-deps --no-build-isolation --target "$making" "deepspeed==$release" ||
@@ -137,7 +137,7 @@ overlay() {
     front=$place
 }
 
-# What a release should show according to the header; nothing where the header does not say.
+# Prints what a release should show according to the header; nothing if the header does not say.
 expected() {
     "$python" - "$1" "$affects" "$fixed" <<'PYTHON'
 import sys
@@ -157,8 +157,8 @@ PYTHON
 run() {
     local release=$1 front=$2 should=$3 output code=0 verdict=otherwise seen said=
     logs=$(mktemp -d) || fail "no temporary folder can be made; is ${TMPDIR:-/tmp} full?"
-    # A log for each rank: what they write into one pipe at the same time is not lines any more. --foreground, so that
-    # Ctrl-C reaches the launcher; it is killed only when its own 30 seconds for ending its ranks are over.
+    # A log file for each rank, since lines written to one pipe at the same time would be mixed. --foreground, so that
+    # Ctrl-C reaches the launcher, which is killed only after its own 30 seconds for ending its ranks.
     PYTHONPATH=$front OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo TORCH_EXTENSIONS_DIR=$room/extensions-$release \
         timeout --foreground -k 40 300 "$python" -m torch.distributed.run --log-dir="$logs" --redirects=3 \
         --standalone --local-addr=127.0.0.1 --nproc_per_node="$ranks" "$script" >"$logs/output" 2>&1 9>&- || code=$?

@@ -1,4 +1,4 @@
-"""Long runs that should find nothing: `cells` counts false alarms of the checks, `groups` what ranks leave behind."""
+"""Long runs that should find nothing: `cells` counts false alarms of laws, `groups` measures leaks of ranks."""
 
 from __future__ import annotations
 

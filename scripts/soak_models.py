@@ -1,8 +1,8 @@
-"""Every architecture of suites/model on every engine, all laws that are stated for any model: the widest sweep.
+"""Run every law for user models on every architecture of suites/model and every engine.
 
     python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--stage N ...] [--jsonl FILE]
 
-The default tests run a sample of it. A line for each model, engine and stage; the exit code is 1 where a law is broken.
+The default tests run a sample of this. Prints a line for each model and engine; the exit code is 1 if a law is broken.
 Nothing is downloaded.
 """
 
@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zharness.errors import UsageError
 from zharness.report.failures import render_failures
-from zharness.report.matrix import count_outcomes
 from zharness.run.check_loop import RunOptions, open_optional_record_file
 from zharness.run.model_check import ModelCheckRequest, check_model
+from zharness.run.outcomes import count_outcomes
 from zharness.run.record import RecordFile
 from zharness.world import Isolation
 
@@ -41,30 +41,30 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--jsonl", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     broken = 0
     with ExitStack() as stack:
-        file = open_optional_record_file(stack, asked.jsonl)
-        for model in asked.model or MODELS:
-            for engine in asked.engine or ENGINES:
-                broken += one(model, engine, asked, file)
+        file = open_optional_record_file(stack, arguments.jsonl)
+        for model in arguments.model or MODELS:
+            for engine in arguments.engine or ENGINES:
+                broken += check_on_engine(model, engine, arguments, file)
     return int(bool(broken))
 
 
-def one(model: str, engine: str, asked: argparse.Namespace, file: RecordFile | None) -> int:
-    """One model on one engine; how many cells are not as expected."""
-    options = RunOptions(timeout=300, jobs=asked.jobs, isolation=Isolation.POOLED)
+def check_on_engine(model: str, engine: str, arguments: argparse.Namespace, file: RecordFile | None) -> int:
+    """Check one model on one engine; return the number of unexpected verdicts and harness errors."""
+    options = RunOptions(timeout=300, jobs=arguments.jobs, isolation=Isolation.POOLED)
     path = f"{MODELS[model]}:{model}"
-    stages = tuple(stage for stage in ENGINES[engine] if stage in (asked.stage or ENGINES[engine]))
-    wanted = ModelCheckRequest(path, "", engine, stages, asked.world_size, asked.dtype)
+    stages = tuple(stage for stage in ENGINES[engine] if stage in (arguments.stage or ENGINES[engine]))
+    request = ModelCheckRequest(path, "", engine, stages, arguments.world_size, arguments.dtype)
     try:
-        records = check_model(wanted, options, lambda: file)
+        records = check_model(request, options, lambda: file)
     except UsageError as error:
         print(f"{model} on {engine}: {error}", flush=True)
         return 1
-    told = ", ".join(f"{count} {word}" for word, count in count_outcomes(records).items())
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
     wrong = [record for record in records if not record.is_expected or record.verdict.value == "error"]
-    print(f"{model} on {engine}: {told}", flush=True)
+    print(f"{model} on {engine}: {counts}", flush=True)
     if wrong:
         print(render_failures(wrong), flush=True)
     return len(wrong)

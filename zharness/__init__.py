@@ -36,23 +36,28 @@ the code departs from the first design, the reason is here:
 - A cell's seed leaves engine, stage and check out, so that cells that differ in those alone train the same numbers.
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zharness.conformance import check_engine, run_laws
+    from zharness.reference.initialize import initialize
+    from zharness.verification import verify
 
 __version__ = "0.1.0"
 
+__all__ = ["__version__", "check_engine", "initialize", "run_laws", "verify"]
+
+_MODULE_OF = {
+    "check_engine": "zharness.conformance",
+    "initialize": "zharness.reference",
+    "run_laws": "zharness.conformance",
+    "verify": "zharness.verification",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for, for it brings torch: the reference engine, and conformance."""
-    if name == "initialize":
-        from zharness.reference import initialize
-
-        return initialize
-    if name in ("check_engine", "run_laws"):
-        from zharness import conformance
-
-        return getattr(conformance, name)
-    if name == "verify":
-        from zharness.verification import verify
-
-        return verify
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the public API lazily: it loads torch."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

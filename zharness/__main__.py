@@ -1,4 +1,4 @@
-"""``python -m zharness``, for launchers that take a module."""
+"""``python -m zharness``, for launchers that run a module, such as torchrun."""
 
 from zharness.cli import main
 

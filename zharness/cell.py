@@ -17,12 +17,12 @@ _ID = re.compile(
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One check on one engine at one stage, world size, dtype and model.
+    """One law on one engine at one stage, world size, dtype and model.
 
-    ``engine`` is a registered name or ``package.module:factory``, with ``==RELEASE`` behind it where one was asked for.
-    ``model`` is one of the workload's, or ``package.module:factory``, with ``(key=value)`` behind it where it is made
-    smaller. ``variant`` is the check's own spelling; ``engine_variant`` names options of the engine that must not
-    change a number, or the file of a configuration.
+    ``engine`` is a registered name or ``package.module:factory``, followed by ``==RELEASE`` where a release was
+    requested. ``model`` is a model of the workload or ``package.module:factory``, followed by ``(key=value)`` where it
+    is made smaller. ``variant`` is the law's variant; ``engine_variant`` names engine options that must not change a
+    number, or a configuration file.
     """
 
     law: str
@@ -36,34 +36,35 @@ class Cell:
 
     @property
     def engine_label(self) -> str:
-        """The engine as an id names it: ``engine``, or ``engine{variant}``."""
+        """The engine as the id names it: ``engine``, or ``engine{variant}``."""
         return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
 
     @property
     def id(self) -> str:
-        """``group.check[engine-zero3-w2-fp32-model]``, also the pytest id.
+        """``group.law[engine-zero3-w2-fp32-model]``, which is also the pytest id.
 
-        ``-variant`` follows the model where the check has one, ``{variant}`` the engine where it has one.
+        ``-variant`` follows the model if the law has variants, ``{variant}`` the engine if an engine variant was
+        requested.
         """
         tail = f"-{self.variant}" if self.variant else ""
         return f"{self.law}[{self.engine_label}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
 
     def seed(self, salt: int = 0) -> int:
-        """A 31-bit seed that follows from the id, so that a case alone says what it will compute.
+        """Return a 31-bit seed that follows from the id, so that the id alone determines what the cell computes.
 
-        Engine, stage and check are left out of the digest: cells that differ in those alone train the same model on the
-        same data, so their numbers can be laid side by side.
+        Engine, stage and law are left out of the digest: cells that differ only in those train the same model on the
+        same data, so their numbers can be compared.
         """
         key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """The case whose id is ``text``. Raises UsageError when ``text`` is not a case id."""
+        """Return the cell whose id is ``text``. Raises UsageError if ``text`` is not a cell id."""
         match = _ID.fullmatch(text)
         if match is None:
             raise UsageError(
-                f"not a case id: {text!r}; expected group.check[engine-zeroS-wN-dtype-model], "
+                f"not a cell id: {text!r}; expected group.check[engine-zeroS-wN-dtype-model], "
                 "for example training.grads[reference-zero3-w2-fp32-mlp]"
             )
         found = match.groupdict()
@@ -80,7 +81,7 @@ class Cell:
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """``0,1,2`` as integers, each once: the values of one axis of the matrix. Raises UsageError for anything else."""
+    """Parse ``0,1,2`` into distinct integers, the values of one axis. Raises UsageError for anything else."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -88,5 +89,5 @@ def parse_integers(text: str) -> tuple[int, ...]:
 
 
 def is_cell_id(text: str) -> bool:
-    """Whether ``text`` has the form of a case id."""
+    """Return whether ``text`` has the form of a cell id."""
     return _ID.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""The collectives of one process group, counted and logged: the only place that measures communication."""
+"""The collectives of one process group, with counts of calls and elements: no other file measures communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Collective(Enum):
-    """The collectives that a sharded engine needs; the value is how often each element crosses the wire."""
+    """The collectives that a sharded engine needs."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -22,35 +22,40 @@ class Collective(Enum):
 
     @property
     def passes(self) -> int:
-        """An all-reduce is a reduce-scatter and an all-gather; the others pass once (ZeRO paper, section 7)."""
+        """Return how often each element crosses the network: 2 for an all-reduce, else 1 (ZeRO paper, section 7).
+
+        An all-reduce is a reduce-scatter followed by an all-gather.
+        """
         return 2 if self is Collective.ALL_REDUCE else 1
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How often one collective ran in one dtype, and on how many elements of the full (unsharded) tensor."""
+    """The calls of one collective in one dtype, and the elements of their full (unsharded) tensors."""
 
     calls: int = 0
     elements: int = 0
 
     def add_call(self, elements: int) -> Tally:
+        """Return a tally with one more call, on a full tensor of ``elements`` elements."""
         return Tally(self.calls + 1, self.elements + elements)
 
 
-# torch 2.13 deprecates the older name.
+# torch 2.13 deprecates the name all_gather_into_tensor.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Elements of a shard from which gloo's copies cost more than a collective of its own for each rank: on 2 ranks 0.7 ms
-# against 1.1 for 64 elements, as long for 2**16, 11 ms against 9 for 2**20.
+# From this many elements of a shard, one broadcast per rank is faster than gloo's all-gather, which copies through two
+# buffers. On 2 ranks the all-gather takes 0.7 ms and the broadcasts 1.1 ms for 64 elements, equal times for 2**16, and
+# 11 ms against 9 ms for 2**20.
 MIN_BROADCAST_ELEMENTS = 2**16
 
 Observer = Callable[[Collective, Tensor], None]
 
 
 class Comm:
-    """Blocking collectives over ``group`` (the default group when None), with one tally per collective and dtype.
+    """Blocking collectives over ``group`` (None: the default group), with one tally per collective and dtype.
 
-    World size 1 takes the same path: the collectives run and are counted, they only move nothing. ``observer`` is
-    called with each collective and its full tensor before it runs.
+    World size 1 takes the same path: the collectives run and are counted, but move no bytes. ``observer`` is called
+    with each collective and its full tensor before it runs.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, observer: Observer | None = None) -> None:
@@ -64,15 +69,15 @@ class Comm:
 
     @property
     def tallies(self) -> Mapping[tuple[Collective, torch.dtype], Tally]:
-        """What ran so far; a read-only view."""
+        """Return a read-only view of the tallies since the last ``reset``."""
         return MappingProxyType(self._tallies)
 
     def reset(self) -> None:
-        """Forget what ran so far."""
+        """Set all tallies to zero."""
         self._tallies.clear()
 
     def logical_bytes(self) -> float:
-        """Bytes one rank must send: full bytes x passes x (N-1)/N, summed over what ran."""
+        """Return the bytes that one rank has to send: full bytes x passes x (N-1)/N, summed over all calls."""
         share = (self.world_size - 1) / self.world_size
         return share * sum(
             tally.elements * dtype.itemsize * kind.passes for (kind, dtype), tally in self._tallies.items()
@@ -88,16 +93,16 @@ class Comm:
         """Fill ``full`` (1-D, N x len(shard)) with every rank's ``shard`` (1-D, contiguous), in rank order."""
         self._count(Collective.ALL_GATHER, full)
         if self._gloo and full.device.type == "cpu" and shard.numel() >= MIN_BROADCAST_ELEMENTS:
-            # gloo's own goes through two more buffers, and takes three times as long as each rank's part sent to where
-            # it belongs: 15 ms against 5 for 20 MB on 2 ranks. A short one costs what it is to begin a collective.
+            # gloo's all-gather copies through two more buffers: for 20 MB on 2 ranks it takes 15 ms, and broadcasting
+            # each rank's part into its place takes 5 ms. For short shards the cost of starting collectives dominates.
             parts = full.view(self.world_size, shard.numel()).unbind()
             parts[self.rank].copy_(shard)
-            sent = [
+            broadcasts = [
                 dist.broadcast(part, source, group=self.group, async_op=True)
                 for source, part in zip(self._ranks, parts, strict=True)
             ]
-            for work in sent:
-                work.wait()
+            for broadcast in broadcasts:
+                broadcast.wait()
         else:
             ALL_GATHER(full, shard, group=self.group)
         return full
@@ -106,7 +111,8 @@ class Comm:
         """Fill ``shard`` (1-D) with this rank's slice of the sum over ranks of ``full`` (1-D, N x len(shard))."""
         self._count(Collective.REDUCE_SCATTER, full)
         if self._gloo and full.device.type == "cpu":
-            # gloo's own moves an all-reduce's bytes, twice as many as this. Ranks are added in rank order.
+            # gloo's reduce-scatter sends as many bytes as an all-reduce, twice those of an all-to-all. The ranks are
+            # added in rank order.
             received = torch.empty_like(full)
             dist.all_to_all_single(received, full, group=self.group)
             torch.sum(received.view(self.world_size, -1), dim=0, out=shard)
@@ -115,12 +121,13 @@ class Comm:
         return shard
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite ``tensor`` on every rank with the one of rank ``source``."""
+        """Overwrite ``tensor`` on every rank with that of global rank ``source``."""
         self._count(Collective.BROADCAST, tensor)
         dist.broadcast(tensor, src=source, group=self.group)
         return tensor
 
     def _count(self, kind: Collective, full: Tensor) -> None:
+        """Call the observer and add one call on ``full`` to the tally."""
         if self._observer is not None:
             self._observer(kind, full)
         key = (kind, full.dtype)

@@ -1,4 +1,4 @@
-"""Anyone's engine held to the laws, from anyone's own test file or program."""
+"""Check an engine against the laws from a test file (``check_engine``) or a program (``run_laws``)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def check_engine(
     models: StringTuple = (),
     variant: str = "",
 ) -> Callable[[Record], None]:
-    """A pytest test of ``factory(model, config)`` for each law, model and stage; its ids are those of the cases.
+    """Return a pytest test that runs each law, model and stage on ``factory(model, config)``; its ids are cell ids.
 
-    Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``. ``factory``
-    is a function or class of a module's top level, or an engine's name, which may be that of a release
-    (``deepspeed==0.18.8``); empty tuples mean all, of ``stages`` those that the engine claims. Raises UsageError for a
-    factory that ranks could not import.
+    Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.
+
+    ``factory`` is a function or class at the top level of a module, or an engine's name, which may name a release
+    (``deepspeed==0.18.8``). ``checks`` are patterns of laws. Empty tuples mean all; for ``stages``, all that the engine
+    claims. Raises UsageError for a factory that ranks could not import.
     """
     import pytest
 
@@ -64,10 +65,11 @@ def run_laws(
     variant: str = "",
     timeout: float = 60.0,
 ) -> list[Record]:
-    """``check_engine`` without pytest: the record of every cell; ``record.expected`` says whether all is well.
+    """Run what ``check_engine`` runs, without pytest, and return the record of every cell.
 
-    Call it before any tensor operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the
-    ranks of one cell. Raises UsageError for what cannot be run.
+    ``record.is_expected`` says whether a cell is as expected. Call this function before any tensor operation of the
+    process: ranks are forked from it. ``timeout`` is in seconds, for the ranks of one cell. Raises UsageError for what
+    cannot be run.
     """
     name = importable_engine_name(factory)
     request = Request(checks, (name,), stages, world_sizes, dtypes, models, variant)
@@ -76,7 +78,7 @@ def run_laws(
 
 
 def importable_engine_name(factory: EngineFactory | str) -> str:
-    """The name under which ranks find ``factory``. Raises UsageError where they could not."""
+    """Return the name by which ranks import ``factory``. Raises UsageError if they cannot."""
     if isinstance(factory, str):
         return factory
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")

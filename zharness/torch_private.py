@@ -1,4 +1,4 @@
-"""The names of torch that are not public, each with the reason why it is needed and the release that brought it."""
+"""Every private name of torch that this package uses, each with the reason and the release that introduced it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class WeakStorage:
-    """A weak reference to a tensor's bytes (StorageWeakRef, torch 1.0).
+    """A weak reference to a tensor's storage (StorageWeakRef, torch 1.0).
 
-    A tensor's Python object can die while autograd still holds its storage, so a ``weakref`` to it would not tell.
+    Autograd can keep the storage after the tensor's Python object is freed, so a ``weakref`` to the object is not
+    enough.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -26,19 +27,20 @@ class WeakStorage:
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_alive(self) -> bool:
+        """Whether the storage has not been freed."""
         return not self._reference.expired()  # type: ignore[no-untyped-call]
 
     def address(self) -> int:
-        """The address of the storage: while this object exists, no other storage gets it."""
+        """The address of the storage; no other storage gets it while this object exists."""
         return int(self._reference.cdata)
 
 
 def are_storages_expired(addresses: Iterable[int]) -> list[bool]:
-    """Of the storages at these addresses, each that of a living WeakStorage, whether their bytes are gone.
+    """Whether the storage at each address was freed; each address has to be that of an existing WeakStorage.
 
-    What ``not alive()`` says, without a call of Python for each (_expired, torch 2.0).
+    Equals ``not is_alive()``, without one Python call per storage (_expired, torch 2.0).
     """
-    return list(map(torch.UntypedStorage._expired, addresses))  # type: ignore[arg-type]  # the stub is another's
+    return list(map(torch.UntypedStorage._expired, addresses))  # type: ignore[arg-type]  # the stub has another signature
 
 
 def is_transforming() -> bool:
@@ -47,12 +49,12 @@ def is_transforming() -> bool:
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:
-    """Collectives know nothing of vmap or grad: they run below all transforms (pyfunctorch, torch 2.1)."""
+    """Suspend all torch.func transforms inside the block: collectives do not support them (pyfunctorch, torch 2.1)."""
     return temporarily_clear_interpreter_stack() if is_transforming() else nullcontext()
 
 
 def unwrap_functorch(tensor: Tensor) -> Tensor:
-    """The plain tensor below every torch.func wrapper: its graph is the one that outlives the transform (torch 2.0)."""
+    """Return the plain tensor inside all torch.func wrappers, whose graph outlives the transforms (torch 2.0)."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -64,35 +66,36 @@ def is_legacy_batched(tensor: Tensor) -> bool:
 
 
 def map_batch_rows(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """``function(tensor)``; row by row where autograd.grad(is_grads_batched=True) runs its own, older vmap.
+    """Return ``function(tensor)``, row by row if ``tensor`` is batched by autograd.grad(is_grads_batched=True).
 
-    That vmap has no rule for a Function and no public way out: _remove_batch_dim and _add_batch_dim are torch 1.7.
+    That uses an older vmap, which has no rule for a Function and no public way to leave it (_remove_batch_dim and
+    _add_batch_dim, torch 1.7).
     """
     if not is_legacy_batched(tensor):
         return function(tensor)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    rows = torch._remove_batch_dim(tensor, level, 1, 0)  # the size is used only for a tensor that is not batched
+    rows = torch._remove_batch_dim(tensor, level, 1, 0)  # the size 1 is ignored, as the tensor is batched
     return torch._add_batch_dim(torch.stack([function(row) for row in rows]), 0, level)
 
 
 def next_sequence_number() -> int:
-    """The number that the next autograd node gets: marks where a forward begins (_get_sequence_nr, torch 2.1)."""
+    """Return the number that the next autograd node gets, to mark the start of a forward (_get_sequence_nr, 2.1)."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def is_made_since(node: Node, first_sequence_number: int) -> bool:
-    """Whether ``node`` was made after ``begin``; leaves count as made at the end of time (_sequence_nr, torch 2.1)."""
+    """Whether ``node`` has at least that number; leaves have the highest possible one (_sequence_nr, torch 2.1)."""
     number: int = node._sequence_nr()
     return number >= first_sequence_number
 
 
 def iter_saved_tensors(node: Node) -> Iterator[tuple[Any, Tensor]]:
-    """The SavedTensors of ``node`` that hold a tensor as it is, with that tensor.
+    """Iterate over the SavedTensors of ``node`` that have no hooks, each with its tensor.
 
-    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook`` look without unpacking (there in torch 2.13; where they
-    are missing nothing is found, and gathered copies live as long as their graph). SavedTensors under hooks already,
-    checkpoint's or ours, are left out: unpacking one would recompute a region or gather a weight.
+    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook``, which do not unpack, are torch 2.13. Before that this
+    yields nothing, and unsharded parameters live as long as their graph. A SavedTensor with hooks (checkpoint's or
+    ours) is left out: unpacking it would recompute a region or all-gather a weight.
     """
     if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
         return
@@ -105,30 +108,31 @@ def iter_saved_tensors(node: Node) -> Iterator[tuple[Any, Tensor]]:
 
 @cache
 def _raw_saved_names(node_type: type[Node]) -> tuple[str, ...]:
+    """List the attributes of a class of nodes that hold SavedTensors."""
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
 
 
 def current_graph_task_id() -> int:
-    """Which backward is running on this thread; -1 outside one, or where it cannot be told (torch 2.1)."""
+    """Return the id of the backward that runs on this thread; -1 outside one, or before torch 2.1."""
     number: int = getattr(torch._C, "_current_graph_task_id", lambda: -1)()
     return number
 
 
 def is_backward_multithreaded() -> bool:
-    """Whether a backward may run on threads of its own, for each device one (_is_multithreading_enabled, torch 1.10).
+    """Whether a backward may use one thread per device (_is_multithreading_enabled, torch 1.10).
 
-    ``torch.autograd.set_multithreading_enabled`` switches it, and nothing public tells how it is.
+    ``torch.autograd.set_multithreading_enabled`` sets it; no public function returns it.
     """
     return bool(torch._C._is_multithreading_enabled())
 
 
 def can_queue_callback() -> bool:
-    """Whether the end of a backward calls back (queue_callback, torch 0.4); ``fallback`` counts where it does not."""
+    """Whether torch can call back at the end of a backward (queue_callback, torch 0.4); else see ``torch_fallback``."""
     return hasattr(torch.autograd.Variable._execution_engine, "queue_callback")
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has succeeded: the innermost graph task, where several are nested."""
+    """Call ``callback`` when the running backward (the innermost, if nested) has ended without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -141,13 +145,13 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
 
 
 def has_setup_context() -> bool:
-    """Whether a Function may be written as forward without ctx, which torch.func can transform (torch 2.0)."""
+    """Whether Functions may have ``setup_context``, which torch.func needs to transform them (torch 2.0)."""
     return hasattr(torch.autograd.Function, "setup_context")
 
 
 @contextmanager
 def safe_globals(classes: Sequence[type]) -> Iterator[None]:
-    """Classes that ``torch.load(weights_only=True)`` may make in here (add_safe_globals, torch 2.4)."""
+    """Allow ``classes`` in ``torch.load(weights_only=True)`` inside the block (add_safe_globals, torch 2.4)."""
     before = list(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals(list(classes))
     try:

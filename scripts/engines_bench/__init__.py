@@ -1,1 +1,1 @@
-"""What ``bench_engines.py`` measures in ranks: seconds, bytes held, bytes sent, bytes gathered, growth."""
+"""What ``bench_engines.py`` measures on ranks: seconds, bytes held, bytes sent, bytes gathered, growth."""

@@ -1,4 +1,4 @@
-"""Seconds per step: the plain model and engines in the same ranks, in turns, so that noise meets all of them."""
+"""Time the steps of the plain model and of engines on the same ranks, alternating, so that noise affects all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engines_bench.work import Size, batch, build, train
 
 PLAIN = ("plain", 0)
-# Engines that share a process. DeepSpeed's stage 3 is alone: it replaces torch.nn.functional.linear for everybody.
+# Engines that share a process. DeepSpeed's stage 3 runs alone: it replaces torch.nn.functional.linear process-wide.
 TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("reference", 0), ("reference", 1), ("reference", 2), ("reference", 3)),
     (("ddp", 0), ("fsdp2", 3)),
@@ -23,7 +23,7 @@ TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
 
 @dataclass(frozen=True)
 class Plan:
-    """``rounds`` turns of ``steps`` steps for each engine; ``samples`` x ``length`` tokens per rank and step."""
+    """``rounds`` of ``steps`` steps for each engine, with ``samples`` x ``length`` tokens per rank and step."""
 
     size: Size
     rounds: int
@@ -33,22 +33,22 @@ class Plan:
     fused: bool
 
 
-def seconds(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str, int], list[list[float]]]:
-    """In a rank: for the plain model and each engine of ``team``, the seconds of each step, by round."""
+def time_steps(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str, int], list[list[float]]]:
+    """Return the seconds of each step by round, for the plain model and each engine of ``team``; runs on a rank."""
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     ids = batch(plan.size, plan.samples, plan.length)
     built = {key: build(*key, plan.size, plan.samples, plan.fused) for key in (PLAIN, *team)}
-    taken: dict[tuple[str, int], list[list[float]]] = {key: [] for key in built}
+    rounds: dict[tuple[str, int], list[list[float]]] = {key: [] for key in built}
     for number in range(plan.rounds + 1):
         if dist.get_rank() == 0:
             print(f"  round {number} of {plan.rounds}{' (warm-up)' if number == 0 else ''}", file=sys.stderr)
         for key, engine in built.items():
             dist.barrier()
-            spans = []
+            seconds = []
             for _ in range(1 if number == 0 else plan.steps):
                 start = perf_counter()
                 train(engine, ids)
-                spans.append(perf_counter() - start)
-            taken[key].append(spans)
-    return {key: spans[1:] for key, spans in taken.items()}
+                seconds.append(perf_counter() - start)
+            rounds[key].append(seconds)
+    return {key: timed[1:] for key, timed in rounds.items()}  # without the warm-up

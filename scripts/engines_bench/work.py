@@ -1,4 +1,4 @@
-"""The work that every engine does: a transformer, its batches, and one training step through the engine's verbs."""
+"""The workload of every engine: a transformer, its batches, and one training step through the engine's verbs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.workload.nets import TransformerBlock
 
 @dataclass(frozen=True)
 class Size:
-    """A transformer: parameters are about 8 width^2 depth + 2 x vocabulary x width."""
+    """The size of a transformer with about 8 width^2 depth + 2 x vocabulary x width parameters."""
 
     width: int
     depth: int
@@ -32,7 +32,7 @@ SIZES: Mapping[str, Size] = {
 
 
 class Model(nn.Module):
-    """Token ids (batch, length) to logits (batch, length, vocabulary)."""
+    """A transformer from token ids (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def model(size: Size) -> Model:
 
 
 def batch(size: Size, samples: int, length: int) -> Tensor:
-    """Token ids (samples, length + 1): the inputs and, one later, the targets."""
+    """Return random token ids (samples, length + 1): the inputs, and shifted by one the targets."""
     return torch.randint(size.vocabulary, (samples, length + 1))
 
 
@@ -63,14 +63,14 @@ def loss(call: Callable[..., Any], ids: Tensor) -> Tensor:
 
 
 def train(engine: Engine, ids: Tensor) -> None:
-    """One micro-batch, and the step where it is the last of its window."""
+    """Run forward and backward of one micro-batch, then ``step``, which acts at the accumulation boundary only."""
     engine.backward(loss(engine, ids))
     engine.step()
     engine.zero_grad()
 
 
 def build(name: str, stage: int, size: Size, samples: int, fused: bool = False, **config: Any) -> Engine:
-    """The engine over the model in its initial weights, with torch's AdamW."""
+    """Build an engine around the model in its initial weights, with torch's AdamW."""
     adamw = OptimizerSpec("adamw", {"lr": 1e-4, **({"fused": True} if fused else {})})
-    asked = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
-    return engines.get(name)(model(size), asked)
+    engine_config = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
+    return engines.get(name)(model(size), engine_config)

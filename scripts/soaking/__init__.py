@@ -1,1 +1,1 @@
-"""What ``soak.py`` runs for a long time: cells on engines that are right, and groups of ranks."""
+"""The long runs of ``soak.py``: cells on correct engines, and groups of ranks."""

@@ -1,8 +1,8 @@
-"""Thousands of cells with fresh seeds on engines that are right: how often does a check raise a false alarm?
+"""Run thousands of cells with new seeds on correct engines and count the false alarms.
 
     python scripts/soak.py cells --cells 10000 --jsonl clean.jsonl
 
-Each seed contributes a sample of the whole matrix. Cells that the file holds are not run again.
+Each seed contributes a sample of the whole matrix. Cells that are in the file are not run again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``."""
-    parser.add_argument("--cells", type=int, default=1000, help="how many in all, earlier runs included (%(default)s)")
+    """Add the options of ``run``."""
+    parser.add_argument("--cells", type=int, default=1000, help="total number, earlier runs included (%(default)s)")
     parser.add_argument("--per-seed", type=int, default=50, help="cells with one seed (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=1, help="0 is the seed of the tests (%(default)s)")
     parser.add_argument("--engine", action="append", dest="engines", help=f"may be repeated ({', '.join(ENGINES)})")
-    parser.add_argument("--check", action="append", dest="checks", default=[], help="a check, a group or a glob")
+    parser.add_argument("--check", action="append", dest="checks", default=[], help="a law, a group or a glob")
     parser.add_argument("--world-size", default="1,2,3,4", help="(%(default)s)")
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
@@ -45,27 +45,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 for a false alarm or a failure of the harness."""
+    """Run cells until there are enough; return 1 if there is a false alarm or a harness error, else 0."""
     known = load_finished_records(options.jsonl)
     with ExitStack() as stack:
-        places = {name: get_release_environment(name) for name in options.engines or ENGINES}
+        environments = {name: get_release_environment(name) for name in options.engines or ENGINES}
         runners = [
-            stack.enter_context(Runner(places, options.timeout, isolation=Isolation.POOLED))
+            stack.enter_context(Runner(environments, options.timeout, isolation=Isolation.POOLED))
             for _ in range(options.jobs)
         ]
         file = stack.enter_context(open_record_file(options.jsonl))
         for record in known:
             file.add(record)
-        matrix = whole_matrix(options, runners[0])
-        pin_runners_to_cores(runners, matrix[: options.per_seed])  # as many as run between two seeds
+        matrix = plan_matrix(options, runners[0])
+        pin_runners_to_cores(runners, matrix[: options.per_seed])  # one seed runs as many cells at a time
         known.extend(soak(options, matrix, runners, known, file))
-    found = make_clean_record(known)
-    print(found.describe())
-    return 1 if found.false_alarms or found.errors else 0
+    summary = make_clean_record(known)
+    print(summary.describe())
+    return 1 if summary.false_alarms or summary.errors else 0
 
 
-def whole_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell]:
-    """Every cell that an engine claims."""
+def plan_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell]:
+    """Return every cell that its engine supports."""
     request = Request(
         tuple(options.checks),
         engines=tuple(options.engines or ENGINES),
@@ -82,7 +82,7 @@ def soak(
     known: Sequence[Record],
     file: RecordFile,
 ) -> Iterator[Record]:
-    """Records of fresh cells, until there are as many as were asked for."""
+    """Run cells with new seeds until ``options.cells`` are done; yield their records."""
     done = {(record.cell, record.seed) for record in known}
     left, alarms = options.cells - len(known), 0
     size = min(options.per_seed, len(matrix))

@@ -1,4 +1,4 @@
-"""A thousand groups of ranks, four at a time: what is left open between the first and the last.
+"""Run a thousand groups of ranks, four at a time, and measure open files, threads and shared memory.
 
 python scripts/soak.py groups
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 @pytest.mark.world_size({world_size})
 @pytest.mark.parametrize("number", range({groups}))
 def test_sum(number, rank, world_size):
-    # A message of another group, or an old one, would change the sum.
+    # A message of another or an earlier group would change the sum.
     total = torch.tensor([float(1000 * number + rank)])
     dist.all_reduce(total)
     assert total.item() == world_size * 1000 * number + sum(range(world_size))
@@ -39,22 +39,23 @@ def count(pid):
         len(os.listdir(f"/proc/{pid}/task")),
     )
 
-def server():
-    """The rank server is this process's only child."""
-    found = [Path(f"/proc/self/task/{task}/children").read_text().split() for task in os.listdir("/proc/self/task")]
-    return [int(pid) for pids in found for pid in pids]
+def list_servers():
+    """Return the process id of the rank server, this process's only child."""
+    children = [Path(f"/proc/self/task/{task}/children").read_text().split() for task in os.listdir("/proc/self/task")]
+    return [int(pid) for pids in children for pid in pids]
 
 def pytest_runtest_logfinish(nodeid, location):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    line = {"pytest": count("self"), "server": [count(pid) for pid in server()], "shm": len(os.listdir("/dev/shm"))}
+    servers = [count(pid) for pid in list_servers()]
+    line = {"pytest": count("self"), "server": servers, "shm": len(os.listdir("/dev/shm"))}
     with open(os.path.join(os.environ["SOAK"], os.environ["PYTEST_XDIST_WORKER"]), "a") as file:
         file.write(json.dumps(line) + chr(10))
 '''
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``."""
+    """Add the options of ``run``."""
     parser.add_argument("--groups", type=int, default=1000, help="tests, each with a group of its own (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="pytest -n (%(default)s)")
     parser.add_argument("--world-size", type=int, default=2, help="ranks of a group (%(default)s)")
@@ -62,13 +63,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 when a test failed or something grew."""
+    """Run the groups in a temporary folder; return 1 if a test failed or a count grew, else 0."""
     with tempfile.TemporaryDirectory() as folder:
         return soak(Path(folder), options)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> int:
-    """Run them all and print the table; 1 when a test failed or something grew."""
+    """Run all groups and print the table; return 1 if a test failed or a count grew, else 0."""
     (folder / "test_soak.py").write_text(TESTS.format(groups=options.groups, world_size=options.world_size))
     (folder / "conftest.py").write_text(CONFTEST)
     seen = folder / "seen"
@@ -80,16 +81,16 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began
     print(done.stdout.strip().splitlines()[-1])
-    grown = [row for path in sorted(seen.iterdir()) for row in rows(path)]
-    print(tabulate(grown, headers=["worker", "what", "after the first", "in the middle", "after the last"]))
+    counts = [row for path in sorted(seen.iterdir()) for row in read_counts(path)]
+    print(tabulate(counts, headers=["worker", "what", "after the first", "in the middle", "after the last"]))
     print(f"{options.groups} groups of {options.world_size} ranks in {seconds:.1f} s, {options.workers} at a time")
-    flat = all(row[4] <= row[3] for row in grown)
-    print("flat" if flat else "something grew")
-    return 0 if done.returncode == 0 and flat else 1
+    is_flat = all(row[4] <= row[3] for row in counts)
+    print("flat" if is_flat else "something grew")
+    return 0 if done.returncode == 0 and is_flat else 1
 
 
-def rows(path: Path) -> list[list[object]]:
-    """What one worker saw of itself and of its rank server."""
+def read_counts(path: Path) -> list[list[object]]:
+    """Return the rows of one xdist worker: its counts and its rank server's after the first, middle and last test."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     picked = [lines[0], lines[len(lines) // 2], lines[-1]]
     return [

@@ -1,7 +1,7 @@
-"""Tests and cells in ranks that torchrun started: one report, every rank judged, nothing left behind.
+"""Tests and cells on ranks that torchrun started give one report that judges every rank, and leave no process.
 
-The agents and ranks of most are forks of a Python that has imported torch. Three tests start theirs as a shell does:
-that of two machines, that of four ranks on one, and that of cells.
+In most tests the agents and ranks are forks of the warm Python, which has imported torch. Three tests start them as a
+shell does: those of two machines, of four ranks on one machine, and of cells.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest
 from suites import inner
 from suites.attached.launches import (
     ADDRESSES,
-    Launched,
-    one_agent,
-    one_started_agent,
-    two_agents,
-    two_machines,
-    two_started_agents,
+    LaunchResult,
+    connect_two_namespaces,
+    run_one_agent,
+    run_one_agent_from_shell,
+    run_two_agents,
+    run_two_agents_from_shell,
 )
 
 PYTEST = ("pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-v")
@@ -39,18 +39,20 @@ def total(rank):
 """
 
 
-def written(folder: Path, text: str, name: str = "test_it.py") -> Path:
+def write_tests(folder: Path, text: str, name: str = "test_it.py") -> Path:
+    """Write a test module and its pytest.ini into ``folder``; return the folder."""
     (folder / name).write_text(HEAD + textwrap.dedent(text))
     (folder / "pytest.ini").write_text(inner.settings(text))
     return folder
 
 
-def section(done: Launched, start: str, end: str) -> str:
+def section(done: LaunchResult, start: str, end: str) -> str:
+    """Return the output between the texts ``start`` and ``end``."""
     return done.output.partition(start)[2].partition(end)[0]
 
 
 def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path) -> None:
-    folder = written(
+    folder = write_tests(
         tmp_path,
         """
         @pytest.fixture(scope="module")
@@ -73,14 +75,14 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
         @pytest.mark.world_size(4)
         def test_fails_on_one(rank):
             print("seen on", rank)
-            kept = dist.new_group([0, 1, 2, 3])  # a local of the frame that raises
+            group = dist.new_group([0, 1, 2, 3])  # a local of the frame that raises
             if rank == 2:
                 child = os.fork()
                 if child == 0:
-                    ctypes.string_at(0)  # its death is not the rank's, and is told where the rank prints
+                    ctypes.string_at(0)  # not the rank's death; its dump goes to the rank's output
                 os.waitpid(child, 0)
                 raise ValueError("only here")
-            dist.barrier(group=kept)
+            dist.barrier(group=group)
 
         @pytest.mark.world_size(4)
         def test_skips_on_one(rank):
@@ -113,7 +115,7 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
             assert len(list(shared_tmp_path.iterdir())) == 4
         """,
     )
-    done = one_started_agent(4, *PYTEST, "--junitxml=report.xml", "--basetemp=base", cwd=folder)
+    done = run_one_agent_from_shell(4, *PYTEST, "--junitxml=report.xml", "--basetemp=base", cwd=folder)
     assert done.statuses == (1,), done.output
     assert done.output.count("test session starts") == 1
     assert len(done.lines("FAILED ")) == 3
@@ -130,11 +132,11 @@ def test_four_ranks_give_one_report_in_which_every_rank_is_judged(tmp_path: Path
     suite = ElementTree.parse(folder / "report.xml").getroot().find("testsuite")  # noqa: S314 - our own file
     assert suite is not None
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("11", "3", "2")
-    assert not done.left
+    assert not done.leftovers
 
 
 def test_a_hang_is_named_with_the_stacks_of_all_ranks_and_ends_the_session(tmp_path: Path) -> None:
-    folder = written(
+    folder = write_tests(
         tmp_path,
         """
         @pytest.mark.world_size(2)
@@ -153,7 +155,7 @@ def test_a_hang_is_named_with_the_stacks_of_all_ranks_and_ends_the_session(tmp_p
             assert False, "never run"
         """,
     )
-    done = one_agent(4, *PYTEST, "--junitxml=report.xml", cwd=folder)
+    done = run_one_agent(4, *PYTEST, "--junitxml=report.xml", cwd=folder)
     assert done.statuses == (1,), done.output
     assert "rank 1 did not finish in time, in call: no end within 2 s; stands in wait" in done.output
     assert "ranks 0, 2 did not finish in time, in call: no end within 2 s; waits in barrier (test_it.py" in done.output
@@ -163,11 +165,11 @@ def test_a_hang_is_named_with_the_stacks_of_all_ranks_and_ends_the_session(tmp_p
     assert "no end of test_it.py::test_hangs[w3] within 2 s; torchrun's ranks cannot be replaced" in done.output
     assert "= 1 failed, 1 passed in " in done.output
     assert (folder / "report.xml").read_text().count("<testcase ") == 2
-    assert not done.left
+    assert not done.leftovers
 
 
 def test_a_death_is_named_with_its_signal_and_its_stack_and_ends_the_session(tmp_path: Path) -> None:
-    folder = written(
+    folder = write_tests(
         tmp_path,
         """
         @pytest.mark.world_size(2)
@@ -180,17 +182,17 @@ def test_a_death_is_named_with_its_signal_and_its_stack_and_ends_the_session(tmp
             assert False, "never run"
         """,
     )
-    done = one_agent(2, *PYTEST, cwd=folder, DIES="1")
+    done = run_one_agent(2, *PYTEST, cwd=folder, DIES="1")
     assert done.statuses == (1,), done.output
     assert "rank 1 was ended by a signal: SIGSEGV, in call, in string_at" in done.output
     assert "rank 0 was stopped because another rank had failed" in done.output
     assert "test_it.py" in section(done, "Fatal Python error: Segmentation fault", "E  ")
     assert "= 1 failed in " in done.output
-    assert not done.left
-    done = one_agent(2, *PYTEST, cwd=folder, DIES="0")
+    assert not done.leftovers
+    done = run_one_agent(2, *PYTEST, cwd=folder, DIES="0")
     assert done.statuses == (1,), done.output
-    assert "rank 0 was ended by a signal: SIGSEGV, while test_it.py::test_dies[w2] ran; it was the one" in done.output
-    assert not done.left
+    assert "rank 0 was ended by a signal: SIGSEGV, while test_it.py::test_dies[w2] ran; it was the rank" in done.output
+    assert not done.leftovers
 
 
 TWO = """
@@ -215,49 +217,49 @@ def test_dies(rank):
 
 
 def test_two_agents_give_one_report_and_one_exit_status(tmp_path: Path) -> None:
-    folder = written(tmp_path, TWO)
-    done = two_agents(2, *PYTEST, "--junitxml=report.xml", cwd=folder)
+    folder = write_tests(tmp_path, TWO)
+    done = run_two_agents(2, *PYTEST, "--junitxml=report.xml", cwd=folder)
     assert done.statuses == (0, 0), done.output
     assert "attached to 4 ranks that torchrun started by 2 agents" in done.outputs[0]
     assert "= 4 passed in " in done.outputs[0]
     assert "pytest" not in done.outputs[1]
-    assert not done.left
+    assert not done.leftovers
 
 
-def test_two_machines_give_one_report_in_which_the_far_ranks_are_judged(tmp_path: Path) -> None:
-    folder = written(tmp_path, TWO)
+def test_two_machines_give_one_report_in_which_remote_ranks_are_judged(tmp_path: Path) -> None:
+    folder = write_tests(tmp_path, TWO)
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip")
     try:
-        with two_machines() as prefixes:
-            where = {"prefixes": prefixes, "address": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable"}
-            done = two_started_agents(2, *PYTEST, cwd=folder, FAILS="3", DIES="2", **where)  # type: ignore[arg-type]
+        with connect_two_namespaces() as prefixes:
+            options = {"prefixes": prefixes, "address": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable"}
+            done = run_two_agents_from_shell(2, *PYTEST, cwd=folder, FAILS="3", DIES="2", **options)  # type: ignore[arg-type]
     except OSError as error:
         pytest.skip(f"network namespaces: {error}")
     assert 0 not in done.statuses, done.output
     assert "= 2 failed, 2 passed in " in done.outputs[0], done.output
     assert "rank 3 failed first, in call: assert 3 != 3" in done.outputs[0]
-    # Its status is to be had until the launcher, its parent, has asked for it: whichever comes first.
-    status = r"(exit status 5, in call|its process is gone, and its launcher knows how it ended)"
+    # Either the witness reads the exit status first, or torchrun reaps the process first.
+    status = r"(exit status 5, in call|its process has ended, and only torchrun knows how)"
     assert re.search(f"rank 2 exited without a result: {status}", done.outputs[0]), done.outputs[0]
     assert "test session starts" not in done.outputs[1]
-    assert not done.left
+    assert not done.leftovers
 
 
 def test_a_project_without_tests_in_ranks_runs_all_tests_in_every_process(tmp_path: Path) -> None:
-    folder = written(tmp_path, "def test_everywhere():\n    dist.init_process_group('gloo')\n    dist.barrier()\n")
-    done = one_agent(2, *PYTEST, cwd=folder)
+    folder = write_tests(tmp_path, "def test_everywhere():\n    dist.init_process_group('gloo')\n    dist.barrier()\n")
+    done = run_one_agent(2, *PYTEST, cwd=folder)
     assert done.statuses == (0,), done.output
     assert done.output.count("= 1 passed in ") == 2
 
 
 def test_cells_run_on_the_ranks_of_the_launch(tmp_path: Path) -> None:
     arguments = ("zharness", "check", "training.grads", "--model", "mlp", "--stage", "0,3", "--jsonl", "records")
-    done = one_started_agent(2, *arguments, cwd=tmp_path)
+    done = run_one_agent_from_shell(2, *arguments, cwd=tmp_path)
     assert done.statuses == (0,), done.output
     assert done.output.count("training.grads  pass 1") == 1
     assert len((tmp_path / "records").read_text().splitlines()) == 2
-    assert not done.left
+    assert not done.leftovers
 
 
 def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> None:
@@ -269,9 +271,9 @@ def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> N
             threading.Event().wait()
         return reference(model, config)
     """
-    written(tmp_path, engine, "mine.py")
+    write_tests(tmp_path, engine, "mine.py")
     arguments = ("check", "training.grads", "--model", "mlp", "--stage", "0,1,2", "--world-size", "1,2,4")
-    done = one_agent(
+    done = run_one_agent(
         2, "zharness", *arguments, "--engine", "mine:hangs", "--timeout", "3", "--jsonl", "records", cwd=tmp_path
     )
     assert done.statuses == (1,), done.output
@@ -279,4 +281,4 @@ def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> N
     assert "rank 1 did not finish in time" in done.output
     assert "mine.py" in done.output
     assert "torchrun's ranks cannot be replaced" in done.output
-    assert not done.left
+    assert not done.leftovers

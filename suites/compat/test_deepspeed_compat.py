@@ -1,4 +1,4 @@
-"""DistributedTest does what DeepSpeed's test files expect of the class of that name."""
+"""DistributedTest behaves as DeepSpeed's test files expect of their own class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.compat.sheets import Sheet, run
+from suites.compat.session_runs import SessionRun, run
 
 SIZES = """
 class TestSizes(DistributedTest):
@@ -126,7 +126,7 @@ class TestHangs(DistributedTest):
         dist.barrier()
 """
 
-# The hooks by which DeepSpeed's own conftest runs tests: they have to leave these classes alone.
+# The hooks by which DeepSpeed's own conftest runs tests; they must not act on the drop-in classes.
 ITS_CONFTEST = """
 import sys
 
@@ -177,69 +177,69 @@ class TestCounted(DistributedTest):
 
 
 @pytest.fixture(scope="module")
-def sheet(tmp_path_factory: pytest.TempPathFactory) -> Sheet:
-    """One run of most of the files above, without DeepSpeed."""
-    return run(tmp_path_factory.mktemp("sheet"), SIZES + VERDICTS + GROUPS)
+def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
+    """One session with the tests of SIZES, VERDICTS and GROUPS, without DeepSpeed."""
+    return run(tmp_path_factory.mktemp("session"), SIZES + VERDICTS + GROUPS)
 
 
-def test_a_list_of_world_sizes_is_one_test_for_each(sheet: Sheet) -> None:
-    assert sheet.verdicts("TestSizes::test_attribute") == {"[w1]": "passed", "[w3]": "passed"}
-    assert sheet.verdicts("TestInherited::test_attribute") == {"[w2]": "passed"}
+def test_a_list_of_world_sizes_is_one_test_for_each(session: SessionRun) -> None:
+    assert session.verdicts("TestSizes::test_attribute") == {"[w1]": "passed", "[w3]": "passed"}
+    assert session.verdicts("TestInherited::test_attribute") == {"[w2]": "passed"}
 
 
-def test_a_marker_or_a_parameter_comes_before_the_attribute(sheet: Sheet) -> None:
+def test_a_marker_or_a_parameter_overrides_the_attribute(session: SessionRun) -> None:
     for name in ("TestSizes", "TestInherited"):
-        assert sheet.verdicts(f"{name}::test_marker") == {
+        assert session.verdicts(f"{name}::test_marker") == {
             "[w2]": "passed",
             "_with_a_list[w1]": "passed",
             "_with_a_list[w2]": "passed",
         }
-        assert sheet.verdicts(f"{name}::test_parameter") == {"[1]": "passed", "[2]": "passed"}
+        assert session.verdicts(f"{name}::test_parameter") == {"[1]": "passed", "[2]": "passed"}
 
 
-def test_parameters_fixtures_and_markers_work_inside_the_ranks(sheet: Sheet) -> None:
-    assert set(sheet.verdicts("TestArguments").values()) == {"passed"}
-    assert len(sheet.verdicts("TestArguments")) == 2
-    assert sheet.verdicts("TestSkippedByMarker") == {"::test_it[w2]": "skipped"}
+def test_parameters_fixtures_and_markers_work_inside_the_ranks(session: SessionRun) -> None:
+    assert set(session.verdicts("TestArguments").values()) == {"passed"}
+    assert len(session.verdicts("TestArguments")) == 2
+    assert session.verdicts("TestSkippedByMarker") == {"::test_it[w2]": "skipped"}
 
 
-def test_a_failing_rank_is_named_and_the_others_are_told_apart(sheet: Sheet) -> None:
-    assert sheet.verdicts("TestVerdicts::test_") == {
+def test_a_failing_rank_is_named_and_the_other_is_reported_as_stopped(session: SessionRun) -> None:
+    assert session.verdicts("TestVerdicts::test_") == {
         "one_rank_fails[w2]": "failed",
         "all_skip[w2]": "skipped",
         "passes[w2]": "passed",
     }
-    told = sheet.text("TestVerdicts::test_one_rank_fails[w2]")
-    assert "rank 1: ValueError: no room" in told
-    assert "rank 0 was stopped because another rank had failed, waiting in barrier" in told
+    result = session.text("TestVerdicts::test_one_rank_fails[w2]")
+    assert "rank 1: ValueError: no room" in result
+    assert "rank 0 was stopped because another rank had failed, waiting in barrier" in result
 
 
-def test_groups_and_variables_are_there_as_the_attributes_say(sheet: Sheet) -> None:
+def test_attributes_decide_on_the_group_and_the_variables(session: SessionRun) -> None:
     for name in ("TestNoGroup", "TestNoVariables"):
-        assert set(sheet.verdicts(name).values()) == {"passed"}
-    told = sheet.text("TestOtherBackend::test_it[w2]")
-    assert "got backend 'mpi'; the group of these ranks is 'gloo'" in told
+        assert set(session.verdicts(name).values()) == {"passed"}
+    result = session.text("TestOtherBackend::test_it[w2]")
+    assert "got backend 'mpi'; the group of these ranks is 'gloo'" in result
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])
 def test_ranks_are_reused_unless_the_variable_forbids_it(tmp_path: Path, disabled: str) -> None:
-    sheet = run(tmp_path, REUSE, DS_DISABLE_REUSE_DIST_ENV=disabled)
-    assert len(sheet.tests) == 5
-    assert set(sheet.verdicts("").values()) == {"passed"}
+    session = run(tmp_path, REUSE, DS_DISABLE_REUSE_DIST_ENV=disabled)
+    assert len(session.tests) == 5
+    assert set(session.verdicts("").values()) == {"passed"}
 
 
 def test_the_timeout_variable_ends_a_hang_and_not_the_session(tmp_path: Path) -> None:
-    sheet = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="2")
-    assert sheet.verdicts("TestHangs") == {"::test_it[w2]": "failed", "::test_next[w2]": "passed"}
-    assert "rank 1 did not finish in time" in sheet.text("TestHangs::test_it[w2]")
+    session = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="2")
+    assert session.verdicts("TestHangs") == {"::test_it[w2]": "failed", "::test_next[w2]": "passed"}
+    assert "rank 1 did not finish in time" in session.text("TestHangs::test_it[w2]")
 
 
-def test_a_timeout_variable_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    sheet = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="soon")
-    assert sheet.status == pytest.ExitCode.INTERRUPTED
-    assert "got DS_UNITTEST_TIMEOUT=soon; expected a number of seconds above 0" in sheet.output
+def test_a_timeout_variable_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    session = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="soon")
+    assert session.status == pytest.ExitCode.INTERRUPTED
+    assert "got DS_UNITTEST_TIMEOUT=soon; expected a number of seconds above 0" in session.output
 
 
-def test_deepspeeds_own_conftest_does_not_run_anything_twice(tmp_path: Path) -> None:
-    sheet = run(tmp_path, COUNTED, conftest=ITS_CONFTEST)
-    assert sheet.verdicts("TestCounted") == {"::test_it[w2]": "passed"}
+def test_deepspeeds_own_conftest_runs_nothing_twice(tmp_path: Path) -> None:
+    session = run(tmp_path, COUNTED, conftest=ITS_CONFTEST)
+    assert session.verdicts("TestCounted") == {"::test_it[w2]": "passed"}

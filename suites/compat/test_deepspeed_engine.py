@@ -1,4 +1,4 @@
-"""With DeepSpeed itself: its communication is ready in the ranks, and its engine trains, saves and loads there."""
+"""With DeepSpeed installed: ranks can use its communication, and its engine trains, saves and loads on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.compat.sheets import run
+from suites.compat.session_runs import run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -89,8 +89,8 @@ class TestNotReady(DistributedTest):
 """
 
 
-def test_its_engine_trains_saves_and_loads_in_the_ranks(tmp_path: Path) -> None:
-    sheet = run(tmp_path, TRAINING, conftest="", DS_ACCELERATOR="cpu")
-    wrong = {name: told.text for name, told in sheet.tests.items() if told.verdict != "passed"}
-    assert not wrong, wrong
-    assert len(sheet.tests) == 9, sheet.output
+def test_deepspeeds_engine_trains_saves_and_loads_on_ranks(tmp_path: Path) -> None:
+    session = run(tmp_path, TRAINING, conftest="", DS_ACCELERATOR="cpu")
+    failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
+    assert not failures, failures
+    assert len(session.tests) == 9, session.output

@@ -1,4 +1,4 @@
-"""The helpers beside DeepSpeed's classes: the names that its test files import, and what they mean."""
+"""The helper functions that DeepSpeed's test files import: their names and behaviour."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ IMPORTED = (
 )
 
 
-def test_every_name_that_its_test_files_import_is_there() -> None:
+def test_every_name_that_deepspeeds_test_files_import_exists() -> None:
     assert sorted(IMPORTED) == sorted(compat.__all__)
     assert all(hasattr(compat, name) for name in IMPORTED)
 
 
-def test_importing_it_imports_no_deepspeed() -> None:
+def test_importing_the_module_does_not_import_deepspeed() -> None:
     code = "import sys, zharness.compat.deepspeed; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_helper_that_needs_deepspeed_says_so_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_needs_deepspeed_raises_missing_engine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(MissingEngine, match="pip install"):
         compat.preferred_dtype()
@@ -67,7 +67,7 @@ def test_ports_are_free_and_of_a_range_for_each_worker(monkeypatch: pytest.Monke
     assert compat.get_xdist_worker_id() is None
 
 
-def test_determinism_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable_determinism_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
     @compat.enable_determinism(5)
@@ -89,19 +89,19 @@ def flags_of_two_ranks() -> tuple[bool, bool, str]:
     rank = world.current_rank().rank
     try:
         compat.allclose_on_all_ranks(torch.tensor(float(rank)), torch.tensor(0.0), "not close")
-        words = ""
+        message = ""
     except AssertionError as error:
-        words = str(error)
-    return compat.reduce_boolean_flags(rank == 0), compat.reduce_boolean_flags(rank == 0, any), words
+        message = str(error)
+    return compat.reduce_boolean_flags(rank == 0), compat.reduce_boolean_flags(rank == 0, any), message
 
 
 def test_ranks_agree_on_flags_and_fail_a_comparison_together() -> None:
-    for everyone, someone, words in world.run(flags_of_two_ranks, world_size=2):
+    for everyone, someone, message in world.run(flags_of_two_ranks, world_size=2):
         assert (everyone, someone) == (False, True)
-        assert "1 of 2 ranks: rank 1: not close" in words
+        assert "1 of 2 ranks: rank 1: not close" in message
 
 
-def test_without_a_group_a_comparison_fails_alone() -> None:
+def test_without_a_group_a_comparison_fails_locally() -> None:
     assert compat.reduce_boolean_flags(False) is False
     with pytest.raises(AssertionError, match="not close on all ranks"):
         compat.allclose_on_all_ranks(torch.tensor(1.0), torch.tensor(0.0))
@@ -115,13 +115,13 @@ def test_visible_devices_are_rotated_for_each_worker(monkeypatch: pytest.MonkeyP
 
 
 def marks(cls: type[DistributedTest]) -> dict[str, pytest.Mark]:
-    """The markers as pytest sees them: of the bases first, so that the last one of a name counts."""
-    every = [mark for one in reversed(cls.__mro__) for mark in one.__dict__.get("pytestmark", [])]
-    return {mark.name: getattr(mark, "mark", mark) for mark in every}
+    """Return a class's markers by name as pytest collects them: those of base classes first, so the last one counts."""
+    collected = [mark for base in reversed(cls.__mro__) for mark in base.__dict__.get("pytestmark", [])]
+    return {mark.name: getattr(mark, "mark", mark) for mark in collected}
 
 
-def test_attributes_become_markers_where_the_class_itself_sets_them() -> None:
-    # Made here by type(), so that pytest collects none of them.
+def test_attributes_that_a_class_sets_become_its_markers() -> None:
+    # Create the classes with type(), so that pytest does not collect them.
     base = type("Base", (DistributedTest,), {"world_size": [2, 4], "reuse_dist_env": True})
     decorated = pytest.mark.world_size(3)(base)
     derived = type("Derived", (decorated,), {"reuse_dist_env": False})
@@ -131,13 +131,13 @@ def test_attributes_become_markers_where_the_class_itself_sets_them() -> None:
     assert marks(derived)["isolation"].args == ("fresh",)
 
 
-def test_markers_in_the_body_of_a_class_count_more_than_its_attributes() -> None:
+def test_markers_of_a_class_override_its_attributes() -> None:
     body = {"world_size": 2, "exec_timeout": 9.0, "pytestmark": pytest.mark.rank_timeout(5)}
     found = marks(type("Marked", (DistributedTest,), body))
     assert found["rank_timeout"].args == (5,)
     assert parse_world_sizes(found["world_size"]) == (2,)
 
 
-def test_an_attribute_of_a_mixin_counts() -> None:
+def test_an_attribute_of_a_mixin_is_used() -> None:
     mixin = type("Mixin", (), {"world_size": 3})
     assert parse_world_sizes(marks(type("Mixed", (mixin, DistributedTest), {}))["world_size"]) == (3,)

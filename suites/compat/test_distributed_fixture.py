@@ -1,4 +1,4 @@
-"""DistributedFixture runs on ranks of its own before the test that asks for it, and what it leaves is found there."""
+"""DistributedFixture runs on ranks of its own before the test, which finds the files that it wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.compat.sheets import Sheet, run
+from suites.compat.session_runs import SessionRun, run
 
 DIRECTORIES = """
 def files_in(directory):
@@ -140,54 +140,54 @@ class TestUngroupedFixture(DistributedTest):
 
 
 @pytest.fixture(scope="module")
-def sheet(tmp_path_factory: pytest.TempPathFactory) -> Sheet:
-    """One run of the tests above, without DeepSpeed."""
-    return run(tmp_path_factory.mktemp("sheet"), DIRECTORIES + FIXTURES)
+def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
+    """One session with the tests of DIRECTORIES and FIXTURES, without DeepSpeed."""
+    return run(tmp_path_factory.mktemp("session"), DIRECTORIES + FIXTURES)
 
 
-def test_directories_are_shared_by_ranks_tests_and_fixtures(sheet: Sheet) -> None:
-    found = sheet.verdicts("TestDirectories") | sheet.verdicts("TestOtherClass")
+def test_directories_are_shared_by_ranks_tests_and_fixtures(session: SessionRun) -> None:
+    found = session.verdicts("TestDirectories") | session.verdicts("TestOtherClass")
     assert len(found) == 11
     assert set(found.values()) == {"passed"}
 
 
-def test_a_failing_fixture_fails_the_setup_and_names_itself_and_its_rank(sheet: Sheet) -> None:
-    assert sheet.tests["TestFixtures::test_of_a_broken_one[w2]"].verdict == "error"
-    told = sheet.text("TestFixtures::test_of_a_broken_one[w2]")
-    assert "rank 1: ValueError: no room" in told
-    assert "broken failed on 3 ranks of its own, in setup; the test was not run" in sheet.output
-    assert "the body ran" not in sheet.output
+def test_a_failing_fixture_fails_the_setup_and_names_itself_and_its_rank(session: SessionRun) -> None:
+    assert session.tests["TestFixtures::test_of_a_broken_one[w2]"].verdict == "error"
+    result = session.text("TestFixtures::test_of_a_broken_one[w2]")
+    assert "rank 1: ValueError: no room" in result
+    assert "broken failed on 3 ranks of its own, in setup; the test was not run" in session.output
+    assert "the body ran" not in session.output
 
 
-def test_a_skip_and_an_expectation_reach_the_test_of_the_fixture(sheet: Sheet) -> None:
-    assert sheet.tests["TestFixtures::test_of_a_skipping_one[w2]"].verdict == "skipped"
-    assert "no such device" in sheet.text("TestFixtures::test_of_a_skipping_one[w2]")
-    assert sheet.tests["TestFixtures::test_skipped_before_a_broken_one[w2]"].verdict == "skipped"
+def test_a_skip_and_an_expected_failure_apply_to_the_test_of_the_fixture(session: SessionRun) -> None:
+    assert session.tests["TestFixtures::test_of_a_skipping_one[w2]"].verdict == "skipped"
+    assert "no such device" in session.text("TestFixtures::test_of_a_skipping_one[w2]")
+    assert session.tests["TestFixtures::test_skipped_before_a_broken_one[w2]"].verdict == "skipped"
     for name in ("behind_a_fine_one", "by_its_fixture"):
-        assert "known" in sheet.text(f"TestFixtures::test_expected_to_fail_{name}[w2]")
+        assert "known" in session.text(f"TestFixtures::test_expected_to_fail_{name}[w2]")
 
 
-def test_what_a_fixture_printed_is_part_of_the_failing_test(sheet: Sheet) -> None:
-    assert sheet.tests["TestFixtures::test_that_fails_behind_a_fine_one[w2]"].verdict == "failed"
-    assert "[rank 0] three of us" in sheet.output
+def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun) -> None:
+    assert session.tests["TestFixtures::test_that_fails_behind_a_fine_one[w2]"].verdict == "failed"
+    assert "[rank 0] three of us" in session.output
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
-        ("TestFixtures::test_that_asks_too_late[w2]", "asks for it as a parameter; got request.getfixturevalue"),
+        ("TestFixtures::test_that_asks_too_late[w2]", "must request it as a parameter; got request.getfixturevalue"),
         ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs it takes a parameter named fine"),
         ("test_outside_of_ranks", "got a test in pytest's own process"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(sheet: Sheet, name: str, words: str) -> None:
-    assert words in sheet.text(name)
+def test_wrong_uses_of_a_fixture_are_refused_with_the_remedy(session: SessionRun, name: str, message: str) -> None:
+    assert message in session.text(name)
 
 
-def test_a_fixture_may_have_no_group(sheet: Sheet) -> None:
-    assert sheet.verdicts("TestUngroupedFixture") == {"::test_it[w2]": "passed"}
+def test_a_fixture_may_have_no_group(session: SessionRun) -> None:
+    assert session.verdicts("TestUngroupedFixture") == {"::test_it[w2]": "passed"}
 
 
 def test_a_distributed_fixture_takes_one_world_size(tmp_path: Path) -> None:
-    sheet = run(tmp_path, "class wrong(DistributedFixture):\n    world_size = [2, 4]\n")
-    assert "wrong: got world_size [2, 4]; a DistributedFixture takes one whole number" in sheet.output
+    session = run(tmp_path, "class wrong(DistributedFixture):\n    world_size = [2, 4]\n")
+    assert "wrong: got world_size [2, 4]; a DistributedFixture takes one whole number" in session.output

@@ -1,4 +1,4 @@
-"""What the adapters of torch's own engines promise: names, shapes, copies, layout, refusals."""
+"""The adapters of torch's own engines: names, shapes, copies, layout, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.world import Group, run
 WORLD_SIZE = 2
 ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
 SHARED = [("ddp", 0), ("zero1", 1), ("fsdp2", 2), ("fsdp2", 3)]
-EVERY = [("plain", 0), *SHARED]
+ALL_STAGES = [("plain", 0), *SHARED]
 SHAPES = {"tokens.weight": (5, 4), "body.weight": (4, 4), "body.bias": (4,), "row.weight": (1, 4), "row.bias": (1,)}
 TRAINED = {key: shape for key, shape in SHAPES.items() if key != "body.bias"}
 OPTIONS = [
@@ -40,14 +40,14 @@ OPTIONS = [
 
 STEPS: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
-engines = pytest.mark.parametrize(("name", "stage"), EVERY)
+engines = pytest.mark.parametrize(("name", "stage"), ALL_STAGES)
 shared_engines = pytest.mark.parametrize(("name", "stage"), SHARED)
 
 
 class Integers(nn.Module):
-    """Token ids (batch,) to (batch, 5) through a tied embedding: integer weights, a frozen bias, a one-row layer.
+    """A model with integer weights, a tied embedding, a frozen bias and a one-row layer: ids (batch,) to (batch, 5).
 
-    Five rows do not divide by two ranks, and of one row a rank owns nothing.
+    Two ranks do not divide five rows, and one rank owns nothing of the one-row layer.
     """
 
     def __init__(self) -> None:
@@ -74,35 +74,35 @@ def build(name: str, stage: int, **config: Any) -> Engine:
 
 
 def loss(engine: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """Integers only; different on every rank."""
+    """Return an integer loss that differs between ranks."""
     return (rank + 1) * (engine(torch.tensor([rank, 2, 4 - rank])) * torch.tensor([1.0, -1.0, 2.0, 0.0, 1.0])).sum()
 
 
-def my_rank() -> int:
+def current_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def equal_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(value, expected[key]) for key, value in got.items())
 
 
-def one_steps(name: str, stage: int) -> list[dict[str, Any]]:
-    """``one_step`` on each rank; run once for all tests that look at it, and changed by none."""
+def cached_steps(name: str, stage: int) -> list[dict[str, Any]]:
+    """Return ``train_one_step`` of each rank, cached for all tests; tests must not change it."""
     if (name, stage) not in STEPS:
-        STEPS[name, stage] = on_ranks(one_step, name, stage)
+        STEPS[name, stage] = run_on_ranks(train_one_step, name, stage)
     return STEPS[name, stage]
 
 
-def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     alone = args[0] == "plain"
     group = Group.NONE if alone else Group.DEFAULT
     return run(function, *args, world_size=1 if alone else WORLD_SIZE, timeout=60, group=group)
 
 
-def one_step(name: str, stage: int) -> dict[str, Any]:
+def train_one_step(name: str, stage: int) -> dict[str, Any]:
     engine = build(name, stage)
     before, idle = engine.full_params(), engine.full_grads()
-    engine.backward(loss(engine, my_rank()))
+    engine.backward(loss(engine, current_rank()))
     grads = engine.full_grads()
     engine.step()
     return {"before": before, "idle": idle, "grads": grads, "after": engine.full_params(), "norm": engine.grad_norm()}
@@ -110,14 +110,14 @@ def one_step(name: str, stage: int) -> dict[str, Any]:
 
 @engines
 def test_names_and_shapes_are_the_originals_and_a_tied_parameter_appears_once(name: str, stage: int) -> None:
-    for seen in one_steps(name, stage):
+    for seen in cached_steps(name, stage):
         assert {key: tuple(value.shape) for key, value in seen["after"].items()} == SHAPES
         assert {key: tuple(value.shape) for key, value in seen["grads"].items()} == TRAINED
 
 
 @engines
 def test_an_sgd_step_moves_parameters_by_exactly_the_reported_gradient(name: str, stage: int) -> None:
-    for seen in one_steps(name, stage):
+    for seen in cached_steps(name, stage):
         assert (seen["idle"], seen["norm"]) == ({}, None)
         assert any(grad.any() for grad in seen["grads"].values())
         for key, before in seen["before"].items():
@@ -126,29 +126,29 @@ def test_an_sgd_step_moves_parameters_by_exactly_the_reported_gradient(name: str
 
 @shared_engines
 def test_every_rank_reports_the_same_tensors(name: str, stage: int) -> None:
-    first, second = one_steps(name, stage)
+    first, second = cached_steps(name, stage)
     for kind in ("before", "grads", "after"):
-        assert same(first[kind], second[kind])
+        assert equal_tensors(first[kind], second[kind])
 
 
-def copies(name: str, stage: int) -> list[bool]:
+def check_copies(name: str, stage: int) -> list[bool]:
     engine = build(name, stage)
-    engine.backward(loss(engine, my_rank()))
+    engine.backward(loss(engine, current_rank()))
     unchanged = []
     for read in (engine.full_params, engine.full_grads):
         kept = {key: value.clone() for key, value in read().items()}
         for value in read().values():
             value.fill_(77)
-        unchanged.append(same(read(), kept))
+        unchanged.append(equal_tensors(read(), kept))
     return unchanged
 
 
 @engines
-def test_what_is_reported_is_a_copy(name: str, stage: int) -> None:
-    assert on_ranks(copies, name, stage) == [[True, True]] * (1 if name == "plain" else WORLD_SIZE)
+def test_reported_tensors_are_copies(name: str, stage: int) -> None:
+    assert run_on_ranks(check_copies, name, stage) == [[True, True]] * (1 if name == "plain" else WORLD_SIZE)
 
 
-def owned(name: str, stage: int) -> tuple[dict[str, tuple[Piece, ...]], dict[str, int]]:
+def layout_and_local_sizes(name: str, stage: int) -> tuple[dict[str, tuple[Piece, ...]], dict[str, int]]:
     engine = build(name, stage)
     held = {
         key: (param.to_local() if isinstance(param, DTensor) else param).numel()
@@ -158,8 +158,8 @@ def owned(name: str, stage: int) -> tuple[dict[str, tuple[Piece, ...]], dict[str
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_layout_covers_every_element_once_and_says_what_a_rank_holds(stage: int) -> None:
-    for rank, (layout, held) in enumerate(on_ranks(owned, "fsdp2", stage)):
+def test_the_layout_covers_every_element_once_and_matches_the_local_shards(stage: int) -> None:
+    for rank, (layout, held) in enumerate(run_on_ranks(layout_and_local_sizes, "fsdp2", stage)):
         assert layout.keys() == SHAPES.keys()
         for key, shape in SHAPES.items():
             covered = [index for piece in layout[key] for index in range(piece.start, piece.stop)]
@@ -169,13 +169,13 @@ def test_the_layout_covers_every_element_once_and_says_what_a_rank_holds(stage: 
 
 @pytest.mark.parametrize(("name", "stage"), [("plain", 0), ("ddp", 0), ("zero1", 1)])
 def test_an_engine_that_shards_nothing_has_an_empty_layout(name: str, stage: int) -> None:
-    assert all(layout == {} for layout, _ in on_ranks(owned, name, stage))
+    assert all(layout == {} for layout, _ in run_on_ranks(layout_and_local_sizes, name, stage))
 
 
-def states(name: str, stage: int) -> tuple[dict[str, Any], dict[str, dict[str, tuple[int, ...]]], bool]:
+def optimizer_states(name: str, stage: int) -> tuple[dict[str, Any], dict[str, dict[str, tuple[int, ...]]], bool]:
     engine = build(name, stage, optimizer=OptimizerSpec("adamw", {"lr": 0.5}, schedule=(1.0, 0.25)))
     before = engine.full_optimizer_state()
-    engine.backward(loss(engine, my_rank()))
+    engine.backward(loss(engine, current_rank()))
     engine.step()
     shapes = {
         key: {part: tuple(value.shape) for part, value in state.items()}
@@ -187,58 +187,62 @@ def states(name: str, stage: int) -> tuple[dict[str, Any], dict[str, dict[str, t
 @engines
 def test_optimizer_state_has_torchs_names_and_the_original_shapes(name: str, stage: int) -> None:
     expected = {key: {"step": (), "exp_avg": shape, "exp_avg_sq": shape} for key, shape in TRAINED.items()}
-    for before, after, scheduled in on_ranks(states, name, stage):
+    for before, after, scheduled in run_on_ranks(optimizer_states, name, stage):
         assert before == {}
         assert after == expected
         assert scheduled
 
 
-def grads_with(name: str, stage: int, reduction: Reduction, options: dict[str, Any]) -> dict[str, Tensor]:
+def build_and_read_grads(name: str, stage: int, reduction: Reduction, options: dict[str, Any]) -> dict[str, Tensor]:
     engine = build(name, stage, reduction=reduction, options=options)
-    engine.backward(loss(engine, my_rank()))
+    engine.backward(loss(engine, current_rank()))
     return engine.full_grads()
 
 
 @shared_engines
 def test_a_sum_is_the_mean_times_the_world_size(name: str, stage: int) -> None:
-    mean, total = (on_ranks(grads_with, name, stage, kind, {})[0] for kind in (Reduction.MEAN, Reduction.SUM))
-    assert same(total, {key: value * WORLD_SIZE for key, value in mean.items()})
+    mean, total = (
+        run_on_ranks(build_and_read_grads, name, stage, kind, {})[0] for kind in (Reduction.MEAN, Reduction.SUM)
+    )
+    assert equal_tensors(total, {key: value * WORLD_SIZE for key, value in mean.items()})
 
 
 @pytest.mark.parametrize(("name", "stage", "options"), OPTIONS)
-def test_a_listed_option_is_taken(name: str, stage: int, options: dict[str, Any]) -> None:
-    with_it, without = (on_ranks(grads_with, name, stage, Reduction.MEAN, chosen)[0] for chosen in (options, {}))
-    assert same(with_it, without)
+def test_every_listed_option_is_accepted(name: str, stage: int, options: dict[str, Any]) -> None:
+    with_it, without = (
+        run_on_ranks(build_and_read_grads, name, stage, Reduction.MEAN, chosen)[0] for chosen in (options, {})
+    )
+    assert equal_tensors(with_it, without)
 
 
-def large_grads(options: dict[str, Any]) -> dict[str, Tensor]:
+def read_large_grads(options: dict[str, Any]) -> dict[str, Tensor]:
     engine = build("fsdp2", 3, options=options)
-    engine.backward(257 * loss(engine, my_rank()))
+    engine.backward(257 * loss(engine, current_rank()))
     return engine.full_grads()
 
 
-def test_fsdp2_reduces_in_the_dtype_that_is_asked_for() -> None:
-    narrow, wide = (on_ranks(large_grads, options)[0] for options in ({"reduce_dtype": "bf16"}, {}))
-    assert same(narrow, {key: value.bfloat16().float() for key, value in narrow.items()})
-    assert not same(wide, {key: value.bfloat16().float() for key, value in wide.items()})
+def test_fsdp2_reduces_in_the_configured_dtype() -> None:
+    narrow, wide = (run_on_ranks(read_large_grads, options)[0] for options in ({"reduce_dtype": "bf16"}, {}))
+    assert equal_tensors(narrow, {key: value.bfloat16().float() for key, value in narrow.items()})
+    assert not equal_tensors(wide, {key: value.bfloat16().float() for key, value in wide.items()})
 
 
-def after_forgetting(name: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def read_grads_after_zero_grad(name: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = build(name, stage)
     with engine.no_sync():
-        engine.backward(100 * loss(engine, my_rank()))
+        engine.backward(100 * loss(engine, current_rank()))
     engine.zero_grad()
-    engine.backward(loss(engine, my_rank()))
-    return engine.full_grads(), grads_with(name, stage, Reduction.MEAN, {})
+    engine.backward(loss(engine, current_rank()))
+    return engine.full_grads(), build_and_read_grads(name, stage, Reduction.MEAN, {})
 
 
 @engines
-def test_zero_grad_forgets_gradients_that_were_never_reduced(name: str, stage: int) -> None:
-    for got, expected in on_ranks(after_forgetting, name, stage):
-        assert same(got, expected)
+def test_zero_grad_drops_unreduced_gradients(name: str, stage: int) -> None:
+    for got, expected in run_on_ranks(read_grads_after_zero_grad, name, stage):
+        assert equal_tensors(got, expected)
 
 
-def window(name: str, owner: AccumulationOwner) -> list[dict[str, Tensor]]:
+def params_after_each_micro_batch(name: str, owner: AccumulationOwner) -> list[dict[str, Tensor]]:
     engine = build(name, 0, accumulation_steps=2, accumulation_owner=owner)
     reports = []
     for rank in (0, 1):
@@ -250,56 +254,56 @@ def window(name: str, owner: AccumulationOwner) -> list[dict[str, Tensor]]:
     return reports
 
 
-def test_the_baseline_steps_at_the_boundary_whoever_owns_it() -> None:
-    ((first, last),) = on_ranks(window, "plain", AccumulationOwner.ENGINE)
-    ((untouched, expected),) = on_ranks(window, "plain", AccumulationOwner.CALLER)
-    assert same(first, untouched)
-    assert same(last, expected)
+def test_the_baseline_steps_at_the_boundary_for_both_accumulation_owners() -> None:
+    ((first, last),) = run_on_ranks(params_after_each_micro_batch, "plain", AccumulationOwner.ENGINE)
+    ((untouched, expected),) = run_on_ranks(params_after_each_micro_batch, "plain", AccumulationOwner.CALLER)
+    assert equal_tensors(first, untouched)
+    assert equal_tensors(last, expected)
     assert not torch.equal(first["body.weight"], last["body.weight"])
 
 
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
+def plain_grads(module: nn.Module) -> dict[str, Tensor]:
     return {key: param.grad for key, param in module.named_parameters() if type(param.grad) is Tensor}
 
 
-def closed(name: str, stage: int) -> dict[str, Tensor]:
+def train_closed_module(name: str, stage: int) -> dict[str, Tensor]:
     engine = build(name, stage)
     assert isinstance(engine, Engine)
     module = engine.module
-    engine.backward(loss(engine, my_rank()))
+    engine.backward(loss(engine, current_rank()))
     engine.close()
     engine.close()
     with pytest.raises(AttributeError, match="attribute"):
         engine.step()
-    loss(module, my_rank()).backward()  # type: ignore[no-untyped-call]
-    return grads_of(module)
+    loss(module, current_rank()).backward()  # type: ignore[no-untyped-call]
+    return plain_grads(module)
 
 
 @engines
-def test_a_closed_engine_is_unusable_and_its_module_still_runs(name: str, stage: int) -> None:
-    first, *others = on_ranks(closed, name, stage)
-    # FSDP2 cannot be undone: the gradients of its module stay shards. DDP's module reduces no more.
+def test_a_closed_engine_is_unusable_and_its_module_still_trains(name: str, stage: int) -> None:
+    first, *others = run_on_ranks(train_closed_module, name, stage)
+    # FSDP2 cannot be undone, so its module's gradients stay DTensors. DDP's module no longer reduces.
     assert (name == "fsdp2") == (first == {})
-    assert name not in ("ddp", "zero1") or not same(first, others[0])
+    assert name not in ("ddp", "zero1") or not equal_tensors(first, others[0])
 
 
-def after_a_closed_sum(name: str, stage: int) -> tuple[dict[str, Tensor], ...]:
+def train_after_closed_sum(name: str, stage: int) -> tuple[dict[str, Tensor], ...]:
     engine = build(name, stage, reduction=Reduction.SUM)
     module = engine.module
     engine.close()
     plain = copy.deepcopy(module)
     for side in (module, plain):
-        loss(side, my_rank()).backward()  # type: ignore[no-untyped-call]
-    return tuple(grads_of(side) for side in (module, plain))
+        loss(side, current_rank()).backward()  # type: ignore[no-untyped-call]
+    return tuple(plain_grads(side) for side in (module, plain))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ddp", 0), ("zero1", 1)])
-def test_a_closed_engine_of_a_sum_leaves_gradients_alone(name: str, stage: int) -> None:
-    for after, expected in on_ranks(after_a_closed_sum, name, stage):
-        assert same(after, expected)
+def test_a_closed_engine_with_sum_reduction_no_longer_scales_gradients(name: str, stage: int) -> None:
+    for after, expected in run_on_ranks(train_after_closed_sum, name, stage):
+        assert equal_tensors(after, expected)
 
 
-def checkpoint_errors(name: str, stage: int) -> list[str]:
+def collect_checkpoint_errors(name: str, stage: int) -> list[str]:
     engine = build(name, stage)
     errors = []
     for verb in (engine.save, engine.load):
@@ -309,10 +313,10 @@ def checkpoint_errors(name: str, stage: int) -> list[str]:
     return errors
 
 
-def test_the_baseline_refuses_to_save_and_to_load_with_the_reason() -> None:
+def test_the_baseline_refuses_to_save_and_load_with_the_reason() -> None:
     name, stage = "plain", 0
     reason = ADAPTERS[name].CAPABILITIES.refuses[Feature.CHECKPOINT]
-    for errors in on_ranks(checkpoint_errors, name, stage):
+    for errors in run_on_ranks(collect_checkpoint_errors, name, stage):
         assert all(reason in error and "nowhere" in error for error in errors)
 
 
@@ -322,7 +326,7 @@ def test_every_refusal_carries_a_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "words"),
+    ("name", "config", "message"),
     [
         ("plain", EngineConfig(dtype="bf16"), "fp32"),
         ("ddp", EngineConfig(dtype="bf16"), "fp32"),
@@ -336,8 +340,8 @@ def test_every_refusal_carries_a_reason(name: str) -> None:
         ("fsdp2", EngineConfig(stage=3, options={"prefetch": 1}), "grouping"),
     ],
 )
-def test_a_configuration_that_is_not_honoured_is_refused_before_anything_is_built(
-    name: str, config: EngineConfig, words: str
+def test_an_unsupported_configuration_is_refused_before_anything_is_built(
+    name: str, config: EngineConfig, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         ADAPTERS[name].factory(nn.Identity(), config)

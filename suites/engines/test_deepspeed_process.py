@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves in a process, and when it is undone; without DeepSpeed."""
+"""DeepSpeedGlobalState restores what DeepSpeed changes in a process. DeepSpeed itself is not used."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ON = (True, torch.bfloat16)
 
 
 class Process:
-    """A process in which DeepSpeed's autocast is off, and what an engine that is built sets in it."""
+    """The global state of a process: DeepSpeed's autocast flags, off at first, and torch's linear."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._module = SimpleNamespace(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
         monkeypatch.setattr(deepspeed_process, "importlib", SimpleNamespace(import_module=lambda _name: self._module))
-        monkeypatch.setattr(DeepSpeedGlobalState, "_open", WeakSet())
-        monkeypatch.setattr(DeepSpeedGlobalState, "_before", None)
-        self.own = torch.nn.functional.linear
-        monkeypatch.setattr(torch.nn.functional, "linear", self.own)  # put back whatever a test leaves
+        monkeypatch.setattr(DeepSpeedGlobalState, "_open_engines", WeakSet())
+        monkeypatch.setattr(DeepSpeedGlobalState, "_originals", None)
+        self.original_linear = torch.nn.functional.linear
+        monkeypatch.setattr(torch.nn.functional, "linear", self.original_linear)  # restored after the test
 
     @property
     def linear(self) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ class Process:
         return self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE
 
     def build(self, autocast: bool = True) -> DeepSpeedGlobalState:
-        """An engine at stage 3, under torch_autocast or not."""
+        """Change the state as an engine at stage 3 does, with or without torch_autocast."""
         engine = DeepSpeedGlobalState(autocast)
         if autocast:
             self._module.TORCH_AUTOCAST_INITIALIZED, self._module.TORCH_AUTOCAST_DTYPE = ON
@@ -53,36 +53,36 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return Process(monkeypatch)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first built is closed first", "and last"])
-def test_what_an_engine_sets_stays_until_the_last_one_is_closed(process: Process, order: tuple[int, int]) -> None:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first built, first closed", "first built, last closed"])
+def test_changed_state_stays_until_the_last_engine_is_closed(process: Process, order: tuple[int, int]) -> None:
     engines = [process.build(), process.build()]
     engines[order[0]].restore()
-    assert process.linear is replaced, "an engine lives on, with the kernels that it began with"
-    assert process.flags == ON, "an engine lives on, and communicates as it has from the start"
+    assert process.linear is replaced, "the open engine keeps the kernels that it was built with"
+    assert process.flags == ON, "the open engine keeps communicating as before"
     engines[order[1]].restore()
-    assert process.linear is process.own
+    assert process.linear is process.original_linear
     assert process.flags == OFF
 
 
-def test_what_was_there_before_an_engine_that_is_never_closed_is_put_back_by_the_next(process: Process) -> None:
-    process.build()  # forgotten at once
+def test_closing_an_engine_restores_the_state_before_one_that_was_never_closed(process: Process) -> None:
+    process.build()  # garbage-collected at once
     process.build().restore()
-    assert process.linear is process.own
+    assert process.linear is process.original_linear
     assert process.flags == OFF
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["built first", "built last"])
-def test_autocast_ends_with_the_last_engine_that_asks_for_it(process: Process, first: bool) -> None:
-    one, other = process.build(first), process.build(not first)
-    asking, plain = (one, other) if first else (other, one)
-    asking.restore()
-    assert process.flags == OFF, "the engine that lives on did not ask for it"
+def test_autocast_is_restored_with_the_last_engine_that_uses_it(process: Process, first: bool) -> None:
+    older, newer = process.build(first), process.build(not first)
+    with_autocast, without = (older, newer) if first else (newer, older)
+    with_autocast.restore()
+    assert process.flags == OFF, "the open engine does not use autocast"
     assert process.linear is replaced
-    plain.restore()
-    assert process.linear is process.own
+    without.restore()
+    assert process.linear is process.original_linear
 
 
-def test_an_engine_closed_twice_puts_back_nothing_of_a_later_one(process: Process) -> None:
+def test_closing_an_engine_twice_leaves_the_state_of_a_later_engine(process: Process) -> None:
     first = process.build()
     first.restore()
     second = process.build()

@@ -1,4 +1,4 @@
-"""What is on disk, and in the engine, after a save or a load of torch's own engines that failed."""
+"""Checkpoints of torch's own engines: other world sizes, interrupted saves and failed loads."""
 
 from __future__ import annotations
 
@@ -30,84 +30,84 @@ def build(name: str, stage: int) -> Any:
     return ADAPTERS[name].factory(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config)
 
 
-def step(engine: Any) -> None:
+def train_step(engine: Any) -> None:
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
     engine.zero_grad()
 
 
-def state(engine: Any) -> dict[str, Tensor]:
+def collect_state(engine: Any) -> dict[str, Tensor]:
     moments = engine.full_optimizer_state()
     flat = {f"{name}/{key}": value for name, entry in moments.items() for key, value in entry.items()}
     return {**engine.full_params(), **flat}
 
 
-def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def equal_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(value, expected[key]) for key, value in got.items())
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = WORLD_SIZE) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], *args: Any, ranks: int = WORLD_SIZE) -> list[Any]:
     return run(function, *args, world_size=ranks, timeout=30, group=Group.DEFAULT)
 
 
-def saved(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state that was saved, and that after one more step on the same numbers on every rank."""
+def save_and_step(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the saved state, and the state after one more step on the same inputs on every rank."""
     engine = build(name, stage)
-    step(engine)
+    train_step(engine)
     engine.save(folder)
-    kept = state(engine)
-    step(engine)
-    return kept, state(engine)
+    kept = collect_state(engine)
+    train_step(engine)
+    return kept, collect_state(engine)
 
 
-def loaded(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def load_and_step(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = build(name, stage)
     engine.load(folder)
-    found = state(engine)
-    step(engine)
-    return found, state(engine)
+    found = collect_state(engine)
+    train_step(engine)
+    return found, collect_state(engine)
 
 
 @pytest.mark.parametrize(("name", "stage", "then"), [("ddp", 0, 0), ("zero1", 1, 1), ("fsdp2", 2, 3)])
-def test_what_some_ranks_saved_is_loaded_by_more_and_by_fewer(name: str, stage: int, then: int, tmp_path: Path) -> None:
-    expected = on_ranks(saved, name, stage, tmp_path / "kept")[0]
+def test_a_checkpoint_loads_at_larger_and_smaller_world_sizes(name: str, stage: int, then: int, tmp_path: Path) -> None:
+    expected = run_on_ranks(save_and_step, name, stage, tmp_path / "kept")[0]
     for ranks in (1, 4):
-        for found in on_ranks(loaded, name, then, tmp_path / "kept", ranks=ranks):
-            # All ranks have the same gradient, and its mean over a power of two of them is exact.
-            assert [same(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
+        for found in run_on_ranks(load_and_step, name, then, tmp_path / "kept", ranks=ranks):
+            # All ranks have the same gradient, so its mean over 1, 2 or 4 ranks is exact.
+            assert [equal_tensors(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
 
 
-def cut_off(source: Any, target: Any, rename: Callable[[Any, Any], None] = os.replace) -> None:
-    """``os.replace`` that fails where it would give a new checkpoint its name."""
+def failing_replace(source: Any, target: Any, rename: Callable[[Any, Any], None] = os.replace) -> None:
+    """``os.replace`` that fails when it would give a new checkpoint its name."""
     if Path(target).name in (torch_checkpoint.FILE_NAME, torch_checkpoint.FOLDER_NAME):
         raise OSError("the disk is gone")
     rename(source, target)
 
 
-def after_a_save_that_was_cut_short(name: str, stage: int, folder: Path) -> tuple[str, bool]:
+def interrupt_save(name: str, stage: int, folder: Path) -> tuple[str, bool]:
     engine = build(name, stage)
-    step(engine)
+    train_step(engine)
     engine.save(folder)
-    kept = state(engine)
-    step(engine)
+    kept = collect_state(engine)
+    train_step(engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", cut_off)
+        patch.setattr(os, "replace", failing_replace)
         with pytest.raises(CheckpointError) as caught:
             engine.save(folder)
     engine.load(folder)
-    return str(caught.value), same(state(engine), kept)
+    return str(caught.value), equal_tensors(collect_state(engine), kept)
 
 
 @engines
-def test_a_save_that_is_cut_short_fails_on_every_rank_and_leaves_the_checkpoint_before(
+def test_an_interrupted_save_raises_on_every_rank_and_keeps_the_previous_checkpoint(
     name: str, stage: int, tmp_path: Path
 ) -> None:
-    for message, restored in on_ranks(after_a_save_that_was_cut_short, name, stage, tmp_path / "kept"):
+    for message, restored in run_on_ranks(interrupt_save, name, stage, tmp_path / "kept"):
         assert "the disk is gone" in message
         assert restored
 
 
-def after_a_save_to_no_folder(name: str, stage: int, file: Path) -> str:
+def save_below_file(name: str, stage: int, file: Path) -> str:
     engine = build(name, stage)
     with pytest.raises(CheckpointError) as caught:
         engine.save(file / "below")
@@ -115,46 +115,46 @@ def after_a_save_to_no_folder(name: str, stage: int, file: Path) -> str:
 
 
 @engines
-def test_a_place_that_is_no_folder_is_refused_on_every_rank(name: str, stage: int, tmp_path: Path) -> None:
+def test_saving_below_a_file_raises_on_every_rank(name: str, stage: int, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for message in on_ranks(after_a_save_to_no_folder, name, stage, tmp_path / "file"):
+    for message in run_on_ranks(save_below_file, name, stage, tmp_path / "file"):
         assert "file" in message
 
 
-def after_a_load_that_failed(name: str, stage: int, folder: Path, spoil: Callable[[Path], None]) -> bool:
+def fail_load(name: str, stage: int, folder: Path, damage: Callable[[Path], None]) -> bool:
     engine = build(name, stage)
-    step(engine)
+    train_step(engine)
     engine.save(folder)
-    step(engine)
-    kept = state(engine)
+    train_step(engine)
+    kept = collect_state(engine)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        spoil(folder)
+        damage(folder)
     torch.distributed.barrier()
     with pytest.raises(CheckpointError):
         engine.load(folder)
-    return same(state(engine), kept)
+    return equal_tensors(collect_state(engine), kept)
 
 
-def cut_short(folder: Path) -> None:
-    """Rank 1's file, where ranks have files of their own: rank 0 reads its own all the same."""
+def truncate_checkpoint(folder: Path) -> None:
+    """Truncate rank 1's file, so that rank 0 can still read its own; or the single file."""
     shards = sorted(folder.glob(f"{torch_checkpoint.FOLDER_NAME}/__1_*"))
     file = shards[0] if shards else folder / torch_checkpoint.FILE_NAME
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def of_another_model(folder: Path) -> None:
-    """The second weight is another's: the first one fits."""
+def reshape_second_weight(folder: Path) -> None:
+    """Change the shape of the second weight; the first one still fits."""
     content = torch.load(folder / torch_checkpoint.FILE_NAME, weights_only=True)
     content["model"]["1.weight"] = content["model"]["1.weight"][:2]
     torch.save(content, folder / torch_checkpoint.FILE_NAME)
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "spoil"),
-    [("ddp", 0, of_another_model), ("zero1", 1, cut_short), ("fsdp2", 2, cut_short)],
+    ("name", "stage", "damage"),
+    [("ddp", 0, reshape_second_weight), ("zero1", 1, truncate_checkpoint), ("fsdp2", 2, truncate_checkpoint)],
 )
-def test_a_load_that_fails_changes_nothing_on_any_rank(
-    name: str, stage: int, spoil: Callable[[Path], None], tmp_path: Path
+def test_a_failed_load_changes_nothing_on_any_rank(
+    name: str, stage: int, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    assert on_ranks(after_a_load_that_failed, name, stage, tmp_path / "kept", spoil) == [True] * WORLD_SIZE
+    assert run_on_ranks(fail_load, name, stage, tmp_path / "kept", damage) == [True] * WORLD_SIZE

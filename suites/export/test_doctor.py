@@ -97,7 +97,7 @@ def test_the_limits_of_a_control_group_are_read_in_both_versions(tmp_path: Path)
 
 
 def test_what_the_control_group_leaves_bounds_the_memory_that_ranks_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "memory_left", lambda: 4 * limits.RANK_BYTES)
+    monkeypatch.setattr(limits, "cgroup_memory_left", lambda: 4 * limits.RANK_BYTES)
     assert available_memory() == 4 * limits.RANK_BYTES
     assert limits.largest_world_size() == (4, "free memory")
 

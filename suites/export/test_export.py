@@ -24,7 +24,7 @@ from zharness.export.collect import DefinitionCollection, defined_names
 from zharness.export.command import render_law_table
 from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
 from zharness.export.judge_script import render_function
-from zharness.export.law_steps import SELF_COMPARING_LAWS, explain_long_script
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import ScriptWriter
 from zharness.export.source_text import prune_unused, render_imports
@@ -113,7 +113,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
     cases = cells_to_export(whole=False)
     assert len(cases) > 50
     for case, text in scripts_of(cases, tmp_path):
-        made = "Engine" if case.law in SELF_COMPARING_LAWS else "Plain"
+        made = "Engine" if is_self_comparison(LAWS[case.law].steps) else "Plain"
         assert asked_of_engines(text) <= methods_of(made, text), case.id
 
 

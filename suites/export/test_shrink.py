@@ -10,6 +10,7 @@ import pytest
 from suites.warm import programs
 from zharness import engines
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners
 from zharness.export.program_script import has_short_script, render_program_script
@@ -23,7 +24,6 @@ from zharness.export.shrink import (
 )
 from zharness.run.program_runner import ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
-from zharness.run.runner import build_rank_environment
 from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Act, Program
 

@@ -1,4 +1,4 @@
-"""Engines whose fault is no wrong number: they raise, hang, die or break the protocol.
+"""Engines that raise, hang, die or break the protocol.
 
 Engines that compute something wrong are in ``zharness.mutants``.
 """
@@ -27,7 +27,7 @@ class Crashing(Around):
 
 
 class Hanging(Around):
-    """Rank 1 never comes back from its backward."""
+    """Never returns from its backward on rank 1."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if torch.distributed.get_rank() == 1:
@@ -36,7 +36,7 @@ class Hanging(Around):
 
 
 class Dying(Around):
-    """Rank 1 dies of a segmentation fault in its backward."""
+    """Dies of a segmentation fault in its backward on rank 1."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if torch.distributed.get_rank() == 1:
@@ -52,21 +52,21 @@ class WrongNames(Around):
 
 
 class ReturnsNothing(Around):
-    """Returns None where gradients are asked for."""
+    """Returns None instead of gradients."""
 
     def full_grads(self) -> dict[str, Tensor]:
         return None  # type: ignore[return-value]
 
 
 class WrongShapes(Around):
-    """Reports gradients flat."""
+    """Reports flattened gradients."""
 
     def full_grads(self) -> dict[str, Tensor]:
         return {name: grad.flatten() for name, grad in self.right.full_grads().items()}
 
 
 class ShardsLeft(Around):
-    """Rank 0's first weight is still a shard when the engine is closed; the others' are whole again."""
+    """Leaves, on rank 0, the first weight a shard when it is closed."""
 
     def close(self) -> None:
         self.right.close()
@@ -76,7 +76,7 @@ class ShardsLeft(Around):
 
 
 class ChangesWeights(Around):
-    """Initialises one weight anew, where there is more than one rank."""
+    """Initialises one weight anew on rank 1."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -85,14 +85,14 @@ class ChangesWeights(Around):
 
 
 class ChangesWeightsInside(Around):
-    """Trains other weights than it was given; the model itself keeps its own."""
+    """Reports other weights than those of the model that it was built with."""
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: weight + 1 for name, weight in self.right.full_params().items()}
 
 
 class Renames(Around):
-    """Adds a buffer to the model."""
+    """Adds a buffer to the model, which adds a name to its state dict."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -108,7 +108,7 @@ class StopsTraining(Around):
 
 
 class Freezes(Around):
-    """Trains less than it was asked to."""
+    """Freezes the first parameter."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -116,7 +116,7 @@ class Freezes(Around):
 
 
 class ChangesABuffer(Around):
-    """Writes into a buffer, where there is more than one rank."""
+    """Adds the rank to every buffer, which changes it on all ranks but the first."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -125,7 +125,7 @@ class ChangesABuffer(Around):
 
 
 class ConvertsABuffer(Around):
-    """Keeps buffers in another dtype than it was given."""
+    """Converts the model's buffers to float64."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -135,7 +135,7 @@ class ConvertsABuffer(Around):
 
 
 class ChangesAFactor(Around):
-    """Changes the weight that has a single element, on the rank that owns it."""
+    """Adds 1 to every parameter with a single element."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -145,13 +145,13 @@ class ChangesAFactor(Around):
 
 
 class LacksAMethod(Around):
-    """Has no way to save."""
+    """Has no ``save`` method."""
 
     save = None
 
 
 class Modest(Around):
-    """Does not claim what it can."""
+    """Does not claim a second backward on a retained graph, which works."""
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
@@ -159,7 +159,7 @@ class Modest(Around):
 
 
 class ReplacesLinear(Around):
-    """Exchanges a function of torch for its whole process, for one that computes the same."""
+    """Replaces a function of torch for the whole process by one that computes the same."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -172,7 +172,7 @@ class ReplacesLinear(Around):
 
 
 class NotAnEngine:
-    """Has none of the verbs."""
+    """Has none of the methods of an engine."""
 
 
 Factory = Callable[[nn.Module, EngineConfig], Any]

@@ -1,7 +1,7 @@
-"""The command as a user meets it: exit codes, one sentence for each wrong input, nothing left after Ctrl-C.
+"""The command line as a user sees it: exit codes, one sentence for wrong input, and nothing left after Ctrl-C.
 
-Most commands are forks of a Python that has imported torch. As a shell starts them: that of a law that holds, the one
-that Ctrl-C ends, and those that are to start without torch.
+Most commands run as forks of a Python that has imported torch. A few start as in a shell: a law that holds, the one
+that Ctrl-C ends, and those that must start without torch.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from suites.warm.programs import Program
 from zharness.cli import main
 
 ROOT = Path(__file__).parents[2]
-WORDS = ("-c", "from zharness.cli import main; main()")
-COMMAND = [sys.executable, *WORDS]
+ARGUMENTS = ("-c", "from zharness.cli import main; main()")
+COMMAND = [sys.executable, *ARGUMENTS]
 
 
 def started(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a shell starts it."""
+    """Run the command in a new Python, as a shell does."""
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own that has torch already."""
-    return programs.run(*WORDS, *arguments)
+    """Run the command in a fork of a Python that has imported torch."""
+    return programs.run(*ARGUMENTS, *arguments)
 
 
 SEVERAL = """
@@ -57,14 +57,14 @@ print(json.dumps(done))
 
 @cache
 def all_wrong() -> dict[str, tuple[int, str, str]]:
-    """Exit code, output and errors of every command of WRONG: one after the other in one process."""
-    asked = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
-    done = programs.run("-c", SEVERAL, stdin_text=asked)
+    """Run every command of WRONG in one process, and return exit code, output and errors of each."""
+    commands = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
+    done = programs.run("-c", SEVERAL, stdin_text=commands)
     assert done.returncode == 0, done.stderr
     return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
 
 
-def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in this process, for what it says without starting a rank: torch is imported here already."""
     out, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
@@ -78,7 +78,8 @@ def told(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def no_fork() -> NoReturn:
-    raise AssertionError("the command starts a process: test it in one of its own, by started()")
+    """Fail a test whose command starts a process."""
+    raise AssertionError("the command starts a process: test it with started()")
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -97,7 +98,7 @@ def test_a_law_that_holds_gives_exit_0_a_matrix_and_a_record(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_shows_it_again(tmp_path: Path) -> None:
+def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_to_run_it_again(tmp_path: Path) -> None:
     engine = "zharness.mutants:never_reduces"
     done = forked("check", "training.grads", "--model", "mlp", "--engine", engine, "--jsonl", str(tmp_path / "r"))
     assert done.returncode == 1, done.stderr
@@ -111,7 +112,7 @@ def test_a_broken_law_gives_exit_1_the_first_divergence_and_the_command_that_sho
     assert record["divergence"]["words"] in again.stdout  # type: ignore[index]
 
 
-def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
+def test_a_fault_in_the_optimizer_step_is_reported_as_part_optimizer() -> None:
     engine = "zharness.mutants:wrong_epsilon"
     done = forked("check", "training.trajectory", "--model", "mlp", "--engine", engine)
     assert done.returncode == 1, done.stderr
@@ -119,7 +120,7 @@ def test_a_fault_in_the_optimizer_step_is_named_as_one() -> None:
 
 
 @pytest.mark.parametrize("module", ["cli", "engines", "releases.repro_runs", "releases.repro_table"])
-def test_what_finds_and_shows_bugs_starts_without_torch(module: str) -> None:
+def test_modules_for_reproductions_do_not_import_torch(module: str) -> None:
     code = f"import sys, zharness.{module}; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
 
@@ -129,8 +130,8 @@ WRONG = {
         ["--engine", "zero9"],
         ["unknown engine 'zero9'", "allowed: plain, reference", "zharness list"],
     ),
-    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown check 'trajectory'"]),
-    "an unknown check": (["nonsense"], ["unknown check 'nonsense'", "allowed: training.grads"]),
+    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown law 'trajectory'"]),
+    "an unknown check": (["nonsense"], ["unknown law 'nonsense'", "allowed: training.grads"]),
     "an unknown stage": (["--stage", "7"], ["unknown stage '7'", "allowed: 0, 1, 2, 3"]),
     "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
     "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected whole numbers"]),
@@ -161,7 +162,11 @@ WRONG = {
     "a page that cannot be written": (["--html", "/no/such/place"], ["cannot write '/no/such/place'"]),
     "an unknown option": (["--colour"], ["No such option"]),
     "an unknown variant": (["--variant", "fast"], ["unknown variant of engine 'reference' 'fast'", "tiny_buckets"]),
-    "excuses that are not there": (["--excuses", "/no/such/file"], ["cannot read excuses from '/no/such/file'"]),
+    "a file of expected failures that is not there": (
+        ["--expected-failures", "/no/such/file"],
+        ["cannot read expected failures from '/no/such/file'"],
+    ),
+    "the older name of that option": (["--excuses", "/no/such/file"], ["cannot read expected failures from"]),
 }
 
 
@@ -172,7 +177,7 @@ def test_wrong_input_gets_one_clear_error_and_exit_2(name: str) -> None:
     for sentence in WRONG[name][1]:
         assert sentence in errors
     assert "Traceback" not in errors + out
-    assert len(errors.strip().splitlines()) <= 4, "an error is a sentence, not a page"
+    assert len(errors.strip().splitlines()) <= 4, "an error is one sentence"
 
 
 def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
@@ -214,50 +219,51 @@ def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: 
     assert not partial.exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the end of foreign processes is told by a pidfd")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the end of other programs' processes is read from a pidfd")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "records.jsonl.partial"
     arguments = ["check", "--jsonl", str(tmp_path / "records.jsonl")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with (
-        open(os.devnull, "wb") as nothing,
-        Program([*WORDS, *arguments], nothing, nothing, ROOT, environment) as process,
+        open(os.devnull, "wb") as devnull,
+        Program([*ARGUMENTS, *arguments], devnull, devnull, ROOT, environment) as process,
     ):
         while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
             os.sched_yield()
-        ends = {os.pidfd_open(pid) for pid in find_descendants(process.pid)}
+        pidfds = {os.pidfd_open(pid) for pid in find_descendants(process.pid)}
         process.send_signal(number)
         process.wait(timeout=60)
-        assert ends
-        open_still = set(ends)
-        while open_still and (ready := wait(open_still, timeout=30)):
-            open_still -= set(ready)  # type: ignore[arg-type]
-        assert not open_still
+        assert pidfds
+        alive = set(pidfds)
+        while alive and (ready := wait(alive, timeout=30)):
+            alive -= set(ready)  # type: ignore[arg-type]
+        assert not alive
         assert not process.wait_for_leftovers()
-    assert not list(tmp_path.glob("zharness-*")), "temporary files go as well"
-    for end in ends:
-        os.close(end)
+    assert not list(tmp_path.glob("zharness-*")), "temporary files are removed"
+    for pidfd in pidfds:
+        os.close(pidfd)
 
 
-def test_help_teaches() -> None:
-    done = told("check", "--help")
+def test_help_names_the_options() -> None:
+    done = run_here("check", "--help")
     assert done.returncode == 0
     for word in ("PATTERN", "--engine", "--stage", "--world-size", "--dtype", "--jsonl", "--seed", "--timeout"):
         assert word in done.stdout
 
 
-def test_the_list_of_laws_is_narrowed_and_names_the_mutants_that_each_has_to_kill() -> None:
-    (row,) = json.loads(told("list", "checks", "training.grads", "--long", "--json").stdout)
+def test_the_list_of_laws_is_filtered_and_names_the_mutants_that_each_has_to_kill() -> None:
+    (row,) = json.loads(run_here("list", "laws", "training.grads", "--long", "--json").stdout)
     assert (row["group"], row["tier"]) == ("training", "S")
     assert "never_reduces" in row["kills"].split(", ")
-    done = told("list", "checks", "nonsense")
-    assert (done.returncode, "unknown check 'nonsense'" in done.stderr) == (2, True)
+    done = run_here("list", "laws", "nonsense")
+    assert (done.returncode, "unknown law 'nonsense'" in done.stderr) == (2, True)
+    assert run_here("list", "checks").stdout == run_here("list", "laws").stdout, "the older name"
 
 
-@pytest.mark.parametrize("what", ["engines", "checks", "models", "mutants", "repros"])
+@pytest.mark.parametrize("what", ["engines", "laws", "checks", "models", "mutants", "repros"])
 def test_lists_are_tables_and_json(what: str) -> None:
-    assert told("list", what).returncode == 0
-    rows = json.loads(told("list", what, "--json").stdout)
+    assert run_here("list", what).returncode == 0
+    rows = json.loads(run_here("list", what, "--json").stdout)
     assert rows
     assert all(isinstance(value, str) for row in rows for value in row.values())

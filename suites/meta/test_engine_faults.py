@@ -1,14 +1,15 @@
-"""What an engine does that is no wrong number is named as its own fault, never as one of the harness."""
+"""An engine that crashes, hangs or breaks the protocol is reported as broken, never as an error of the harness."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.report import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
-from zharness.run.runner import WithheldPolicy, build_rank_environment
+from zharness.run.runner import WithheldPolicy
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 
@@ -18,7 +19,7 @@ FAULTS = {
     "hangs_in_backward": (Verdict.HANG, "did not finish in time"),
     "changes_weights": (Verdict.FAIL, "rank 1 raised: EngineContractError: the engine changed the initial weights of"),
 }
-CHANGES = {  # what the model has to have for it to be changed: the check and the model of a cell
+CHANGES = {  # with the law and model of a cell whose model has what the engine changes
     "changes_a_buffer": ("precision.autocast_norm", "mixed", "rank 1 raised", "the engine changed the buffer 'shift'"),
     "converts_a_buffer": (
         *("precision.autocast_norm", "mixed", "raised"),
@@ -29,14 +30,14 @@ CHANGES = {  # what the model has to have for it to be changed: the check and th
         "the engine changed the initial weights of 'factor'",
     ),
 }
-AT_ONCE = {
+BUILD_ERRORS = {
     "changes_weights_inside": "full_params() of the engine of '{}': the engine changed the initial weights of 'first",
     "wrong_names": "full_grads() of the engine of '{}': full_grads has the wrong names: missing",
     "wrong_shapes": "full_grads['first.weight']: the engine returned shape (",
     "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
     "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
     "stops_training": "the engine changed the training flag of first",
-    "freezes": "the engine changed requires_grad of 'first.weight'; what trains is the caller's to say",
+    "freezes": "the engine changed requires_grad of 'first.weight'; only the caller may choose which parameters train",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",
 }
 
@@ -52,14 +53,14 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-def run_one(runner: Runner, case: Cell) -> Record:
-    (planned,) = plan(Request(patterns=(case.id,)), runner.claims)
+def run_one(runner: Runner, cell: Cell) -> Record:
+    (planned,) = plan(Request(patterns=(cell.id,)), runner.claims)
     assert not planned.unsupported_reason, planned.unsupported_reason
     return runner.run(planned)
 
 
 @pytest.mark.parametrize(("fault", "verdict", "cause"), [(name, *rest) for name, rest in FAULTS.items()], ids=FAULTS)
-def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
+def test_a_fault_of_the_engine_is_reported_and_is_no_error_of_the_harness(
     runner: Runner, fault: str, verdict: Verdict, cause: str
 ) -> None:
     record = run_one(runner, Cell("training.grads", BROKEN + fault, 0, 2, "fp32", "mlp"))
@@ -67,14 +68,16 @@ def test_a_fault_of_the_engine_is_named_and_is_no_error_of_the_harness(
     assert cause in record.cause
 
 
-@pytest.mark.parametrize(("fault", "check", "model", "who", "words"), [(name, *rest) for name, rest in CHANGES.items()])
-def test_an_engine_that_changes_the_model_it_was_given_is_refused_when_it_is_built(
-    runner: Runner, fault: str, check: str, model: str, who: str, words: str
+@pytest.mark.parametrize(
+    ("fault", "law", "model", "reporter", "message"), [(name, *rest) for name, rest in CHANGES.items()]
+)
+def test_an_engine_that_changes_its_model_at_construction_is_refused(
+    runner: Runner, fault: str, law: str, model: str, reporter: str, message: str
 ) -> None:
-    record = run_one(runner, Cell(check, BROKEN + fault, 0, 2, "fp32", model))
+    record = run_one(runner, Cell(law, BROKEN + fault, 0, 2, "fp32", model))
     assert record.verdict is Verdict.FAIL, record.cause
-    assert f"{who}: EngineContractError" in record.cause
-    assert words in record.cause
+    assert f"{reporter}: EngineContractError" in record.cause
+    assert message in record.cause
 
 
 def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:
@@ -82,14 +85,14 @@ def test_a_mutant_passes_a_law_that_it_does_not_break(runner: Runner) -> None:
     assert record.verdict is Verdict.PASS, record.cause
 
 
-def test_weights_that_are_whole_again_on_some_ranks_alone_are_told(runner: Runner) -> None:
+def test_weights_that_stay_sharded_on_one_rank_after_close_are_reported(runner: Runner) -> None:
     record = run_one(runner, Cell("resources.close", BROKEN + "leaves_a_shard", 0, 2, "fp32", "exact"))
     assert record.verdict is Verdict.FAIL, record.cause
     assert record.divergence is not None
     assert record.divergence.parameter == "whole"
 
 
-def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_knows_nothing_of_it(
+def test_an_engine_that_replaces_a_torch_function_is_reported_and_does_not_affect_the_baseline(
     runner: Runner,
 ) -> None:
     record = run_one(runner, Cell("training.grads", BROKEN + "replaces_linear", 0, 2, "fp32", "mlp"))
@@ -98,15 +101,15 @@ def test_an_engine_that_replaces_a_function_of_torch_is_told_and_the_baseline_kn
     assert "torch.nn.functional.linear replaced by suites.meta.broken.ReplacesLinear" in note
 
 
-@pytest.mark.parametrize(("fault", "words"), AT_ONCE.items(), ids=AT_ONCE)
-def test_what_is_wrong_when_the_engine_is_built_is_one_error_before_any_cell(fault: str, words: str) -> None:
+@pytest.mark.parametrize(("fault", "message"), BUILD_ERRORS.items(), ids=BUILD_ERRORS)
+def test_a_fault_at_construction_is_one_error_before_any_cell(fault: str, message: str) -> None:
     name = BROKEN + fault
     with Runner({name: build_rank_environment(name)}) as started, pytest.raises(UsageError) as raised:
         started.claims(name, 0)
-    assert words.format(name) in str(raised.value)
+    assert message.format(name) in str(raised.value)
 
 
-def test_a_claim_that_is_withheld_although_the_law_holds_is_told_where_that_is_tried() -> None:
+def test_a_withheld_feature_that_works_is_reported_when_it_is_probed() -> None:
     name = BROKEN + "modest"
     with Runner({name: build_rank_environment(name)}, withheld_policy=WithheldPolicy.TRY) as started:
         request = Request(("double_backward.retained_then_zero_grad",), (name,), models=("exact",))

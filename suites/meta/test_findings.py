@@ -1,4 +1,4 @@
-"""FINDINGS.md and the excuses tell of the same failures, and an excuse says which failure it excuses."""
+"""FINDINGS.md and the expected failures describe the same failures, and a signature names one failure only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ENGINE = re.compile(r"^## (?P<engine>\w+)$", re.MULTILINE)
 ENTRY = re.compile(r"^### (?P<head>`[^\n]+)$", re.MULTILINE)
 REPRO = re.compile(r"`zharness repro ((?:[\w-]+ ?)+?)(?: --on [^`]+)?`")
 STAGES = re.compile(r"stages? (\d)(?: (to|and) (\d))?")
-ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "excuses").glob("*.toml"))
-ALL = -1  # the stage of an entry, or of an excuse, that names none
+ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "expected_failures").glob("*.toml"))
+ALL = -1  # the stage of a finding, or of an expected failure, that names no stage
 
-# What any failure of some kind says: a part, a name of an exception or a signal, a number.
+# Signatures that match any failure of a kind: a part of the step, an exception type, a signal, a number.
 ANY_FAILURE = re.compile(
     r"(raised: )?(\w*Error|\w*Exception|NoneType|(expected|got) -?\d*)(: ?)?"
     r"(\d+|list index out of range|\(no message\))?"
@@ -31,22 +31,22 @@ ANY_FAILURE = re.compile(
 )
 
 
-def entries() -> dict[str, set[tuple[str, int]]]:
-    """Check and stage of every entry of FINDINGS.md, by engine."""
+def findings_by_engine() -> dict[str, set[tuple[str, int]]]:
+    """Return law and stage of every finding in FINDINGS.md, by engine."""
     parts = ENGINE.split((ROOT / "FINDINGS.md").read_text(encoding="utf-8"))[1:]
     return {
-        engine: {pair for head in ENTRY.findall(text) for pair in told(head)}
+        engine: {pair for head in ENTRY.findall(text) for pair in parse_heading(head)}
         for engine, text in zip(parts[::2], parts[1::2], strict=True)
     }
 
 
-def texts() -> list[str]:
-    """Every entry of FINDINGS.md, those that no check asks for too; its heading is the first line."""
+def finding_texts() -> list[str]:
+    """Return the text of every finding in FINDINGS.md. The first line is the heading."""
     return re.split(r"^### ", (ROOT / "FINDINGS.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 
 
-def told(head: str) -> Iterator[tuple[str, int]]:
-    """Each check of a heading with each of its stages: "stage 3", "stages 1 and 2", "stages 0 to 2"; parts by ";"."""
+def parse_heading(head: str) -> Iterator[tuple[str, int]]:
+    """Yield each law of a heading with each of its stages ("stage 3", "stages 1 and 2", "stages 0 to 2")."""
     for part in head.split(";"):
         named = STAGES.search(part)
         first, word, last = named.groups() if named else (ALL, None, None)
@@ -55,15 +55,15 @@ def told(head: str) -> Iterator[tuple[str, int]]:
             yield from ((check, stage) for stage in stages)
 
 
-def excused(excuses: Iterable[ExpectedFailure]) -> set[tuple[str, int]]:
-    """Check and stage of every excuse that is no contract."""
+def laws_and_stages(excuses: Iterable[ExpectedFailure]) -> set[tuple[str, int]]:
+    """Return law and stage of every expected failure that is not a contract."""
     return {(excuse.check, stage) for excuse in excuses if not excuse.documented for stage in excuse.stages or (ALL,)}
 
 
 def is_broad(signature: str) -> bool:
-    """Whether any wrong number of some part, or of the first parameter, or any exception of some kind, says this.
+    """Whether a signature matches every wrong number of a part or of the first parameter, or every exception of a type.
 
-    A judge stops at the first mismatch, so what breaks every gradient is told of the model's first parameter.
+    A judge stops at the first mismatch, so a bug in every gradient is reported for the first parameter of a model.
     """
     models = [[name for name, _ in spec.model(0).named_parameters()] for spec in MODELS.values()]
     known = {"loss", "input", *(name for names in models for name in names)}
@@ -74,33 +74,37 @@ def is_broad(signature: str) -> bool:
     return of_a_part or first or bool(ANY_FAILURE.fullmatch(signature))
 
 
-@pytest.mark.parametrize("engine", sorted({*ENGINES, *entries()}))
-def test_every_excuse_that_is_no_contract_has_its_finding_and_the_reverse(engine: str) -> None:
-    # What an engine shares with another stands in the other's section, as it does in the other's file.
+@pytest.mark.parametrize("engine", sorted({*ENGINES, *findings_by_engine()}))
+def test_expected_failures_and_findings_match(engine: str) -> None:
+    # A failure that two engines share is in one section of FINDINGS.md, and in the file of the same engine.
     own = [excuse for excuse in expected_failures_for(engine) if f"/{engine}.toml" in excuse.location]
-    written, known = entries().get(engine, set()), excused(own)
-    assert written == known, f"FINDINGS.md, section {engine}, beside excuses/{engine}.toml: {written ^ known}"
+    written, known = findings_by_engine().get(engine, set()), laws_and_stages(own)
+    assert written == known, (
+        f"FINDINGS.md, section {engine}, differs from expected_failures/{engine}.toml: {written ^ known}"
+    )
 
 
-@pytest.mark.parametrize("text", texts(), ids=lambda text: text.partition("\n")[0])
+@pytest.mark.parametrize("text", finding_texts(), ids=lambda text: text.partition("\n")[0])
 def test_every_finding_names_the_scripts_that_show_it(text: str) -> None:
     named = " ".join(REPRO.findall(text)).split()
-    assert named, "write a script into repro/, and `zharness repro ID` into the entry's line Again"
+    assert named, "write a script into repro/, and `zharness repro ID` into the line Again of the finding"
     assert all(repros.find_repros(identifier) for identifier in named)
 
 
-def test_every_script_names_a_law_that_there_is() -> None:
+def test_every_script_names_an_existing_law() -> None:
     assert {repro.law for repro in repros.load_catalogue()} <= set(LAWS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_no_signature_excuses_whatever_goes_wrong_in_a_part(engine: str) -> None:
+def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
     broad = {
         excuse.location: words
         for excuse in expected_failures_for(engine)
         if not excuse.details and (words := list(filter(is_broad, excuse.signatures)))
     }
-    assert not broad, f"say what is wrong (the hint behind the numbers, details of a crash), not where: {broad}"
+    assert not broad, (
+        f"name what is wrong (the hint after the numbers, the details of a crash), not where it is: {broad}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,5 +116,5 @@ def test_no_signature_excuses_whatever_goes_wrong_in_a_part(engine: str) -> None
         "ended by a signal: SIGABRT, before its function had returned, in ",
     ],
 )
-def test_such_signatures_are_refused(signature: str) -> None:
+def test_a_broad_signature_is_refused(signature: str) -> None:
     assert is_broad(signature)

@@ -1,4 +1,4 @@
-"""The house rules that a reader may rely on, checked on the source itself."""
+"""Check the source for the rules of the project: import order, file length, tolerances, docstrings."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ FLOORS = {
     "compat": 8,
     "__main__": 9,
 }
-# zharness/__init__.py is the front door: it may hand out names of any floor, and nobody inside imports from it but its
-# version and its place.
+# zharness/__init__.py exports the public API, so it may import any floor. Files of the package import
+# nothing from it but its version and its path.
 FRONT_DOOR = "__init__"
 FOREIGN = {"deepspeed", "torch.distributed.fsdp", "torch.nn.parallel"}
 LONGEST = 400
 BANNED = {"allclose", "assert_close", "sleep", "approx"}
 
 
-def room_of(path: Path) -> str:
+def get_room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import of a file with its line, also inside functions; ``from a import b`` gives ``a`` and ``a.b``."""
-    for node in ast.walk(tree_of(path)):
+def find_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every import of a file with its line, also in functions; ``from a import b`` yields ``a`` and ``a.b``."""
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -69,40 +69,40 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
-    for line, name in imports(path):
+def find_imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
+    for line, name in find_imports(path):
         parts = name.split(".")
         if parts[0] == "zharness" and len(parts) > 1 and parts[1] in FLOORS:
             yield line, parts[1]
 
 
-def upward(path: Path) -> Iterator[str]:
-    own = room_of(path)
-    for line, room in rooms_imported(path) if own != FRONT_DOOR else ():
+def find_upward_imports(path: Path) -> Iterator[str]:
+    own = get_room(path)
+    for line, room in find_imported_rooms(path) if own != FRONT_DOOR else ():
         if room not in (own, "errors") and FLOORS[room] >= FLOORS[own]:
             yield f"line {line} is on floor {FLOORS[own]} and imports zharness.{room} on {FLOORS[room]}"
 
 
-def foreign(path: Path) -> Iterator[str]:
-    at_the_top = {node.lineno for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))}
-    for line, name in imports(path):
+def find_foreign_imports(path: Path) -> Iterator[str]:
+    at_the_top = {node.lineno for node in parse_file(path).body if isinstance(node, (ast.Import, ast.ImportFrom))}
+    for line, name in find_imports(path):
         if any(name == package or name.startswith(f"{package}.") for package in FOREIGN):
-            if room_of(path) != "engines":
+            if get_room(path) != "engines":
                 yield f"line {line} imports {name}"
             elif line in at_the_top and not name.startswith("torch"):
                 yield f"line {line} imports {name} at the top"
 
 
-def long(path: Path) -> Iterator[str]:
+def find_long_file(path: Path) -> Iterator[str]:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     if lines > LONGEST:
         yield f"{lines} lines"
 
 
-def typed(path: Path) -> Iterator[str]:
-    # A reproduction is pasted into an issue, where only torch's own tolerance is understood.
+def find_typed_tolerances(path: Path) -> Iterator[str]:
+    # A reproduction is pasted into an upstream issue, where a reader knows torch.testing only.
     allowed = {"assert_close"} if path.parent.name == "repro" else set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Call):
             for keyword in {keyword.arg for keyword in node.keywords} & {"rtol", "atol"}:
                 yield f"line {node.lineno} passes {keyword}"
@@ -111,52 +111,52 @@ def typed(path: Path) -> Iterator[str]:
                 yield f"line {node.lineno} calls {name}"
 
 
-def silent(path: Path) -> Iterator[str]:
-    if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree_of(path)):
+def find_missing_docstring(path: Path) -> Iterator[str]:
+    if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(parse_file(path)):
         yield "no docstring"
 
 
-def wrong(rule: Callable[[Path], Iterator[str]], paths: Sequence[Path]) -> list[str]:
-    """What ``rule`` says of ``paths``, each with its file."""
+def find_violations(rule: Callable[[Path], Iterator[str]], paths: Sequence[Path]) -> list[str]:
+    """Describe every violation of ``rule`` in ``paths``, with its file."""
     return [f"{path.relative_to(ROOT)}: {words}" for path in paths for words in rule(path)]
 
 
 def test_a_file_imports_only_lower_floors_or_its_own_package() -> None:
-    assert not wrong(upward, PACKAGED)
+    assert not find_violations(find_upward_imports, PACKAGED)
 
 
-def test_every_room_of_the_package_has_a_floor() -> None:
-    assert {room_of(path) for path in PACKAGED} - {FRONT_DOOR} <= set(FLOORS)
+def test_every_package_has_a_floor() -> None:
+    assert {get_room(path) for path in PACKAGED} - {FRONT_DOOR} <= set(FLOORS)
 
 
-def test_foreign_engines_are_imported_in_engines_alone_and_inside_functions() -> None:
-    assert not wrong(foreign, PACKAGED)
+def test_engines_are_imported_in_adapters_only_and_lazily() -> None:
+    assert not find_violations(find_foreign_imports, PACKAGED)
 
 
-def test_no_file_is_longer_than_a_sitting() -> None:
-    assert not wrong(long, SOURCES)
+def test_no_file_is_longer_than_the_limit() -> None:
+    assert not find_violations(find_long_file, SOURCES)
 
 
-def test_nobody_types_a_tolerance_or_sleeps() -> None:
-    assert not wrong(typed, SOURCES)
+def test_no_code_types_a_tolerance_or_sleeps() -> None:
+    assert not find_violations(find_typed_tolerances, SOURCES)
 
 
-def test_a_file_says_what_it_is_in_its_first_line() -> None:
-    assert not wrong(silent, SOURCES)
+def test_every_file_has_a_docstring() -> None:
+    assert not find_violations(find_missing_docstring, SOURCES)
 
 
 @pytest.mark.parametrize(
     ("rule", "text", "words"),
     [
-        (upward, "import zharness.run\n", "imports zharness.run on 6"),
-        (foreign, "import deepspeed\n", "imports deepspeed"),
-        (long, "\n" * (LONGEST + 1), f"{LONGEST + 1} lines"),
-        (typed, "check(1, rtol=2)\n", "passes rtol"),
-        (typed, "time.sleep(1)\n", "calls sleep"),
-        (silent, "x = 1\n", "no docstring"),
+        (find_upward_imports, "import zharness.run\n", "imports zharness.run on 6"),
+        (find_foreign_imports, "import deepspeed\n", "imports deepspeed"),
+        (find_long_file, "\n" * (LONGEST + 1), f"{LONGEST + 1} lines"),
+        (find_typed_tolerances, "check(1, rtol=2)\n", "passes rtol"),
+        (find_typed_tolerances, "time.sleep(1)\n", "calls sleep"),
+        (find_missing_docstring, "x = 1\n", "no docstring"),
     ],
 )
-def test_a_file_that_breaks_a_rule_is_told(
+def test_a_file_that_breaks_a_rule_is_reported(
     rule: Callable[[Path], Iterator[str]], text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
@@ -164,5 +164,5 @@ def test_a_file_that_breaks_a_rule_is_told(
     file = tmp_path / "laws" / "new.py"
     file.parent.mkdir()
     file.write_text(text)
-    (told,) = wrong(rule, [file])
-    assert words in told
+    (violation,) = find_violations(rule, [file])
+    assert words in violation

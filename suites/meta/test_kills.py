@@ -1,4 +1,4 @@
-"""The kill matrix and the clean record: what they count, what they complain about, and how they resume."""
+"""The kill matrix and the clean record: their counts, their complaints, and how an interrupted run is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from zharness.errors import UsageError
 from zharness.kill_matrix import make_target_cell
 from zharness.kill_matrix.clean_record import make_clean_record, upper_bound
-from zharness.kill_matrix.keep_reasons import KEEP_REASONS
 from zharness.kill_matrix.matrix import KillMatrix, render_fault_kinds_table
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import LAWS
@@ -27,7 +26,7 @@ def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
     if target.part is not None and verdict is Verdict.FAIL:
         name = target.parameter.replace("*", "w")
         divergence = Mismatch(0, target.part, name, (0,), None, 0, 0, 1.0, 2.0, 0.5, 9, 1, 1)
-    return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.words)
+    return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.cause)
 
 
 def matrix_of(*records: Record) -> KillMatrix:
@@ -39,7 +38,7 @@ def matrix_of(*records: Record) -> KillMatrix:
 NEVER, LATE = MUTANTS["never_reduces"], MUTANTS["wrong_epsilon"]
 
 
-def test_a_mutant_that_nobody_kills_survives_and_fails_the_command() -> None:
+def test_a_mutant_that_no_law_kills_survives_and_the_exit_code_is_1() -> None:
     matrix = matrix_of(record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.PASS))
     assert matrix.killers_by_mutant() == {"never_reduces": ("training.grads",), "wrong_epsilon": ()}
     assert matrix.survivors() == [LATE]
@@ -48,32 +47,32 @@ def test_a_mutant_that_nobody_kills_survives_and_fails_the_command() -> None:
     assert matrix_of(record_of(NEVER, Verdict.FAIL)).exit_code() == 0
 
 
-def test_what_is_wrong_is_counted_with_its_least_and_its_middle_number_of_killers() -> None:
+def test_each_kind_of_fault_is_counted_with_its_least_and_its_median_number_of_killers() -> None:
     both = (record_of(NEVER, Verdict.FAIL), record_of(MUTANTS["leaves_out_the_last_rank"], Verdict.PASS))
-    told = render_fault_kinds_table(matrix_of(*both)).splitlines()[2:]
-    assert [row.split()[-4:] for row in told] == [["2", "1", "0", "0"]]
+    rows = render_fault_kinds_table(matrix_of(*both)).splitlines()[2:]
+    assert [row.split()[-4:] for row in rows] == [["2", "1", "0", "0"]]
     (only,) = render_fault_kinds_table(matrix_of(both[0])).splitlines()[2:]
     assert only.startswith(NEVER.kind.value)
     assert only.split()[-4:] == ["1", "1", "1", "1"]
 
 
-def test_a_failure_of_the_harness_kills_nobody() -> None:
+def test_an_error_of_the_harness_kills_no_mutant() -> None:
     matrix = matrix_of(record_of(NEVER, Verdict.ERROR))
     assert matrix.survivors() == [NEVER]
     assert matrix.exit_code() == 3
 
 
-def test_the_first_divergence_is_right_when_it_names_the_part_and_the_parameter() -> None:
+def test_a_first_divergence_is_right_if_it_names_the_part_and_the_parameter() -> None:
     right = record_of(MUTANTS["forgets_a_parameter"], Verdict.FAIL)
     assert right.divergence is not None
     wrong = replace(right, divergence=replace(right.divergence, parameter="second.weight"))
     assert matrix_of(right).check_named_divergences() == (1, [])
-    looked, words = matrix_of(wrong).check_named_divergences()
-    assert looked == 1
-    assert "expected reduction of first.weight" in words[0]
+    killed_count, messages = matrix_of(wrong).check_named_divergences()
+    assert killed_count == 1
+    assert "expected reduction of first.weight" in messages[0]
 
 
-def test_a_run_that_was_killed_is_resumed_from_the_lines_that_it_finished(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_from_its_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "kills.jsonl"
     first, second = record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.FAIL)
     with open_record_file(path) as file:
@@ -85,7 +84,7 @@ def test_a_run_that_was_killed_is_resumed_from_the_lines_that_it_finished(tmp_pa
     assert [record.cell for record in load_finished_records(path)] == [first.cell, second.cell]
 
 
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_without_records_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a record\n")
     with pytest.raises(UsageError, match="not a zharness record"):
@@ -98,30 +97,36 @@ def test_a_pattern_that_matches_no_mutant_is_refused() -> None:
         find_mutants(("nobody",))
 
 
-def test_each_check_has_a_reason_of_its_own_to_be_kept() -> None:
-    assert sorted(KEEP_REASONS) == sorted(name for name, check in LAWS.items() if check.models)
-    assert len(set(KEEP_REASONS.values())) == len(KEEP_REASONS)
+def test_each_law_on_a_model_of_the_workload_has_its_own_reason_to_be_kept() -> None:
+    reasons = {name: law.kept_because for name, law in LAWS.items() if law.kept_because}
+    assert sorted(reasons) == sorted(name for name, law in LAWS.items() if law.models)
+    assert len(set(reasons.values())) == len(reasons)
 
 
-def test_without_an_alarm_the_bound_is_the_rule_of_three() -> None:
+def test_the_bound_without_a_false_alarm_is_the_rule_of_three() -> None:
     assert 2.99 < 10_000 * upper_bound(0, 10_000) < 3.0
     assert upper_bound(0, 0) == upper_bound(3, 3) == 1.0
 
 
-def test_one_event_in_twenty_has_the_bound_of_the_tables() -> None:
+def test_the_bound_of_one_event_in_twenty_is_the_tabulated_one() -> None:
     # Clopper and Pearson's one-sided limit for 1 of 20, from the F distribution: 0.216.
     assert round(upper_bound(1, 20), 3) == 0.216
 
 
-def test_the_cells_judged_by_arithmetic_alone_are_counted() -> None:
+def test_cells_at_tier_x_or_s_are_counted() -> None:
     passed = record_of(LATE, Verdict.PASS)
     tiers = [replace(passed, tier=tier) for tier in ("X", "S", "C", None)]
-    assert make_clean_record([*tiers, replace(passed, tier="X", excuse="#1")]).bounded_count == 2
+    assert make_clean_record([*tiers, replace(passed, tier="X", expected_failure="#1")]).bounded_count == 2
 
 
-def test_an_excused_cell_is_neither_clean_nor_an_alarm() -> None:
+def test_an_expected_failure_is_neither_clean_nor_a_false_alarm() -> None:
     broken = record_of(NEVER, Verdict.FAIL)
-    records = [record_of(LATE, Verdict.PASS), broken, replace(broken, excuse="#1"), record_of(LATE, Verdict.ERROR)]
+    records = [
+        record_of(LATE, Verdict.PASS),
+        broken,
+        replace(broken, expected_failure="#1"),
+        record_of(LATE, Verdict.ERROR),
+    ]
     found = make_clean_record(records)
     assert (found.judged_count, found.false_alarms, found.expected_failure_count, len(found.errors)) == (
         2,

@@ -1,7 +1,6 @@
 """Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
 
-One mutant for each law: no law is without something that it kills. `zharness mutants --scope targets` runs the targets
-of every mutant, and judges them in the same way.
+This runs one target for each law. `zharness mutants --scope targets` runs and judges all targets in the same way.
 """
 
 from __future__ import annotations
@@ -12,21 +11,23 @@ import pytest
 
 from zharness.kill_matrix import MutantRunner, make_target_cell
 from zharness.laws import LAWS, get_law
-from zharness.mutants import MUTANTS, Mutant, Target
+from zharness.mutants import MUTANTS, Mutant, Origin, Target
 from zharness.run import PlannedCell, Verdict
 from zharness.run.plan import unsupported_reason
 
-KILLS = [(mutant, target) for mutant in MUTANTS.values() for target in mutant.targets]
-# Of several the newest, which was written when the law killed the others; of the laws of any order, whose variants are
-# what they ask, one for each variant.
+SERIES = list(Origin)
+BY_AGE = sorted(MUTANTS.values(), key=lambda mutant: SERIES.index(mutant.origin))
+KILLS = [(mutant, target) for mutant in BY_AGE for target in mutant.targets]
+# Of a law's mutants the newest, since it was written when the law killed the others. The laws of any order differ by
+# their variant, so there it is one for each variant.
 SAMPLE = list(
     {
-        (target.check, target.variant if target.check.endswith(".any_order") else ""): (mutant, target)
+        (target.law, target.variant if target.law.endswith(".any_order") else ""): (mutant, target)
         for mutant, target in KILLS
     }.values()
 )
 
-# Killed, and in some target blamed on the local gradient: no known fault of a reduction gives numbers like these.
+# Killed, but blamed on the local gradient in some target: their numbers match no known fault of a reduction.
 MISNAMED = {
     "fsdp2_forgets_once",
     "only_the_first_backward_counts",
@@ -37,10 +38,10 @@ MISNAMED = {
 }
 
 
-def words(value: Mutant | Target) -> str:
+def describe_parameter(value: Mutant | Target) -> str:
     if isinstance(value, Mutant):
         return value.name
-    return "-".join(filter(None, (value.check, value.model, value.variant, value.dtype)))
+    return "-".join(filter(None, (value.law, value.model, value.variant, value.dtype)))
 
 
 @pytest.fixture(scope="module")
@@ -49,41 +50,41 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-@pytest.mark.parametrize(("mutant", "target"), SAMPLE, ids=words)
+@pytest.mark.parametrize(("mutant", "target"), SAMPLE, ids=describe_parameter)
 def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:
-    case = make_target_cell(mutant, target)
-    assert target.model in get_law(target.check).models
-    assert not unsupported_reason(get_law(case.law), case, mutant.claims(case.stage))
-    record = runner.run(PlannedCell(case))
+    cell = make_target_cell(mutant, target)
+    assert target.model in get_law(target.law).models
+    assert not unsupported_reason(get_law(cell.law), cell, mutant.claims(cell.stage))
+    record = runner.run(PlannedCell(cell))
     assert record.verdict.is_broken, record.cause or record.verdict
     assert target.named_by(record.divergence, record.cause) or mutant.name in MISNAMED, record.cause
 
 
-def test_the_first_module_that_departs_is_named(runner: MutantRunner) -> None:
+def test_the_first_module_with_a_wrong_output_is_named(runner: MutantRunner) -> None:
     mutant = MUTANTS["adds_to_one_module"]
     record = runner.run(PlannedCell(make_target_cell(mutant, mutant.targets[0])))
     assert record.module_departures.startswith("first in forward order: blocks.0.down, call 0, output 0"), record.cause
     assert record.module_departures in record.cause
 
 
-@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS.values() if mutant.equivalent], ids=words)
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS.values() if mutant.equivalent], ids=describe_parameter)
 def test_an_equivalent_mutant_passes(runner: MutantRunner, mutant: Mutant) -> None:
     for target in (Target("training.grads", model="exact"), Target("training.trajectory", variant="adamw")):
         record = runner.run(PlannedCell(make_target_cell(mutant, target)))
         assert record.verdict is Verdict.PASS, record.cause
 
 
-def test_nine_tenths_of_the_mutants_are_named() -> None:
+def test_nine_tenths_of_the_mutants_have_the_expected_first_divergence() -> None:
     assert 10 * len(MISNAMED) <= sum(bool(mutant.targets) for mutant in MUTANTS.values())
 
 
 def test_every_law_kills_some_mutant() -> None:
-    assert {target.check for _, target in KILLS} == {name for name, check in LAWS.items() if check.models}
+    assert {target.law for _, target in KILLS} == {name for name, law in LAWS.items() if law.models}
 
 
-def test_every_mutant_says_what_it_does_wrong_and_which_law_notices() -> None:
+def test_every_mutant_describes_its_fault_and_names_a_target_or_is_equivalent() -> None:
     for mutant in MUTANTS.values():
         assert mutant.description
         assert bool(mutant.targets) != bool(mutant.equivalent)

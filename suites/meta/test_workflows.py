@@ -1,4 +1,4 @@
-"""What the workflows run is what the documentation and tox.ini say, pinned and with the least permissions."""
+"""Check that workflows run documented commands, with pinned actions and the least permissions."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
-SPOKEN = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
+DOCUMENTED_COMMAND = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
 ENVIRONMENT = re.compile(r"torch(\d+|_newest)|lint|actionlint")
 
 
-def workflow(name: str) -> dict[Any, Any]:
-    """One workflow. YAML 1.1 reads the key ``on`` as True."""
+def load_workflow(name: str) -> dict[Any, Any]:
+    """Load one workflow. YAML 1.1 parses the key ``on`` as True."""
     loaded: dict[Any, Any] = yaml.safe_load(WORKFLOWS[name].read_text(encoding="utf-8"))
     return loaded
 
 
-def steps(name: str) -> Iterator[dict[str, Any]]:
-    """Every step of every job."""
-    for job in workflow(name)["jobs"].values():
+def workflow_steps(name: str) -> Iterator[dict[str, Any]]:
+    """Yield every step of every job."""
+    for job in load_workflow(name)["jobs"].values():
         yield from job["steps"]
 
 
-def written() -> set[tuple[str, ...]]:
-    """Every command of the documentation: lines after a prompt without words behind, parts of a line, code spans."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+def documented_commands() -> set[tuple[str, ...]]:
+    """Return every documented command: lines after a prompt, each part of a joined line, inline code."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    lines = ["".join(match) for match in SPOKEN.findall(text)]
-    return {parsed(part) for line in lines for part in re.split(r" && | {2,}", line)}
+    lines = ["".join(match) for match in DOCUMENTED_COMMAND.findall(text)]
+    return {split_command(part) for line in lines for part in re.split(r" && | {2,}", line)}
 
 
-def parsed(command: str) -> tuple[str, ...]:
-    """A command's words, as a shell takes them apart; a code span that is no command has none."""
+def split_command(command: str) -> tuple[str, ...]:
+    """Split a command as a shell does. Inline code that is not a command gives an empty tuple."""
     try:
         return tuple(shlex.split(command))
     except ValueError:
         return ()
 
 
-def expanded(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The command of a step with each value of its variables: a matrix's choices, an input's default or example."""
-    spelled = re.sub(r" \$\{EXCUSES:\+[^}]*\}", "", step["run"].strip())  # nothing, as the input is empty unless given
-    values = {key: choices(name, str(value)) for key, value in step.get("env", {}).items()}
+def expand_variables(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the command of a step for each value of its variables: matrix entries, input defaults or examples."""
+    spelled = re.sub(r" \$\{EXCUSES:\+[^}]*\}", "", step["run"].strip())  # empty, because the input is optional
+    values = {key: variable_values(name, str(value)) for key, value in step.get("env", {}).items()}
     for combination in itertools.product(*values.values()):
         command = spelled
         for key, value in zip(values, combination, strict=True):
             command = command.replace(f"${key}", value)
-        yield parsed(command)
+        yield split_command(command)
 
 
-def choices(name: str, expression: str) -> list[str]:
-    """What ``${{ matrix.KEY }}`` or ``${{ inputs.KEY }}`` may stand for."""
+def variable_values(name: str, expression: str) -> list[str]:
+    """Return the values of ``${{ matrix.KEY }}`` or ``${{ inputs.KEY }}``."""
     kind, _, key = expression.strip("${} ").partition(".")
     if kind == "inputs":
-        given = workflow(name)[True]["workflow_call"]["inputs"][key]
-        return [example()[key] if given.get("required") else given["default"]]
-    return list(workflow(name)["jobs"]["torch"]["strategy"]["matrix"][key])
+        given = load_workflow(name)[True]["workflow_call"]["inputs"][key]
+        return [documented_inputs()[key] if given.get("required") else given["default"]]
+    return list(load_workflow(name)["jobs"]["torch"]["strategy"]["matrix"][key])
 
 
-def example() -> dict[str, str]:
-    """What the caller of compare.yml in the documentation gives it."""
+def documented_inputs() -> dict[str, str]:
+    """Return the inputs that the documented caller passes to compare.yml."""
     text = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     given: dict[str, str] = yaml.safe_load(block)["jobs"]["zharness"]["with"]
     return given
 
 
-def environments() -> set[str]:
-    """Every environment that tox.ini spells out, with its braces expanded."""
+def tox_environments() -> set[str]:
+    """Return every environment of tox.ini, with braces expanded."""
     parser = configparser.RawConfigParser()
     parser.read(ROOT / "tox.ini")
     names = [section.removeprefix("testenv:") for section in parser.sections() if section.startswith("testenv:")]
@@ -91,20 +91,24 @@ def environments() -> set[str]:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_runs_what_the_documentation_says(name: str) -> None:
-    unknown = [step["run"] for step in steps(name) if "run" in step and not written() & set(expanded(name, step))]
-    assert not unknown, f"say it in README.md or docs/ as it stands in {name}, or run what is said there: {unknown}"
+def test_a_workflow_runs_documented_commands(name: str) -> None:
+    unknown = [
+        step["run"]
+        for step in workflow_steps(name)
+        if "run" in step and not documented_commands() & set(expand_variables(name, step))
+    ]
+    assert not unknown, f"{name} has commands that no page has: {unknown}; document them or run documented ones"
 
 
 def test_the_environments_of_tox_that_workflows_name_exist() -> None:
     named = {found[0] for path in WORKFLOWS.values() for found in ENVIRONMENT.finditer(path.read_text("utf-8"))}
-    matrix = workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
+    matrix = load_workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
     assert {"lint", "actionlint", "torch_newest", *matrix["torch"]} <= named
-    assert set(matrix["torch"]) | {"lint", "actionlint", "torch_newest"} <= environments()
+    assert set(matrix["torch"]) | {"lint", "actionlint", "torch_newest"} <= tox_environments()
 
 
-def test_every_engine_meets_every_torch_release_and_deepspeed_those_that_have_it() -> None:
-    matrix = workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
+def test_the_matrix_has_every_engine_on_every_torch_release() -> None:
+    matrix = load_workflow("test.yml")["jobs"]["torch"]["strategy"]["matrix"]
     assert set(matrix["engine"]) == {"reference", "fsdp2", "ddp", "zero1"}
     with_deepspeed = {entry["torch"] for entry in matrix["include"] if entry["engine"] == "deepspeed"}
     (line,) = re.findall(r"^ *([\w,]+): deepspeed$", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.MULTILINE)
@@ -112,47 +116,49 @@ def test_every_engine_meets_every_torch_release_and_deepspeed_those_that_have_it
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_may_read_the_source_and_nothing_else(name: str) -> None:
-    assert workflow(name)["permissions"] == {"contents": "read"}
-    assert not any("permissions" in job for job in workflow(name)["jobs"].values())
+def test_a_workflow_has_read_permission_only(name: str) -> None:
+    assert load_workflow(name)["permissions"] == {"contents": "read"}
+    assert not any("permissions" in job for job in load_workflow(name)["jobs"].values())
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_action_is_pinned_to_a_commit(name: str) -> None:
-    used = [step["uses"] for step in steps(name) if "uses" in step]
+    used = [step["uses"] for step in workflow_steps(name) if "uses" in step]
     loose = [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
     assert not loose, loose
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_no_key_of_a_cache_holds_what_a_caller_wrote(name: str) -> None:
+def test_no_cache_key_contains_an_input(name: str) -> None:
     # A key with a comma is refused, and a requirement such as zharness[deepspeed,test] has one.
-    keys = [step["with"].get("key", "") for step in steps(name) if "actions/cache" in step.get("uses", "")]
+    keys = [step["with"].get("key", "") for step in workflow_steps(name) if "actions/cache" in step.get("uses", "")]
     assert not [key for key in keys if "inputs." in key]
 
 
-def test_what_is_installed_in_an_engines_repository_is_named_by_that_repository() -> None:
-    # By name alone it would come from an index, where the name may be anybody's.
-    requirement = workflow("compare.yml")[True]["workflow_call"]["inputs"]["requirement"]
+def test_the_requirement_of_compare_has_no_default() -> None:
+    # A default that is a bare name would install from an index, where another person may own the name.
+    requirement = load_workflow("compare.yml")[True]["workflow_call"]["inputs"]["requirement"]
     assert requirement["required"] is True
     assert "default" not in requirement
 
 
-def test_the_weekly_record_is_kept_before_anything_that_may_fail_by_what_it_finds() -> None:
-    said = [step.get("run", step.get("uses", "")) for step in workflow("newest.yml")["jobs"]["deepspeed"]["steps"]]
+def test_the_weekly_record_is_saved_before_steps_that_may_fail() -> None:
+    lines = [
+        step.get("run", step.get("uses", "")) for step in load_workflow("newest.yml")["jobs"]["deepspeed"]["steps"]
+    ]
     recorded, saved, watched = (
-        next(at for at, text in enumerate(said) if part in text)
+        next(at for at, text in enumerate(lines) if part in text)
         for part in ("zharness check", "actions/cache/save", "zharness releases")
     )
     assert recorded < saved < watched
 
 
 def test_every_reproduction_runs_each_week() -> None:
-    assert any(step.get("run", "").startswith("zharness repro --all") for step in steps("newest.yml"))
+    assert any(step.get("run", "").startswith("zharness repro --all") for step in workflow_steps("newest.yml"))
 
 
-def test_linters_of_workflows_find_nothing() -> None:
-    # actionlint has an environment of its own in tox.ini: its package fetches a program when it is built.
+def test_workflow_linters_pass() -> None:
+    # actionlint has its own environment in tox.ini: its package downloads a program when it is built.
     linters = {"zizmor": ("--offline", "--no-progress"), "actionlint": ()}
     scripts = sysconfig.get_path("scripts")
     found = {name: shutil.which(name, path=scripts) or shutil.which(name) for name in linters}

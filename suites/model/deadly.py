@@ -1,4 +1,4 @@
-"""An engine that takes a rank down where it is built around one kind of module."""
+"""An engine that kills a rank while it is built around one kind of module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zharness.engines import Engine, EngineConfig, plain
 
 
 class Poison(nn.Linear):
-    """What the engine dies of."""
+    """The module around which the engine dies."""
 
 
 def factory(model: nn.Module, config: EngineConfig) -> Engine:
-    """The plain engine; around Poison, the end of rank 1."""
+    """Build the plain engine; kill rank 1 if the model is a Poison."""
     if isinstance(model, Poison) and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return plain.factory(model, config)

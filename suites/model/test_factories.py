@@ -1,4 +1,4 @@
-"""What a factory may return, and the one clear sentence for what it may not."""
+"""What a factory of a model may return, and the error for anything else."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ REAL = "suites.model.tiny_real"
 
 
 def handed(factory: Callable[[], Any], request: pytest.FixtureRequest) -> str:
-    """A name under which ``factory`` is found."""
+    """Register ``factory`` and return its name."""
     name = f"handed.over:{request.node.name.partition('[')[0]}"
     register_factory(name, factory)
     user_model_spec.cache_clear()
     return name
 
 
-def test_the_path_of_a_factory_is_a_model_in_a_case_id() -> None:
+def test_the_path_of_a_factory_is_a_model_in_a_cell_id() -> None:
     text = f"training.grads[deepspeed{{configs/ds-1.json}}-zero3-w2-fp32-{TINY}:gpt2-caller]"
-    case = Cell.parse(text)
-    assert (case.engine_variant, case.model, case.variant) == ("configs/ds-1.json", f"{TINY}:gpt2", "caller")
-    assert case.id == text
+    cell = Cell.parse(text)
+    assert (cell.engine_variant, cell.model, cell.variant) == ("configs/ds-1.json", f"{TINY}:gpt2", "caller")
+    assert cell.id == text
 
 
 @pytest.mark.parametrize("name", [f"{TINY}:perceptron", f"{REAL}:gpt2"])
@@ -43,7 +43,7 @@ def test_a_factory_s_model_and_batches_follow_from_the_seed(name: str) -> None:
     assert not all(torch.equal(one, two) for one, two in zip(first.parameters(), other.parameters(), strict=True))
     batch = spec.micro_batch(1, 0, 0)
     losses = [spec.loss(batch.feed(model), batch.target).item() for model in (first, second)]
-    assert losses[0] == losses[1], "what dropout draws follows from the micro-batch"
+    assert losses[0] == losses[1], "the micro-batch seeds dropout"
     assert batch.seed != spec.micro_batch(1, 1, 0).seed
 
 
@@ -54,20 +54,20 @@ def fails() -> Any:
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (fails, "raised KeyError: 'weights'"),
     "returns something else": (lambda: {"model": 1}, "returned a dict of model: a int; expected a model"),
-    "no batch": (lambda: nn.Linear(2, 2), "and no batch function"),
+    "no batch": (lambda: nn.Linear(2, 2), "without a batch function"),
     "batch is no function": (lambda: (nn.Linear(2, 2), torch.ones(2)), "expected a model"),
     "nothing trains": (lambda: (nn.Identity(), len), "no parameter that requires a gradient"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_factory_that_is_wrong_is_one_clear_error(what: str, request: pytest.FixtureRequest) -> None:
-    factory, words = WRONG[what]
-    with pytest.raises(UsageError, match=words):
+def test_a_factory_that_returns_no_model_is_refused(what: str, request: pytest.FixtureRequest) -> None:
+    factory, message = WRONG[what]
+    with pytest.raises(UsageError, match=message):
         model_spec(handed(factory, request)).model(0)
 
 
-def test_a_factory_that_cannot_be_imported_is_told_with_its_path() -> None:
+def test_a_factory_that_cannot_be_imported_is_named_with_its_path() -> None:
     with pytest.raises(UsageError, match=r"cannot import 'no_such_module' .* importable from the current directory"):
         model_spec("no_such_module:factory")
     with pytest.raises(UsageError, match="has no callable 'nothing'"):

@@ -1,4 +1,4 @@
-"""What is found out about a model before a law is held to it, and what ends a run before it begins."""
+"""What is measured of a user's model before any law runs, and the errors that end a run before it begins."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from zharness import engines
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
-from zharness.laws.precision_autocast import list_autocast_states
-from zharness.report.uncompared_gradients import explain_uncompared_gradients
+from zharness.laws.precision.autocast import list_autocast_states
 from zharness.run import Record, Verdict
 from zharness.run.configuration import load_configuration, parse_configuration
 from zharness.run.model_check import ModelCheckRequest, plan_model_cells
 from zharness.run.model_facts import explain_too_large, measure_model
+from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.workload import model_spec
 from zharness.workload.user_model import register_factory, user_model_spec
 
 
 def facts_of(factory: Callable[[], Any]) -> Any:
-    """The facts of what ``factory`` makes."""
+    """Measure the model that ``factory`` builds."""
     register_factory("handed.over:facts", factory)
     user_model_spec.cache_clear()
     return measure_model("handed.over:facts", "fp32", "")
@@ -45,21 +45,23 @@ def dropping() -> Any:
     return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)), draw, score
 
 
-def test_dropout_is_seeded_and_told() -> None:
+def test_dropout_is_seeded_and_detected() -> None:
     found = facts_of(dropping)
-    assert found.draws
-    assert (found.parameters, found.trained, found.size) == (32, 32, 128)
-    assert not facts_of(lambda: (nn.Linear(3, 8), draw, score)).draws
+    assert found.draws_random_numbers
+    assert (found.parameters, found.trained_parameters, found.parameter_bytes) == (32, 32, 128)
+    assert not facts_of(lambda: (nn.Linear(3, 8), draw, score)).draws_random_numbers
 
 
-def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
-    right = engines.capabilities("reference", 3)
-    assert right is not None
-    claims = replace(right, own_kernels={3: "a linear of its own"})
-    asked = ModelCheckRequest("suites.model.tiny:perceptron", stages=(3,))
-    cells = plan_model_cells(asked.build_request(), asked, facts_of(dropping), lambda _engine, _stage: claims)
-    why = {cell.cell.law: cell.unsupported_reason for cell in cells}
-    assert "draw other numbers" in why["training.kernels"]
+def test_dropout_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
+    reference = engines.capabilities("reference", 3)
+    assert reference is not None
+    claims = replace(reference, own_kernels={3: "a linear of its own"})
+    check_request = ModelCheckRequest("suites.model.tiny:perceptron", stages=(3,))
+    cells = plan_model_cells(
+        check_request.build_request(), check_request, facts_of(dropping), lambda _engine, _stage: claims
+    )
+    reasons = {cell.cell.law: cell.unsupported_reason for cell in cells}
+    assert "draw other random numbers" in reasons["training.kernels"]
     records = [
         Record(
             cell.cell,
@@ -73,25 +75,25 @@ def test_dropout_on_an_engine_with_kernels_of_its_own_is_no_pass() -> None:
     ]
     assert any(record.verdict is Verdict.PASS for record in records)
     assert "no gradient was compared at stage 3 (dropout: " in explain_uncompared_gradients(records)
-    compared = replace(records[0], case=replace(records[0].cell, check="training.kernels"), verdict=Verdict.PASS)
+    compared = replace(records[0], cell=replace(records[0].cell, law="training.kernels"), verdict=Verdict.PASS)
     assert not explain_uncompared_gradients([*records, compared])
 
 
 class OwnDropout(nn.Linear):
-    """Drops what Python's own generator says, which no seed of torch's sets."""
+    """A layer that draws from Python's random, which no seed of torch sets."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * random.random()  # noqa: S311 - what a user may have written
 
 
-def of_unseeded_weights() -> Any:
+def build_unseeded_weights() -> Any:
     model = nn.Linear(3, 8)
     nn.init.constant_(model.weight, random.random())  # noqa: S311 - as above
     return model, draw, score
 
 
 class Loader:
-    """Batches in the order of an iterator, whatever generator is given."""
+    """A batch function that ignores its generator and counts up."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -102,45 +104,49 @@ class Loader:
 
 
 UNSEEDED: dict[str, tuple[Callable[[], Any], str]] = {
-    "forward": (lambda: (OwnDropout(3, 8), draw, score), "differ in the loss, .* first suspects are dropout"),
-    "weights": (of_unseeded_weights, "two models that differ in 'weight'"),
-    "order of data": (lambda: (nn.Linear(3, 8), Loader(), score), "two micro-batches that differ.* order of data"),
+    "forward": (lambda: (OwnDropout(3, 8), draw, score), "differ in the loss, .* likely causes: dropout"),
+    "weights": (build_unseeded_weights, "two models that differ in 'weight'"),
+    "order of data": (
+        lambda: (nn.Linear(3, 8), Loader(), score),
+        "two different micro-batches.* iterator over a data loader",
+    ),
     "one batch": (lambda: (nn.Linear(3, 8), lambda _: torch.ones(4, 3), score), "the same .* never reduces .* passes"),
     "no number": (lambda: (nn.Linear(3, 8), draw, lambda out, _: out.mean() * torch.nan), "the loss .* is nan"),
 }
 
 
 @pytest.mark.parametrize("what", UNSEEDED)
-def test_a_model_that_cannot_be_judged_is_one_clear_error(what: str) -> None:
-    factory, words = UNSEEDED[what]
-    with pytest.raises(UsageError, match=words):
+def test_a_model_that_cannot_be_judged_is_refused(what: str) -> None:
+    factory, message = UNSEEDED[what]
+    with pytest.raises(UsageError, match=message):
         facts_of(factory)
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_it_takes() -> None:
+def test_a_model_that_does_not_fit_into_memory_is_refused_with_a_remedy() -> None:
     found = facts_of(dropping)
     assert not explain_too_large(found, 2, 1e12)
-    assert "take fewer ranks, fewer layers of it" in explain_too_large(found, 2, 1e6)
+    assert "use fewer ranks, fewer layers" in explain_too_large(found, 2, 1e6)
 
 
 def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
     small = facts_of(dropping)
-    large = replace(small, size=2**30)
-    assert large.time(15, 0, 2, 1, 2) > small.time(15, 0, 2, 1, 2)
-    assert large.time(15, 0, 2, 1, 2) > large.time(15, 0, 2, 2, 2), "the judge of one cell leaves a core idle"
-    assert large.time(15, 0, 2, 2, 2) == large.time(15, 0, 2, 4, 2), "two lanes keep two cores busy"
-    slow = replace(large, pace=replace(large.pace, under_autocast=30.0))
-    assert slow.time(15, 2, 2, 1, 2) > large.time(15, 0, 2, 1, 2), "products in bf16 may be slow"
-    assert slow.time(15, 0, 2, 1, 2) == large.time(15, 0, 2, 1, 2)
+    large = replace(small, parameter_bytes=2**30)
+    assert large.estimate_time(15, 0, 2, 1, 2) > small.estimate_time(15, 0, 2, 1, 2)
+    one_lane, two_lanes = large.estimate_time(15, 0, 2, 1, 2), large.estimate_time(15, 0, 2, 2, 2)
+    assert one_lane > two_lanes, "the judge of one cell leaves a core idle"
+    assert two_lanes == large.estimate_time(15, 0, 2, 4, 2), "two lanes keep two cores busy"
+    slow = replace(large, machine_speed=replace(large.machine_speed, autocast_slowdown=30.0))
+    assert slow.estimate_time(15, 2, 2, 1, 2) > one_lane, "products in bf16 may be slow"
+    assert slow.estimate_time(15, 0, 2, 1, 2) == one_lane
 
 
-def test_a_pass_of_a_user_s_model_that_another_law_has_is_not_run_again_for_autocast() -> None:
-    own = model_spec("mlp")
-    assert list_autocast_states(own) == [(True, True), (True, False), (False, True), (False, False)]
-    assert list_autocast_states(replace(own, name="my_model:factory")) == [(True, True), (True, False), (False, True)]
+def test_autocast_laws_do_not_repeat_the_plain_pass_of_a_user_s_model() -> None:
+    spec = model_spec("mlp")
+    assert list_autocast_states(spec) == [(True, True), (True, False), (False, True), (False, False)]
+    assert list_autocast_states(replace(spec, name="my_model:factory")) == [(True, True), (True, False), (False, True)]
 
 
-def test_a_configuration_is_taken_apart() -> None:
+def test_a_configuration_is_parsed() -> None:
     found = parse_configuration(
         "ds.json",
         {
@@ -156,10 +162,10 @@ def test_a_configuration_is_taken_apart() -> None:
     assert found.training.optimizer.args == {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0}
     assert (found.stage, found.dtype) == (2, "bf16")
     assert found.ignored_keys == ("train_batch_size", "optimizer.params.torch_adam")
-    assert found.options == {"zero_optimization": {"overlap_comm": True}}, "what the laws set themselves is not in it"
+    assert found.options == {"zero_optimization": {"overlap_comm": True}}, "keys that the laws set are removed"
 
 
-def test_a_configuration_says_what_of_loss_scaling_it_leaves_out() -> None:
+def test_a_configuration_lists_the_loss_scale_keys_that_are_ignored() -> None:
     found = parse_configuration("ds.json", {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
     assert found.ignored_keys == ("fp16.loss_scale", "fp16.hysteresis")
 
@@ -172,7 +178,7 @@ def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"optimizer": {"type": "Lamb"}}, "unknown optimizer.type 'Lamb'"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "torch's SGD refuses .*speed"),
@@ -186,20 +192,20 @@ def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction is false, which"),
     ],
 )
-def test_a_configuration_that_no_law_can_follow_is_refused_by_its_key(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_configuration_that_no_law_can_use_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_configuration("ds.json", config)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["gpt2"], "expected package.module:factory"),
         (["no_such_module:factory"], "cannot import 'no_such_module'"),
         (["suites.model.tiny:perceptron", "--config", "ds.yaml"], "whose name ends in .json"),
-        (["suites.model.tiny:perceptron", "--config", "no.json"], "is no readable JSON file"),
+        (["suites.model.tiny:perceptron", "--config", "no.json"], "is not a readable JSON file"),
     ],
 )
-def test_the_command_says_what_is_wrong_before_it_starts_anything(arguments: list[str], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_the_command_reports_wrong_input_before_it_starts_anything(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         cli.main(["model", *arguments], standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Models of anyone's, on engines: a sample of what scripts/soak_models.py runs, and the library call."""
+"""Check users' models on engines, a sample of what scripts/soak_models.py runs, and call zharness.verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zharness
 from suites.model import deadly
 from suites.model.tiny import draw, score
 from zharness.cell import Cell
-from zharness.report.matrix import records_exit_code
+from zharness.run.outcomes import records_exit_code
 from zharness.run.pytest_cells import describe_problem
 from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records
@@ -51,28 +51,28 @@ def test_a_library_call_verifies_a_module_and_a_batch(tmp_path: Path) -> None:
     assert "model.configured" in found.table()
     found.save(tmp_path / "records.jsonl")
     assert [record.cell for record in load_records([tmp_path / "records.jsonl"]).records] == [
-        r.case for r in found.records
+        record.cell for record in found.records
     ]
 
 
-def test_an_engine_that_is_wrong_makes_the_result_false_and_is_told_by_its_first_divergence() -> None:
+def test_a_wrong_engine_makes_the_result_false_and_shows_its_first_divergence() -> None:
     def factory() -> Any:
         return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), draw, score
 
     found = zharness.verify(factory, engine="zharness.mutants:doubles_every_gradient", stages=(0,), steps=1, jobs=1)
     assert not found
-    case, _, words = found.first_divergence.partition(": ")
-    assert Cell.parse(case).law == "training.grads"
-    assert "0.weight" in words
-    configured = next(record for record in found.records if record.case.check == "model.configured")
+    cell_id, _, description = found.first_divergence.partition(": ")
+    assert Cell.parse(cell_id).law == "training.grads"
+    assert "0.weight" in description
+    configured = next(record for record in found.records if record.cell.law == "model.configured")
     assert configured.verdict is Verdict.FAIL, configured.cause
     assert configured.evidence is not None
     loss = configured.evidence["curves"]["loss"]
-    assert (len(loss["engine"]), len(loss["baseline"])) == (1, 1), "how the one step of the training went"
-    assert "zharness.verify" in configured.command, "no command can find what was handed over"
+    assert (len(loss["engine"]), len(loss["baseline"])) == (1, 1), "the losses of the one training step"
+    assert "zharness.verify" in configured.command, "no command can load an object of this process"
 
 
-def test_a_name_follows_from_the_model_and_nothing_is_kept_after_a_call() -> None:
+def test_a_registered_name_follows_from_the_model_and_can_be_freed() -> None:
     model, config = nn.Linear(5, 2), {"zero_optimization": {"stage": 1}}
     names = []
     for _ in range(2):
@@ -88,23 +88,23 @@ def test_a_name_follows_from_the_model_and_nothing_is_kept_after_a_call() -> Non
     checks=("model.checkpointing",),
     models=(f"{REAL}:gpt2",),
 )
-def test_recomputation_that_draws_other_numbers_is_seen(record: Record) -> None:
+def test_recomputation_that_draws_other_numbers_fails(record: Record) -> None:
     assert record.verdict is Verdict.FAIL, record.cause
 
 
-def test_an_engine_that_dies_as_it_is_built_around_the_model_breaks_the_law_of_its_training() -> None:
+def test_an_engine_that_dies_while_it_is_built_fails_the_law_model_configured() -> None:
     def factory() -> Any:
         return deadly.Poison(5, 2), draw, score
 
     found = zharness.verify(factory, engine="suites.model.deadly:factory", stages=(0,), steps=1, jobs=1)
-    (broken,) = [record for record in found.records if record.verdict is not Verdict.UNSUPPORTED]
-    assert (broken.case.check, broken.verdict) == ("model.configured", Verdict.CRASH)
-    assert "while the engine was built around the model: rank 1 was ended by a signal: SIGKILL" in broken.cause
+    (crashed,) = [record for record in found.records if record.verdict is not Verdict.UNSUPPORTED]
+    assert (crashed.cell.law, crashed.verdict) == ("model.configured", Verdict.CRASH)
+    assert "while the engine was built around the model: rank 1 was ended by a signal: SIGKILL" in crashed.cause
     assert "cannot be built around the model, see model.configured" in found.table()
     assert records_exit_code(found.records) == 1
 
 
-def test_a_run_in_which_no_law_can_be_run_is_no_pass_and_says_why() -> None:
+def test_a_run_without_any_supported_law_is_false_and_says_why() -> None:
     def factory() -> Any:
         return nn.Linear(5, 2), draw, score
 

@@ -1,4 +1,4 @@
-"""A user's model made smaller, by what stands behind its factory's path."""
+"""Reduce a user's model by the settings behind its factory's path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zharness.workload.user_model import register_factory, user_model_spec
 REAL = "suites.model.tiny_real"
 
 
-def test_a_smaller_model_has_a_case_id() -> None:
+def test_a_smaller_model_has_a_cell_id() -> None:
     text = f"training.grads[deepspeed-zero2-w2-fp32-{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)-caller]"
-    case = Cell.parse(text)
-    assert (case.model, case.variant) == (f"{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)", "caller")
-    assert case.id == text
+    cell = Cell.parse(text)
+    assert (cell.model, cell.variant) == (f"{REAL}:gpt2(hidden_size=8,num_hidden_layers=1)", "caller")
+    assert cell.id == text
 
 
 @pytest.mark.parametrize("factory", ["gpt2", "llama", "t5", "mixtral", "vit"])
@@ -38,7 +38,7 @@ def test_an_architecture_gets_smaller_by_its_configuration_and_trains(factory: s
     assert torch.isfinite(spec.loss(batch.feed(model), batch.target))
 
 
-def test_adapters_are_put_around_the_smaller_model_which_recomputes_as_before() -> None:
+def test_lora_adapters_and_recomputation_are_kept_in_the_smaller_model() -> None:
     pytest.importorskip("peft")
     model = model_spec(f"{REAL}:lora(num_hidden_layers=1,hidden_size=8)").model(0)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -59,9 +59,9 @@ def chain() -> Any:
 def test_a_sequence_loses_modules_and_the_others_keep_their_names() -> None:
     register_factory("handed.over:chain", chain)
     user_model_spec.cache_clear()
-    found = smaller_models("handed.over:chain")
+    smaller_names = smaller_models("handed.over:chain")
     assert count_parameter_owners("handed.over:chain") == 5
-    assert count_parameter_owners(found[0]) == 1
+    assert count_parameter_owners(smaller_names[0]) == 1
     smaller = "handed.over:chain(2=out,4=out)"
     assert [name for name, _ in model_spec(smaller).model(0).named_parameters() if "weight" in name] == [
         "0.weight", "3.weight", "5.weight",
@@ -69,7 +69,7 @@ def test_a_sequence_loses_modules_and_the_others_keep_their_names() -> None:
     assert "handed.over:chain(2=out,4=out,1=out)" in smaller_models(smaller)
 
 
-def test_a_lora_on_one_block_does_without_all_but_the_embedding_and_the_adapted_layer() -> None:
+def test_a_lora_model_of_one_block_is_reduced_to_the_embedding_and_the_adapted_layer() -> None:
     pytest.importorskip("peft")
     sizes = "num_hidden_layers=1,num_attention_heads=1,hidden_size=8,vocab_size=16,max_position_embeddings=8"
     smallest = f"{REAL}:lora({sizes})"

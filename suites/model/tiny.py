@@ -1,4 +1,4 @@
-"""A small model with batches and a loss of its own: what a user's own factory would return."""
+"""A small model with its own batch and loss functions, like a user's factory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def perceptron() -> Any:
-    """A model with a batch of its own, a tuple, and a loss of its own."""
+    """Return a model, a batch function that draws a tuple, and a loss function."""
     model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Dropout(0.2), nn.Linear(7, 3))
     return model, draw, score
 

@@ -1,10 +1,10 @@
-"""The architectures that anyone trains, in random weights and small: nothing is downloaded."""
+"""Common architectures of transformers, small and with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Here, and not in each factory: ranks are forked from the process that imports this file, and have it then.
+# Imported here, not in each factory: ranks are forked from the process that imports this file, and inherit it.
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def gpt2() -> Any:
-    """Tied embeddings, and dropout."""
+    """Build a GPT-2, with tied embeddings and dropout."""
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=64))
 
 
@@ -52,7 +52,7 @@ def mixtral() -> Any:
 
 
 def lora() -> Any:
-    """Adapters of rank 4 on a frozen GPT-2, which recomputes its blocks."""
+    """Build rank-4 adapters on a frozen GPT-2 that recomputes its blocks."""
     from peft import LoraConfig, get_peft_model
 
     model = gpt2()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zharness.errors import HarnessFault, UsageError
-from zharness.laws.resources import get_storage
+from zharness.laws.resources.leaks import get_storage
 from zharness.parity.contamination import read_process_conditions, require_clean_torch, require_no_shared_memory
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zharness.errors import EngineContractError
+from zharness.law_kit.accumulation import judge_engine_divided_gradients
 from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
-from zharness.laws.training_accumulation import judge_engine_divided_gradients
 from zharness.parity import Mismatch, Tier
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.certificate import Exactness

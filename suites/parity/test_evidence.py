@@ -18,6 +18,7 @@ import torch
 from zharness.engines import Piece
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.kill_matrix import MutantRunner, make_target_cell
+from zharness.law_kit.default_training import DEFAULT_TRAINING
 from zharness.laws import LAWS
 from zharness.mutants import MUTANTS
 from zharness.parity import Comparison, Part, compare_bitwise, compare_within_bound, snapshot
@@ -116,9 +117,10 @@ def test_curves_that_cannot_be_told_leave_the_rest_to_be_seen(monkeypatch: pytes
         raise EngineContractError("nothing was recorded under 'loss' at step 0")
 
     monkeypatch.setattr(observe_and_judge, "build_curves", unrecorded)
-    check = next(check for check in LAWS.values() if check.training_runs)
-    for variant in check.training_runs:
-        assert observe_and_judge.training_curves(SimpleNamespace(variant=variant), check) == {}
+    law = next(law for law in LAWS.values() if all(variant.training_run for variant in law.variants))
+    for variant in law.variants:
+        ctx = SimpleNamespace(variant=variant.name, training=DEFAULT_TRAINING)
+        assert observe_and_judge.training_curves(ctx, law) == {}
 
 
 def test_a_record_on_a_full_disk_raises_and_does_not_end_the_process() -> None:
@@ -198,7 +200,7 @@ def runner() -> Iterator[MutantRunner]:
 
 def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
     """Return the record of the mutant in its first target of ``check``, and its evidence."""
-    target = next(target for target in MUTANTS[mutant].targets if target.check == check)
+    target = next(target for target in MUTANTS[mutant].targets if target.law == check)
     record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
     assert record.evidence is not None, record
     assert len(json.dumps(record.evidence)) <= LARGEST

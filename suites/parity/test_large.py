@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from zharness.law_kit.clipping import ClipFactor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.optimizer_step import ClipFactor, ClippedSgdStep, ParameterStep
+from zharness.law_kit.optimizer_step import ClippedSgdStep, ParameterStep
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.compare import CHUNK_ELEMENTS

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.optimizer_step import NO_CLIPPING, ClipFactor, ClippedSgdStep
-from zharness.law_kit.program_executor import OPTIMIZERS
+from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.program_judge import StepCounts, judge_parameter_updates
+from zharness.law_kit.program_steps import OPTIMIZERS
 from zharness.law_kit.recorded_gradients import drain_gradients, has_split_gradients, record_gradients, split_gradient
 from zharness.parity import Comparison, Part
 from zharness.parity.baseline import Baseline, LocalResult

@@ -1,4 +1,4 @@
-"""Programs: written and read, run on the engines that have to get every one right, and shrunk on those that do not."""
+"""Programs: parsed, run on engines that have to get all of them right, and shrunk on engines that do not."""
 
 from __future__ import annotations
 
@@ -17,49 +17,52 @@ from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
 from zharness.workload.strategies import Repertoire, program_batches
 
-BATCHES = 2  # of 8 programs, for each engine; `zharness program --batches 1000` runs as many as anybody likes
+BATCHES = 2  # of 8 programs, for each engine; `zharness program --batches 1000` runs more
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ProgramRunner]:
-    """One server for all: mutants and torch's engines may share ranks, one after the other."""
+    """One rank server for all tests: mutants and torch's engines may use the same ranks in turn."""
     with ProgramRunner() as started:
         yield started
 
 
 @settings(max_examples=25, derandomize=True, database=None, deadline=None)
 @given(program_batches({0: Repertoire()}, (2,), programs=1))
-def test_a_program_is_read_back_from_its_text(drawn: tuple[Program, ...]) -> None:
+def test_a_program_is_parsed_back_from_its_text(drawn: tuple[Program, ...]) -> None:
     (program,) = drawn
     assert replace(parse_program(str(program)), optimizer=program.optimizer) == program
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("x(3) linear(2)", "expected a model, | and verbs"),
-        ("linear(2) | f", "a model begins with x or tokens"),
-        ("x(3) x(3) | f", "a model begins with x or tokens"),
-        ("x(3) relu | f", "nothing in it is trained"),
+        ("linear(2) | f", "expected x or tokens as the first layer"),
+        ("x(3) x(3) | f", "expected x or tokens as the first layer"),
+        ("x(3) relu | f", "no layer is trained"),
         ("x(3) linear(2) lenear(2) | f", "unknown layer 'lenear'; allowed: x, tokens, linear"),
         ("x(3) linear(2,2) | f", "expected 1 sizes above 0 for linear"),
         ("x(3) residual[linear(2) | f", "expected a ] for every"),
-        ("x(3) residual[linear(2)] | f", "it ends with width 2, and has to end with 3"),
-        ("x(3) tied linear(1) | f", "has a weight for 3 inputs"),
-        ("x(3) reentrant[linear(2)] | f", "nothing before it is trained"),
+        ("x(3) residual[linear(2)] | f", "it ends with width 2; expected 3"),
+        ("x(3) tied linear(1) | f", "has a weight with 3 inputs"),
+        ("x(3) reentrant[linear(2)] | f", "no layer before it is trained"),
         ("x(3) linear(2) | f q", "unknown verb 'q'; allowed: f, b"),
         ("x(3) linear(2) | f b:late", "unknown mark of b 'late'; allowed: old"),
-        ("x(3) linear(2) | f b b", "verb 3 of 'f b b', b: there is no output to go back from"),
-        ("x(3) linear(2) | n s", "verb 2 of 'n s', s: there is gradients, the last of them under no_sync alone"),
+        ("x(3) linear(2) | f b b", "verb 3 of 'f b b', b: no output is kept for a backward"),
+        ("x(3) linear(2) | n s", "verb 2 of 'n s', s: the last gradients are unreduced, because of no_sync"),
         ("x(3) linear(2) | load", "nothing was saved"),
-        ("x(3) linear(2) | f b:few", "verb 2 of 'f b:few', b:few: it has no mark few"),
-        ("x(3) linear(2) | f b idle", "verb 3 of 'f b idle', idle: it is done between steps, with no output kept"),
+        ("x(3) linear(2) | f b:few", "verb 2 of 'f b:few', b:few: it cannot have the mark few"),
+        (
+            "x(3) linear(2) | f b idle",
+            "verb 3 of 'f b idle', idle: it is allowed only between steps, with no output kept",
+        ),
     ],
 )
-def test_what_is_no_program_is_refused_with_the_reason(text: str, words: str) -> None:
+def test_an_invalid_program_is_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_program(text)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 RIGHT = [
@@ -74,10 +77,10 @@ def test_no_program_fails_on_the_reference(runner: ProgramRunner, wanted: Search
     assert not found.smallest, found.describe("reference")
 
 
-# Beyond what FINDINGS.md tells of: a forward under inference_mode, a save before the first step, an exception within a
-# backward, whatever comes between the first and the last backward of an output, reentrant checkpoints. DDP wants to be
-# told of unused parameters.
-BEYOND = [
+# Without the bugs that FINDINGS.md describes: a forward under inference_mode, a save before the first step, an
+# exception within a backward, verbs between the first and the last backward of an output, reentrant checkpoints. DDP
+# also needs to know of unused parameters.
+WITHOUT_KNOWN_BUGS = [
     ("fsdp2", SearchOptions((2, 3), batches=BATCHES, excluded_names=("i", "save", "xb"))),
     (
         "ddp",
@@ -88,15 +91,15 @@ BEYOND = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "wanted"), BEYOND, ids=[engine for engine, _ in BEYOND])
-def test_no_program_fails_beyond_what_is_known(runner: ProgramRunner, engine: str, wanted: SearchOptions) -> None:
+@pytest.mark.parametrize(("engine", "wanted"), WITHOUT_KNOWN_BUGS, ids=[engine for engine, _ in WITHOUT_KNOWN_BUGS])
+def test_no_program_fails_without_a_known_bug(runner: ProgramRunner, engine: str, wanted: SearchOptions) -> None:
     found = search_programs(runner, engine, wanted)
     assert not found.smallest, found.describe(engine)
 
 
 @dataclass(frozen=True)
 class Known:
-    """A program with a verdict of its own on an engine at a stage."""
+    """A program with a known verdict on an engine at a stage."""
 
     text: str
     engine: str
@@ -109,7 +112,7 @@ KNOWN = [
     Known("x(1) linear(1) | i f b", "fsdp2", 2, Verdict.FAIL),
     Known("x(1) linear(1) | f f b b", "ddp", 0, Verdict.FAIL),
     Known("x(1) linear(1) | save f b s", "fsdp2", 3, Verdict.FAIL),
-    # Once failed: an unused parameter got a gradient of zeros where it is gathered together with others.
+    # Failed once: an unused parameter got a gradient of zeros if it was gathered together with others.
     Known("x(1) unused(1) linear(1) | f b s", "reference", 3, Verdict.PASS, dtype="bf16"),
     Known(
         "tokens(5,3) residual[linear(5) gelu linear(3)] tied | f f b:old,tensor e b:scale s", "fsdp2", 3, Verdict.PASS
@@ -126,7 +129,7 @@ def test_a_known_program_has_its_verdict(runner: ProgramRunner, known: Known) ->
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A mutant, the stage at which it is broken, and a program with as many layers and verbs as have to be left."""
+    """A mutant, the stage at which it is broken, and a program of the size to which its failure has to shrink."""
 
     mutant: str
     smallest: str

@@ -1,4 +1,4 @@
-"""Models and measures for stage 3's tests."""
+"""Models and comparisons for the tests of stage 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ BUCKET = 3000  # elements: two of the layers
 
 
 class Layers(nn.Module):
-    """One of each kind: embedding, convolution, norm, attention, recurrence, linear, and a module without forward."""
+    """A layer of each kind: embedding, convolution, norm, attention, LSTM, linear; and a module that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,11 @@ def pair(net: Callable[[], nn.Module], **zero: int) -> tuple[Engine, nn.Module]:
 
 
 def assert_mean(got: dict[str, Tensor], plain: nn.Module, terms: int = 1) -> None:
-    """Within gamma x the mean of |local gradient|, gamma = (n+1)u / (1-(n+1)u) over n summands; bitwise on one rank."""
+    """Assert that ``got`` is the mean over ranks of the plain model's gradients.
+
+    The error is at most gamma times the mean of |local gradient|, with gamma = (n+1)u / (1-(n+1)u) for n summands. On
+    one rank and with one term the gradients are bitwise equal.
+    """
     world = dist.get_world_size()
     local = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert got.keys() == local.keys()
@@ -78,7 +82,7 @@ def assert_mean(got: dict[str, Tensor], plain: nn.Module, terms: int = 1) -> Non
 
 
 class Recurrent(nn.Module):
-    """Reads its weight once and uses it often."""
+    """A module that reads its weight once and uses it five times."""
 
     def __init__(self) -> None:
         super().__init__()

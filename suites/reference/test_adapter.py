@@ -1,4 +1,4 @@
-"""The reference engine through the Engine protocol, beside the plain optimizer and schedule."""
+"""The reference engine through the Engine protocol, compared with the plain optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
@@ -24,7 +24,7 @@ from zharness.engines.protocol import (
 from zharness.engines.reference import capabilities_at, factory
 from zharness.errors import UsageError
 
-# What engines compute is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -85,7 +85,7 @@ def test_groups_schedule_clipping_and_both_owners_of_accumulation(
 
 
 @pytest.mark.world_size(1)
-def test_options_are_laid_over_the_configuration_and_what_is_not_claimed_is_refused() -> None:
+def test_options_override_the_configuration_and_unclaimed_features_are_refused() -> None:
     config = EngineConfig(3, options={"zero_optimization": {"stage3_prefetch_bucket_size": 10}, "steps_per_print": 5})
     engine = factory(net(), config)
     with pytest.raises(UsageError, match="no room"), engine.no_sync():

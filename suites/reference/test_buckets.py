@@ -1,4 +1,4 @@
-"""Buckets: what travels together comes out right, in one collective, whatever each rank used. All sums are exact."""
+"""Buckets: one collective for several parameters gives right results, whatever each rank used. All sums are exact."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from suites.reference.same import Breaking, assert_same
+from suites.reference.helpers import Breaking, assert_same
 from zharness.comm import Comm
 from zharness.reference import Engine, initialize
 from zharness.reference.buckets import assign_buckets
 from zharness.reference.layout import ParamDtypes, all_gather_rows, collect_model_params
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 FP32 = ParamDtypes(torch.float32, torch.float32, torch.float32)
 
 
 class Odd(nn.Module):
-    """Parameters of sizes that no world size divides, an empty and a transposed one, branches of which one is taken."""
+    """Parameters of odd sizes, an empty and a transposed one, and two branches of which each forward takes one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def batch() -> Tensor:
     return torch.tensor([[1.0, -1.0, 2.0], [0.0, 1.0, 1.0]]) * (1 + dist.get_rank())
 
 
-def summed(plain: nn.Module) -> dict[str, Tensor]:
-    """The sum over ranks of the plain model's gradients; a parameter that no rank used has none."""
+def sum_local_grads(plain: nn.Module) -> dict[str, Tensor]:
+    """Sum the plain model's gradients over the ranks; a parameter that no rank used has none."""
     found = {}
     for name, parameter in plain.named_parameters():
         used = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
@@ -76,7 +76,7 @@ def summed(plain: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("size", [1, 30, 10**6])
-def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> None:
+def test_a_bucket_is_summed_sharded_and_gathered_correctly(size: int) -> None:
     comm, net = Comm(), Odd()
     found = list(collect_model_params(net, comm.world_size, dict.fromkeys(net.parameters(), FP32)).values())
     travelling = assign_buckets(found, size)
@@ -95,13 +95,13 @@ def test_what_a_bucket_sums_shards_and_gathers_comes_out_right(size: int) -> Non
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 30, 10**6])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_ranks_may_use_different_parameters_in_whatever_buckets(stage: int, size: int, reentrant: bool) -> None:
+def test_ranks_may_use_different_parameters_with_any_bucket_size(stage: int, size: int, reentrant: bool) -> None:
     engine, plain = pair(stage, reduce_bucket_size=size)
     branch = "right" if dist.get_rank() == 1 else "left"
     for _ in range(2):  # two backwards before one step
         plain(batch(), branch).sum().backward()
         engine(batch(), branch, reentrant).sum().backward()
-    wanted, before = summed(plain), engine.full_params()
+    wanted, before = sum_local_grads(plain), engine.full_params()
     assert_same(engine.full_grads(), wanted)
     engine.step()
     assert_same(engine.full_params(), {name: p - wanted.get(name, 0) for name, p in before.items()})
@@ -109,13 +109,13 @@ def test_ranks_may_use_different_parameters_in_whatever_buckets(stage: int, size
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("size", [0, 30, 10**6])
-def test_stage_3_gathers_and_reduces_the_same_in_whatever_buckets(size: int) -> None:
+def test_stage_3_gathers_and_reduces_the_same_with_any_bucket_size(size: int) -> None:
     engine, plain = pair(3, reduce_bucket_size=size, stage3_prefetch_bucket_size=size)
     for reentrant in (False, True):
         plain(batch(), "left").sum().backward()
         engine(batch(), "left", reentrant).sum().backward()
         assert engine.gathered_bytes() == 0
-    wanted, before = summed(plain), engine.full_params()
+    wanted, before = sum_local_grads(plain), engine.full_params()
     assert_same(engine.full_grads(), wanted)
     engine.step()
     assert_same(engine.full_params(), {name: p - wanted.get(name, 0) for name, p in before.items()})
@@ -132,7 +132,7 @@ class Deep(nn.Module):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_makes_as_many_collectives_as_there_are_buckets_and_not_parameters(stage: int) -> None:
+def test_a_step_runs_one_collective_for_each_bucket_and_not_for_each_parameter(stage: int) -> None:
     calls = []
     for depth in (3, 30):
         config = {
@@ -156,7 +156,7 @@ class Checkpointed(Deep):
 
 
 class Interleaved(Deep):
-    """Reads its parameters in another order than they are registered in."""
+    """A model that reads its parameters in another order than it registers them."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers[::2], *self.layers[1::2]):
@@ -167,7 +167,7 @@ class Interleaved(Deep):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("size", [12, 24, 10**6])
 @pytest.mark.parametrize("net", [Deep, Checkpointed, Interleaved])
-def test_stage_3_sends_the_model_three_times_in_whatever_order_it_is_read(net: type[Deep], size: int) -> None:
+def test_stage_3_sends_the_model_three_times_in_any_order_of_reads(net: type[Deep], size: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
@@ -175,7 +175,7 @@ def test_stage_3_sends_the_model_three_times_in_whatever_order_it_is_read(net: t
     }
     engine, *_ = initialize(model=net(10), config=config)
     psi = sum(value.numel() for value in engine.full_params().values())
-    for allowed in (4, 3):  # in the first step some buckets come once in vain
+    for allowed in (4, 3):  # in the first step some buckets are gathered without being used
         engine.comm.reset()
         engine.backward(engine(torch.ones(1, 2, requires_grad=True)).sum())
         sent = sum(t.elements for (_, dtype), t in engine.comm.tallies.items() if dtype == torch.float32)
@@ -184,7 +184,7 @@ def test_stage_3_sends_the_model_three_times_in_whatever_order_it_is_read(net: t
 
 
 @pytest.mark.world_size(2)
-def test_a_backward_that_raised_leaves_nothing_on_the_shelf_once_it_is_forgotten() -> None:
+def test_zero_grad_drops_what_a_backward_that_raised_had_prefetched() -> None:
     engine, plain = pair(3)
     hidden = Breaking.apply(batch().requires_grad_())
     with pytest.raises(ValueError, match="broken on purpose"):
@@ -193,12 +193,12 @@ def test_a_backward_that_raised_leaves_nothing_on_the_shelf_once_it_is_forgotten
     assert engine.gathered_bytes() == 0
     plain(batch(), "left").sum().backward()
     engine(batch(), "left").sum().backward()
-    assert_same(engine.full_grads(), summed(plain))
+    assert_same(engine.full_grads(), sum_local_grads(plain))
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_buckets_that_were_reduced_when_a_backward_raises_are_forgotten_with_it(stage: int) -> None:
+def test_zero_grad_drops_buckets_that_were_reduced_before_a_backward_raised(stage: int) -> None:
     engine, plain = pair(stage, reduce_bucket_size=1)
     hidden = Breaking.apply(batch().requires_grad_())
     with pytest.raises(ValueError, match="broken on purpose"):
@@ -206,4 +206,4 @@ def test_buckets_that_were_reduced_when_a_backward_raises_are_forgotten_with_it(
     engine.zero_grad()
     plain(batch(), "right").sum().backward()
     engine(batch(), "right").sum().backward()
-    assert_same(engine.full_grads(), summed(plain))
+    assert_same(engine.full_grads(), sum_local_grads(plain))

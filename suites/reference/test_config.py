@@ -1,4 +1,4 @@
-"""The reference engine's way in: every key honoured, harmless or refused by name; optimizers of the client's own."""
+"""The configuration: every key is supported, ignored or refused by name; and optimizers of the client's own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 from torch import Tensor, nn
 
 from zharness.errors import ConfigError
 from zharness.reference import Engine, initialize
 from zharness.reference.deepspeed_json.settings import iter_ignored_keys, load_config, parse_config
-from zharness.reference.loss_scale import LossScaleConfig
-from zharness.reference.precision import AutocastConfig
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
+from zharness.reference.mixed_precision.precision import AutocastConfig
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
@@ -89,7 +89,7 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], words: list[str]) -> None:
+def test_an_unsupported_key_or_value_is_refused_by_name(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         parse_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=2)
     assert all(word in str(refusal.value) for word in words), refusal.value
@@ -117,8 +117,8 @@ def test_a_configuration_without_any_batch_size_is_refused() -> None:
         parse_config({}, world_size=1)
 
 
-def nested(keys: Iterable[str]) -> dict[str, Any]:
-    """Dotted keys as the JSON that holds them."""
+def nest_keys(keys: Iterable[str]) -> dict[str, Any]:
+    """Convert dotted keys to nest_keys JSON."""
     made: dict[str, Any] = {}
     for path in keys:
         *sections, key = path.split(".")
@@ -129,8 +129,8 @@ def nested(keys: Iterable[str]) -> dict[str, Any]:
     return made
 
 
-def test_disabled_sections_fixed_values_and_harmless_keys_are_accepted() -> None:
-    config = nested(iter_ignored_keys())
+def test_disabled_sections_fixed_values_and_ignored_keys_are_accepted() -> None:
+    config = nest_keys(iter_ignored_keys())
     config["zero_optimization"] |= {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}
     sections = {"fp16": {"enabled": False}, "amp": {"enabled": False}, "wandb": {}, "prescale_gradients": False}
     assert parse_config({"train_batch_size": 1, **config, **sections}, world_size=1).stage == 3
@@ -156,7 +156,7 @@ def test_offload_to_the_cpu_is_a_no_op_on_the_cpu_and_refused_elsewhere() -> Non
         parse_config(config, world_size=1, device_type="cuda")
 
 
-def test_a_configuration_is_read_from_a_file_of_json(tmp_path: Path) -> None:
+def test_a_configuration_is_read_from_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 2}))
     assert load_config(path) == load_config(str(path)) == {"train_batch_size": 2}
@@ -210,7 +210,7 @@ def test_a_users_configuration_of_torch_autocast_is_taken_as_written() -> None:
         ({"bf16": {"enabled": True}}, None),
     ],
 )
-def test_a_loss_scale_is_for_fp16_alone(config: dict[str, Any], expected: LossScaleConfig | None) -> None:
+def test_only_fp16_has_a_loss_scale(config: dict[str, Any], expected: LossScaleConfig | None) -> None:
     assert parse_config({"train_batch_size": 1, **config}, world_size=1).precision.loss_scaling == expected
 
 
@@ -261,12 +261,18 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda model: {"optimizer": torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=1)}, r"\(3, 3\).*no parameter"),
-        (lambda model: {"optimizer": lambda leaves: torch.optim.SGD([torch.zeros(5)], lr=1)}, r"\(5,\).*none of the"),
+        (
+            lambda model: {"optimizer": torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=1)},
+            r"\(3, 3\).*not a parameter",
+        ),
+        (
+            lambda model: {"optimizer": lambda leaves: torch.optim.SGD([torch.zeros(5)], lr=1)},
+            r"\(5,\).*not one of the",
+        ),
         (lambda model: {"optimizer": stepped(model)}, "stepped already"),
         (lambda model: {}, "no optimizer"),
         (lambda model: {"config": {"optimizer": {"type": "SGD", "params": {"speed": 1}}}}, "speed"),
-        (lambda model: {"config": {"optimizer": SGD}, "model_parameters": [torch.zeros(3)]}, "no parameter"),
+        (lambda model: {"config": {"optimizer": SGD}, "model_parameters": [torch.zeros(3)]}, "not a parameter"),
     ],
 )
 def test_an_optimizer_that_does_not_fit_the_model_is_refused(make: Callable[..., dict[str, Any]], words: str) -> None:
@@ -281,7 +287,7 @@ def refuse_integers() -> None:
 
 
 @pytest.mark.world_size(1)
-def test_a_trained_parameter_that_is_no_real_number_is_refused_by_name() -> None:
+def test_a_trained_parameter_of_a_dtype_that_is_not_real_is_refused_by_name() -> None:
     refuse_integers()
 
 

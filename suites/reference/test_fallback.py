@@ -1,4 +1,4 @@
-"""The end of a backward, and the legacy forms that run where torch lacks an API: each API hidden in turn."""
+"""The end of a backward, and the fallbacks for APIs that torch may lack: each API is hidden in turn."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from suites.reference.same import Breaking
+from suites.reference.helpers import Breaking
 from zharness import torch_private
-from zharness.reference import initialize, torch_fallback
-from zharness.reference.torch_fallback import EndOfBackward
+from zharness.reference import initialize
+from zharness.reference.torch_func import torch_fallback
+from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
 Hide = Callable[[pytest.MonkeyPatch], None]
 
@@ -26,7 +27,7 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def setup_context(patch: pytest.MonkeyPatch) -> None:
-    # torch's own machinery reads the attribute, so only the question whether it is there can be answered otherwise.
+    # torch itself reads the attribute, so it cannot be deleted; only the check for it is replaced.
     patch.setattr(torch_private, "has_setup_context", lambda: False)
 
 
@@ -48,7 +49,7 @@ hidden = pytest.mark.parametrize("hide", [nothing, queue_callback, graph_task_id
 
 
 class Watched:
-    """Three layers whose gradients are written down as they come, and the end of each backward with them."""
+    """Three layers that log each gradient when it is made, and the end of each backward."""
 
     def __init__(self) -> None:
         self.a, self.b, self.c = (nn.Linear(2, 2, bias=False) for _ in "abc")
@@ -62,7 +63,7 @@ class Watched:
         self.log.append(name)
         self.end.on_grad_ready(parameter)
 
-    def played(self) -> str:
+    def take_log(self) -> str:
         text, self.log = "".join(self.log), []
         return text
 
@@ -73,26 +74,26 @@ def test_every_backward_ends_once_after_its_last_gradient(hide: Hide, monkeypatc
     net, x = Watched(), torch.ones(1, 2)
     for _ in range(2):
         net.c(net.b(net.a(x))).sum().backward()
-        assert net.played() == "cbaend"
+        assert net.take_log() == "cbaend"
     out = net.c(net.b(x))
     out.sum().backward(retain_graph=True)
     out.sum().backward(inputs=[net.b.weight])
-    assert net.played() == "cbendbend"
+    assert net.take_log() == "cbendbend"
 
 
 @hidden
-def test_a_reentrant_checkpoint_is_left_and_entered_again(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reentrant_checkpoint_is_a_graph_task_of_its_own(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch)
     net, x = Watched(), torch.ones(1, 2)
     net.c(checkpoint(net.b, net.a(x), use_reentrant=True)).sum().backward()
-    played = net.played()
+    played = net.take_log()
     assert [*filter("abc".__contains__, played.replace("end", ""))] == ["c", "b", "a"]
     assert played.endswith("aend"), "nothing is left over after the outermost backward"
     assert played.count("end") <= 2, "at most once for each of the two graph tasks"
 
 
 @hidden
-def test_a_backward_within_a_forward_has_an_end_of_its_own(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_inside_a_forward_has_its_own_end(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tiled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -110,24 +111,24 @@ def test_a_backward_within_a_forward_has_an_end_of_its_own(hide: Hide, monkeypat
     hide(monkeypatch)
     net = Watched()
     loss = Tiled.apply(net.b(net.a(torch.ones(1, 2))))
-    assert net.played() == "cend"
+    assert net.take_log() == "cend"
     loss.backward()
-    assert net.played() == "baend"
+    assert net.take_log() == "baend"
 
 
 @hidden
-def test_a_backward_that_raised_leaves_nothing_for_the_next(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_raised_does_not_affect_the_next(hide: Hide, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch)
     net, x = Watched(), torch.ones(1, 2)
     with pytest.raises(ValueError, match="broken on purpose"):
         net.c(Breaking.apply(net.b(x))).sum().backward()
-    assert net.played() == "c"
+    assert net.take_log() == "c"
     net.end.reset()
     net.b(x).sum().backward()
-    assert net.played() == "bend"
+    assert net.take_log() == "bend"
 
 
-def test_the_fallback_looks_at_each_parameter_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fallback_examines_each_parameter_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     queue_callback(monkeypatch)
     looks, ends = [], []
     look = torch_private.will_get_gradient
@@ -172,7 +173,7 @@ def train_without(hide: Hide) -> None:
 
 @pytest.mark.parametrize("hide", [setup_context, queue_callback, graph_task_id], ids=lambda hide: hide.__name__)
 @pytest.mark.world_size(2)
-def test_training_goes_on_where_torch_lacks(hide: Hide) -> None:
+def test_training_works_without(hide: Hide) -> None:
     train_without(hide)
 
 

@@ -1,4 +1,4 @@
-"""The public linear of ZeRO-3 beside torch's own: shapes, autocast, transforms, legacy form, a sharded weight."""
+"""ZeRO-3's linear layer compared with torch's: shapes, autocast, transforms, legacy form, a sharded weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
@@ -21,7 +21,7 @@ biased = pytest.mark.parametrize("biased", [True, False], ids=["bias", "no_bias"
 
 
 def train(function: Linear, shape: tuple[int, ...], biased: bool, forward: bool, backward: bool) -> list[Tensor]:
-    """Output and gradients, with torch.autocast on or off around forward and around backward."""
+    """Return output and gradients, with torch.autocast on or off around forward and around backward."""
     torch.manual_seed(0)
     given = [torch.randn(shape), torch.randn(3, 7), *([torch.randn(3)] if biased else [])]
     given = [tensor.requires_grad_() for tensor in given]
@@ -45,7 +45,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
 def test_backward_restores_the_forwards_autocast(
     shape: tuple[int, ...], biased: bool, forward: bool, inside: bool
 ) -> None:
-    # torch's own layer is asked outside, since an outer autocast would decide about its backward.
+    # torch's own layer runs backward outside, since an outer autocast would change it.
     expected = train(F.linear, shape, biased, forward, False)
     assert_same(train(linear, shape, biased, forward, inside), expected)
 
@@ -76,10 +76,10 @@ TRANSFORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
 
 @biased
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torch_func_go_through(name: str, biased: bool) -> None:
+def test_transforms_of_torch_func_work(name: str, biased: bool) -> None:
     torch.manual_seed(0)
     transform = TRANSFORMS[name]
-    # Integers: whichever way a transform sums, no bit is rounded away.
+    # Integers, so that every order of summation is exact.
     x, weight = torch.randint(-3, 4, (5, 7)).float(), torch.randint(-3, 4, (3, 7)).float()
     bias = (torch.arange(3.0),) if biased else ()
     of_input = [transform(lambda v, f=f: f(v, weight, *bias), x) for f in (linear, F.linear)]
@@ -89,7 +89,7 @@ def test_transforms_of_torch_func_go_through(name: str, biased: bool) -> None:
         assert torch.equal(*of_weight)
 
 
-def test_its_formulas_are_the_derivatives_also_twice() -> None:
+def test_first_and_second_derivatives_are_right() -> None:
     torch.manual_seed(0)
     given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (3, 5), (3,))]
     assert torch.autograd.gradcheck(linear, given, check_forward_ad=True)
@@ -107,7 +107,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.world_size(1, 2)
-def test_its_weight_may_be_sharded_and_is_not_kept_for_backward() -> None:
+def test_its_weight_may_be_sharded_and_is_resharded_before_backward() -> None:
     torch.manual_seed(0)
     plain = Net(F.linear)
     sharded = copy.deepcopy(plain)
@@ -118,7 +118,7 @@ def test_its_weight_may_be_sharded_and_is_not_kept_for_backward() -> None:
     x = torch.randn(3, 4)
     plain(x).sum().backward()
     loss = engine(x).sum()
-    assert engine.gathered_bytes() == 0, "a promise took the place of what the function saved"
+    assert engine.gathered_bytes() == 0, "what the function saved was replaced by hooks"
     loss.backward()
     for name, gradient in engine.full_grads().items():
         assert torch.equal(gradient, plain.get_parameter(name).grad), name

@@ -1,4 +1,4 @@
-"""Loss scales, masters, safe modules and memory of the reference engine, beside torch's own."""
+"""Loss scales, master weights, safe modules and memory of the reference engine, compared with torch's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.errors import ConfigError, NonFiniteError, UsageError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
-from zharness.reference.loss_scale import LossScale, LossScaleConfig
+from zharness.reference.mixed_precision.loss_scale import LossScale, LossScaleConfig
 from zharness.world import assert_together
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -38,7 +38,7 @@ def start(stage: int, model: nn.Module | None = None, **keys: Any) -> Engine:
     return engine
 
 
-def test_the_scale_moves_as_torchs_grad_scaler_does() -> None:
+def test_the_scale_changes_as_in_torchs_grad_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     ours = LossScale(LossScaleConfig(2.0**10, 3), [])
     weight = nn.Parameter(torch.zeros(()))
@@ -64,7 +64,7 @@ def test_the_scale_moves_as_torchs_grad_scaler_does() -> None:
         (LossScaleConfig(8.0, 2, min_scale=3.0), "xx..", [4, 3, 3, 6]),
     ],
 )
-def test_hysteresis_and_minimum_move_the_scale_as_configured(
+def test_hysteresis_and_minimum_apply_to_the_scale(
     scaling: LossScaleConfig, overflows: str, values: list[float]
 ) -> None:
     scale = LossScale(scaling, [])
@@ -73,7 +73,7 @@ def test_hysteresis_and_minimum_move_the_scale_as_configured(
         assert scale.value == value
 
 
-def test_an_overflow_at_the_smallest_scale_gives_up() -> None:
+def test_an_overflow_at_the_smallest_scale_raises() -> None:
     scale = LossScale(LossScaleConfig(1.0, 2, min_scale=1.0), [])
     with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
         scale.update(True)
@@ -82,9 +82,7 @@ def test_an_overflow_at_the_smallest_scale_gives_up() -> None:
 @stages
 @pytest.mark.parametrize("keys", [FP16, AUTOCAST16], ids=["fp16", "autocast"])
 @pytest.mark.world_size(2)
-def test_a_backward_without_the_scale_is_refused_and_every_scaled_spelling_taken(
-    stage: int, keys: dict[str, Any]
-) -> None:
+def test_an_unscaled_backward_is_refused_and_every_way_to_scale_is_accepted(stage: int, keys: dict[str, Any]) -> None:
     engine = start(stage, **keys)
     inputs = torch.ones(2, 4)
     assert engine.needs_scaler()
@@ -106,7 +104,7 @@ def test_a_backward_without_the_scale_is_refused_and_every_scaled_spelling_taken
 
 @stages
 @pytest.mark.world_size(2)
-def test_a_checkpoints_own_backward_is_part_of_the_scaled_one(stage: int) -> None:
+def test_a_reentrant_checkpoints_backward_is_part_of_the_scaled_one(stage: int) -> None:
     plain = net()
     found = []
     for recompute in (False, True):
@@ -121,7 +119,7 @@ def test_a_checkpoints_own_backward_is_part_of_the_scaled_one(stage: int) -> Non
 
 @stages
 @pytest.mark.world_size(2)
-def test_an_external_scale_goes_before_the_engines_own(stage: int) -> None:
+def test_an_external_scale_has_precedence_over_the_engines_own(stage: int) -> None:
     engine, inputs = start(stage, **FP16), torch.ones(2, 4)
     for scale in (64.0, 4.0, 64.0):
         engine.override_loss_scale(None if scale == 64.0 else scale)
@@ -146,7 +144,7 @@ def test_an_external_scale_goes_before_the_engines_own(stage: int) -> None:
 
 @stages
 @pytest.mark.world_size(2)
-def test_a_skipped_step_moves_neither_weights_nor_schedule_and_forgets_its_gradients(stage: int, rank: int) -> None:
+def test_a_skipped_step_changes_neither_weights_nor_schedule_and_drops_its_gradients(stage: int, rank: int) -> None:
     for keys in (FP16, {"bf16": {"enabled": True}}):
         engine = start(stage, **keys, scheduler={"type": "StepLR", "params": {"step_size": 1}})
         before, dtype = engine.full_masters(), engine.settings.precision.param_dtype
@@ -164,7 +162,7 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule_and_forgets_its_gradi
 
 
 @pytest.mark.world_size(1)
-def test_the_step_that_gives_up_at_the_smallest_scale_is_counted_as_skipped() -> None:
+def test_the_step_that_raises_at_the_smallest_scale_is_counted_as_skipped() -> None:
     engine = start(1, fp16={"enabled": True, "initial_scale_power": 0})
     engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).float().sum() * float("inf"))
     with pytest.raises(NonFiniteError, match="smallest loss scale"):
@@ -185,7 +183,7 @@ def test_a_parameter_that_is_trained_later_needs_the_loss_scale_too(stage: int) 
 
 
 class One(nn.Module):
-    """The sum of its weights, all 1: every gradient is 1, whatever the input."""
+    """Returns the sum of its weights, all 1, so every gradient is 1 for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,23 +195,23 @@ class One(nn.Module):
 
 @stages
 @pytest.mark.world_size(2)
-def test_micro_batches_add_up_in_the_masters_dtype_where_gradients_are_sharded(stage: int) -> None:
-    """1 + 2**-9 is no bf16 number; a configuration that asks for another dtype than the stage's is refused."""
-    asked = {"data_types": {"grad_accum_dtype": "fp32" if stage >= 2 else "bf16"}}
-    engine = start(stage, One(), bf16={"enabled": True}, gradient_accumulation_steps=2, **asked)
+def test_micro_batches_add_up_in_the_master_dtype_if_gradients_are_sharded(stage: int) -> None:
+    """1 + 2**-9 is not representable in bf16. A grad_accum_dtype other than the stage's is refused."""
+    data_types = {"data_types": {"grad_accum_dtype": "fp32" if stage >= 2 else "bf16"}}
+    engine = start(stage, One(), bf16={"enabled": True}, gradient_accumulation_steps=2, **data_types)
     for factor in (1.0, 2.0**-9):
         engine.backward(engine(torch.zeros(1, dtype=torch.bfloat16)) * factor)
     total = 1 + 2.0**-9 if stage >= 2 else 1.0
     assert engine.full_grads()["weight"].tolist() == [total / 2] * 6
-    asked["data_types"]["grad_accum_dtype"] = "bf16" if stage >= 2 else "fp32"
+    data_types["data_types"]["grad_accum_dtype"] = "bf16" if stage >= 2 else "fp32"
     with pytest.raises(ConfigError, match=f"grad_accum_dtype.*at stage {stage}"):
-        start(stage, One(), bf16={"enabled": True}, **asked)
+        start(stage, One(), bf16={"enabled": True}, **data_types)
 
 
 @stages
 @pytest.mark.world_size(3)
-def test_gradients_that_are_finite_on_every_rank_add_up_to_finite_ones_over_an_fp16_wire(stage: int) -> None:
-    """0.6 x 2**16 is a float16 number and three of them are not; plain PyTorch, with its mean in fp32, steps."""
+def test_finite_gradients_stay_finite_when_they_are_reduced_in_fp16(stage: int) -> None:
+    """0.6 x 2**16 is finite in float16, three times that is not. Plain PyTorch, with an fp32 mean, steps."""
     for keys in ({"fp16": {"enabled": True}}, {"communication_data_type": "fp16"}):
         engine = start(stage, One(), **keys)
         scale = 2.0**16 / engine.loss_scale
@@ -228,7 +226,7 @@ def test_gradients_that_are_finite_on_every_rank_add_up_to_finite_ones_over_an_f
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.world_size(2)
-def test_an_edit_that_a_step_on_the_masters_would_undo_is_refused(stage: int) -> None:
+def test_an_edit_that_a_step_on_the_master_weights_would_undo_is_refused(stage: int) -> None:
     engine = start(stage, bf16={"enabled": True})
     inputs = torch.ones(2, 4, dtype=torch.bfloat16)
     with pytest.raises(ZeroDivisionError), engine.gathered() as weights:
@@ -245,13 +243,13 @@ def test_an_edit_that_a_step_on_the_masters_would_undo_is_refused(stage: int) ->
 
 @stages
 @pytest.mark.world_size(1)
-def test_accumulation_in_fp32_is_refused_for_a_model_that_is_bf16_itself(stage: int) -> None:
-    asked = {"data_types": {"grad_accum_dtype": "fp32"}}
+def test_accumulation_in_fp32_is_refused_for_a_bf16_model_without_masters(stage: int) -> None:
+    data_types = {"data_types": {"grad_accum_dtype": "fp32"}}
     with pytest.raises(
         ConfigError, match=r"grad_accum_dtype is torch\.float32 and parameter '0\.weight' torch\.bfloat16"
     ):
-        start(stage, net().bfloat16(), **asked)
-    start(stage, net(), **asked)
+        start(stage, net().bfloat16(), **data_types)
+    start(stage, net(), **data_types)
 
 
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
@@ -281,12 +279,12 @@ def test_fp32_masters_keep_the_small_updates_that_bf16_masters_lose(stage: int) 
 @stages
 @pytest.mark.world_size(2)
 def test_memory_is_reported_by_dtype_and_masters_belong_to_the_optimizer(stage: int, world_size: int) -> None:
-    """psi elements: 4 psi of parameters under torch_autocast, 2 psi and masters of 4 psi in bf16; momentum 4 psi."""
-    psi, whole = 40, world_size
-    held, state = (whole if stage < 3 else 1), (whole if stage < 1 else 1)
-    half = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"float32": 8 * psi * state}}
-    full = {"parameters": {"float32": 4 * psi * held}, "optimizer_state": {"float32": 4 * psi * state}}
-    low = {"parameters": {"bfloat16": 2 * psi * held}, "optimizer_state": {"bfloat16": 2 * psi * state}}
+    """Bytes of psi elements: parameters 4 psi under torch_autocast, in bf16 2 psi and masters 4 psi; momentum 4 psi."""
+    psi = 40
+    param, state = (world_size if stage < 3 else 1), (world_size if stage < 1 else 1)
+    half = {"parameters": {"bfloat16": 2 * psi * param}, "optimizer_state": {"float32": 8 * psi * state}}
+    full = {"parameters": {"float32": 4 * psi * param}, "optimizer_state": {"float32": 4 * psi * state}}
+    low = {"parameters": {"bfloat16": 2 * psi * param}, "optimizer_state": {"bfloat16": 2 * psi * state}}
     cases = [({"bf16": {"enabled": True}}, half), ({"torch_autocast": {"enabled": True}}, full), (MASTERS, low)]
     for keys, wanted in cases[: 2 if stage == 0 else 3]:
         momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
@@ -301,8 +299,8 @@ def test_memory_is_reported_by_dtype_and_masters_belong_to_the_optimizer(stage: 
 
 
 @pytest.mark.world_size(2)
-def test_curves_under_torch_autocast_are_the_same_at_every_stage_bit_by_bit() -> None:
-    """Two ranks' sums are the same in either order, so nothing may differ; clipping makes norms count."""
+def test_losses_under_torch_autocast_are_bitwise_equal_at_every_stage() -> None:
+    """A sum of two ranks does not depend on the order, so nothing may differ. Clipping makes the norms matter."""
     curves = []
     for stage in range(4):
         engine = start(
@@ -320,12 +318,12 @@ def test_curves_under_torch_autocast_are_the_same_at_every_stage_bit_by_bit() ->
         engine.close()
     for weights, norm in curves[1:]:
         assert_together(all(torch.equal(p, curves[0][0][name]) for name, p in weights.items()), "weights")
-        # The squares are added up in float64, in another order at each stage.
+        # Each stage sums the squares in float64 in another order.
         assert_together(abs(norm - curves[0][1]) <= gamma(56, torch.float64) * norm, f"norms {norm}, {curves[0][1]}")
 
 
 @pytest.mark.world_size(1)
-def test_parameters_of_a_module_that_is_not_safe_keep_their_wire_even_where_they_are_tied() -> None:
+def test_parameters_of_a_module_that_is_not_safe_keep_their_reduce_dtype_even_if_tied() -> None:
     model = nn.Module()
     model.tokens, model.head, model.other = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
     model.head.weight = model.tokens.weight
@@ -336,7 +334,7 @@ def test_parameters_of_a_module_that_is_not_safe_keep_their_wire_even_where_they
 
 
 class Asking(nn.Module):
-    """Casts its input to the dtype of another module's weight, as PEFT's adapters do."""
+    """A module that casts its input to the dtype of another module's weight, as PEFT's adapters do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +347,7 @@ class Asking(nn.Module):
 
 
 @pytest.mark.world_size(2)
-def test_under_autocast_a_weight_has_the_dtype_that_it_has_for_who_asks_from_outside_its_module() -> None:
+def test_under_autocast_a_weight_keeps_its_dtype_for_other_modules() -> None:
     model = Asking()
     engine = start(3, model, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     assert engine(torch.ones(2, 4)).dtype is torch.bfloat16

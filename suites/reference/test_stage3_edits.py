@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Net(nn.Module):
-    """A tied weight, a recurrent layer, and a parametrized one."""
+    """A model with a tied weight, a recurrent layer and a parametrized one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def pair(stage: int, net: type[nn.Module] = Net, **more: Mapping[str, Any] | str
 
 @stages
 @pytest.mark.world_size(1, 3)
-def test_an_edit_inside_gathered_is_rank_0s_on_every_rank(stage: int) -> None:
+def test_rank_0s_edit_inside_gathered_reaches_every_rank(stage: int) -> None:
     engine, plain, x = pair(stage)
     with engine.gathered(["first.weight", dict(engine.module.named_parameters())["first.bias"]]) as weights:
         assert list(weights) == ["first.weight", "first.bias"]
@@ -61,7 +61,7 @@ def test_an_edit_inside_gathered_is_rank_0s_on_every_rank(stage: int) -> None:
         net(x).sum().backward()
     engine.step()
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    # The ranks' gradients are the same, so their mean is too, but for its last bit where the world is no power of two.
+    # All ranks have the same gradient, so the mean equals it, up to the last bit if N is not a power of two.
     if dist.get_world_size() == 1:
         assert all(torch.equal(p, plain.get_parameter(name)) for name, p in engine.full_params().items())
     assert engine.gathered_bytes() == 0
@@ -69,7 +69,7 @@ def test_an_edit_inside_gathered_is_rank_0s_on_every_rank(stage: int) -> None:
 
 @stages
 @pytest.mark.world_size(2)
-def test_an_edit_reaches_the_masters_and_leaves_the_others_as_fine_as_they_were(stage: int) -> None:
+def test_an_edit_reaches_the_masters_and_keeps_the_precision_of_unedited_elements(stage: int) -> None:
     engine, plain, _ = pair(stage, bf16={"enabled": True})
     before = engine.full_masters()
     with engine.gathered() as weights:
@@ -92,7 +92,7 @@ def edit_and_raise_on_rank_1(engine: Engine) -> None:
 
 @stages
 @pytest.mark.world_size(2)
-def test_an_edit_is_dropped_everywhere_when_one_rank_raises(stage: int) -> None:
+def test_an_edit_is_dropped_on_all_ranks_if_one_raises(stage: int) -> None:
     engine, _, x = pair(stage)
     before = engine.full_params()
     with pytest.raises((ZeroDivisionError, UsageError), match=r"by zero|another rank raised"):
@@ -123,7 +123,7 @@ def test_training_inside_gathered_is_refused() -> None:
             assert torch.equal(engine(x), plain(x))
         with pytest.raises(UsageError, match="forward that needs gradients"):
             engine(x)
-        with pytest.raises(UsageError, match="step inside gathered"):
+        with pytest.raises(UsageError, match=r"step\(\) was called inside gathered"):
             engine.step()
     engine(x).sum().backward()
     engine.step()
@@ -141,7 +141,7 @@ def test_a_deep_copy_is_the_plain_model(stage: int) -> None:
         assert type(twin.get_parameter(name)) is nn.Parameter
     assert torch.equal(twin(x), plain(x))
     twin(x).sum().backward()
-    assert engine.full_grads() == {}, "the copy is nobody's engine"
+    assert engine.full_grads() == {}, "the copy belongs to no engine"
     assert torch.equal(engine(x), plain(x))
 
 
@@ -160,7 +160,7 @@ class Late(nn.Module):
 
 @stages
 @pytest.mark.world_size(2)
-def test_a_submodule_attached_late_uses_the_models_parameters_and_keeps_its_own(stage: int) -> None:
+def test_a_submodule_attached_later_uses_the_models_parameters_and_keeps_its_own(stage: int) -> None:
     engine, plain, x = pair(stage, Late)
     for net in (plain, engine.module):
         torch.manual_seed(1)
@@ -180,7 +180,7 @@ def test_a_submodule_attached_late_uses_the_models_parameters_and_keeps_its_own(
 
 
 @pytest.mark.world_size(1)
-def test_a_scripted_submodule_is_refused_late_too() -> None:
+def test_a_scripted_submodule_that_is_attached_later_is_refused() -> None:
     engine, *_ = pair(3, Late)
     with pytest.raises(ConfigError, match=r"torch\.jit"):
         engine.module.more.append(torch.jit.script(nn.Linear(2, 2)))

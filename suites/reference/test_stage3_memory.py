@@ -1,4 +1,4 @@
-"""Stage 3: how long gathered copies live, and how often they are gathered."""
+"""Stage 3: how long unsharded parameters live, and how often they are all-gathered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.func import vmap
 from suites.reference.stage3 import BUCKET, ONE_BY_ONE, Mlp, Recurrent, assert_mean, pair
 from zharness import torch_private
 
-# What engines compute is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 
@@ -30,7 +30,7 @@ def peak_of_training(autocast: bool, bucket: int) -> None:
 
 @pytest.mark.world_size(1, 3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_at_most_two_modules_and_a_bucket_are_gathered_while_training(autocast: bool) -> None:
+def test_at_most_two_modules_and_a_bucket_are_unsharded_during_training(autocast: bool) -> None:
     for bucket in (0, BUCKET):
         peak_of_training(autocast, bucket)
 
@@ -47,7 +47,7 @@ def peak_of_frozen() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_frozen_modules_are_let_go_one_by_one_too() -> None:
+def test_frozen_modules_are_resharded_one_by_one_too() -> None:
     peak_of_frozen()
 
 
@@ -63,12 +63,12 @@ def peak_of_vmap() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_training_through_vmap_holds_no_more_than_ordinary_training() -> None:
+def test_training_through_vmap_needs_no_more_memory() -> None:
     peak_of_vmap()
 
 
 class Projections(nn.Module):
-    """Weights that torch.autocast casts inside modules that are no plain linear layers."""
+    """Weights that torch.autocast casts in modules other than nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Projections(nn.Module):
         return torch.tanh(h) @ self.weight
 
 
-def saved_bytes(out: Tensor) -> int:
-    """Bytes that the graph behind ``out`` holds as they are."""
+def count_saved_bytes(out: Tensor) -> int:
+    """Count the bytes of saved tensors without hooks in the graph behind ``out``."""
     stack, met, storages = [out.grad_fn], set(), {}
     while stack:
         node = stack.pop()
@@ -96,20 +96,20 @@ def saved_bytes(out: Tensor) -> int:
 def casts_that_autocast_makes() -> None:
     engine, plain = pair(Projections)
     x = torch.randn(1, 2, 32, requires_grad=True)
-    held = []
+    saved_bytes = []
     for model in (plain, engine):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             out = model(x)
-        held.append(saved_bytes(out))
+        saved_bytes.append(count_saved_bytes(out))
         out.float().pow(2).mean().backward()
     weights = 2 * sum(p.numel() for p in plain.parameters() if p.dim() == 2)
-    assert held[0] - held[1] >= weights
+    assert saved_bytes[0] - saved_bytes[1] >= weights
     assert_mean(engine.full_grads(), plain)
     assert engine.gathered_bytes() == 0
 
 
 @pytest.mark.world_size(2)
-def test_no_low_precision_copy_of_a_weight_waits_for_backward() -> None:
+def test_no_low_precision_copy_of_a_weight_is_kept_for_backward() -> None:
     casts_that_autocast_makes()
 
 
@@ -127,12 +127,12 @@ def gathers_of_recurrence() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_weight_that_many_nodes_saved_is_gathered_once_per_backward() -> None:
+def test_a_weight_that_many_nodes_saved_is_unsharded_once_per_backward() -> None:
     gathers_of_recurrence()
 
 
 @pytest.mark.world_size(2)
-def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_graph(
+def test_before_torch_2_13_unsharded_parameters_live_as_long_as_their_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)
@@ -140,7 +140,7 @@ def test_where_torch_cannot_show_saved_tensors_copies_live_as_long_as_their_grap
     x = torch.randn(3, 8, requires_grad=True)
     plain(x).sum().backward()
     out = engine(x)
-    assert engine.gathered_bytes() == 4 * 8 * 8 * 4, "held, since nothing could be promised"
+    assert engine.gathered_bytes() == 4 * 8 * 8 * 4, "kept alive, since no saved tensor could be replaced"
     out.sum().backward()
     assert engine.gathered_bytes() == 0
     assert_mean(engine.full_grads(), plain)

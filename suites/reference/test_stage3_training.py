@@ -1,4 +1,4 @@
-"""Stage 3 on layers as people use them: real arithmetic, autocast, recurrent and attention layers, failures."""
+"""Stage 3 with real layers: rounding, autocast, recurrent and attention layers, and failures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from suites.reference.same import Breaking
+from suites.reference.helpers import Breaking
 from suites.reference.stage3 import CONFIG, Layers, Mlp, Recurrent, assert_mean, pair
 from zharness.errors import ConfigError, StaleGraphError
 from zharness.reference import initialize
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 
@@ -23,8 +23,8 @@ def train_layers(autocast: bool) -> None:
     tokens = torch.randint(0, 11, (3, 7))
     losses = []
     for model in (plain, engine):
-        # With the cache plain PyTorch sums in bf16 what a recurrence gives a weight at its time steps, on a CPU without
-        # bf16 kernels of it. A gathered weight is no leaf: it is cast at each use, as without the cache.
+        # With autocast's cache plain PyTorch sums a recurrent weight's gradient over time steps in bf16. An unsharded
+        # weight is not a leaf, so it is cast at each use, as without the cache.
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             loss = model(tokens)["out"][0].float().pow(2).mean()
         losses.append(loss.detach())
@@ -41,12 +41,12 @@ def train_layers(autocast: bool) -> None:
 
 @pytest.mark.world_size(1, 2, 3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_gradients_of_every_kind_of_layer_are_the_ranks_mean(autocast: bool) -> None:
+def test_gradients_of_every_kind_of_layer_are_the_mean_over_ranks(autocast: bool) -> None:
     train_layers(autocast)
 
 
 def weights_computed_before() -> None:
-    """torch's older weight_norm keeps a weight, and its graph, from construction on."""
+    """Build a layer with torch's older weight_norm, which keeps a weight with its graph from construction on."""
     torch.manual_seed(0)
     with pytest.warns(FutureWarning, match="weight_norm"):
         plain, ours = (nn.utils.weight_norm(nn.Linear(4, 3)) for _ in range(2))
@@ -64,7 +64,7 @@ def weights_computed_before() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_graph_that_is_older_than_the_engine_is_in_nobodys_way() -> None:
+def test_a_graph_that_is_older_than_the_engine_does_no_harm() -> None:
     weights_computed_before()
 
 
@@ -86,16 +86,16 @@ def test_sparse_gradients_are_reduced_densely(stage: int) -> None:
     sparse_gradients(stage)
 
 
-def step_between_retained_backwards(held: bool) -> None:
+def step_between_retained_backwards(in_transform: bool) -> None:
     engine, plain = pair(Mlp)
     x = torch.randn(3, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for call, step, error in ((plain, optimizer.step, RuntimeError), (engine, engine.step, StaleGraphError)):
-        # Under a transform the copies are held by graphs that no promise reaches: torch's own check must see the step.
-        out = torch.func.grad(lambda v, call=call: call(v).pow(2).sum())(x) if held else call(x)
+        # Under a transform saved tensors cannot get hooks, so torch's own version check has to notice the step.
+        out = torch.func.grad(lambda v, call=call: call(v).pow(2).sum())(x) if in_transform else call(x)
         out.sum().backward(retain_graph=True)
         step()
-        with pytest.raises(RuntimeError if held else error, match=r"changed since|modified by an inplace"):
+        with pytest.raises(RuntimeError if in_transform else error, match=r"changed since|modified by an inplace"):
             out.sum().backward()
     engine.zero_grad()
     weights = engine.full_params()
@@ -109,9 +109,9 @@ def step_between_retained_backwards(held: bool) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("held", [False, True], ids=["promised", "held"])
-def test_a_step_between_two_backwards_on_one_graph_is_refused_as_torch_refuses_it(held: bool) -> None:
-    step_between_retained_backwards(held)
+@pytest.mark.parametrize("in_transform", [False, True], ids=["hooked", "in_transform"])
+def test_a_step_between_two_backwards_on_one_graph_is_refused_as_in_torch(in_transform: bool) -> None:
+    step_between_retained_backwards(in_transform)
 
 
 def failure_and_retry() -> None:
@@ -134,7 +134,7 @@ def failure_and_retry() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_after_an_exception_in_forward_or_backward_the_next_step_is_right() -> None:
+def test_the_step_after_an_exception_in_forward_or_backward_is_right() -> None:
     failure_and_retry()
 
 
@@ -151,7 +151,7 @@ def names_and_classes() -> None:
 
 
 @pytest.mark.world_size(3)
-def test_names_and_classes_are_those_of_the_model_and_close_gives_the_classes_back() -> None:
+def test_names_and_classes_are_those_of_the_model_and_close_restores_the_classes() -> None:
     names_and_classes()
 
 

@@ -1,4 +1,4 @@
-"""Gradients with respect to sharded weights: differentiated again, and many at a time."""
+"""Gradients with respect to sharded weights: differentiated twice, and batched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import vmap
@@ -28,7 +28,7 @@ def everyones(x: Tensor) -> Tensor:
 
 
 def exact_pair(reduction: str = "sum") -> tuple[Engine, nn.Module, Tensor]:
-    """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
+    """Make an engine and its plain model with weights and inputs of -1, 0 and 1, so that all sums are exact."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
@@ -39,7 +39,7 @@ def exact_pair(reduction: str = "sum") -> tuple[Engine, nn.Module, Tensor]:
 
 
 def penalty_on_weights(reduction: str = "sum", divisor: int = 1) -> None:
-    """Over the engine's own parameters the first gradient is reduced, so the penalty is that of the reduced one."""
+    """Compare the gradient of a penalty on the weights' gradient with the plain model's on the global batch."""
     engine, plain, x = exact_pair(reduction)
     for model, batch in ((plain, everyones(x)), (engine.module, x)):
         loss = model(batch).pow(2).sum()
@@ -52,13 +52,13 @@ def penalty_on_weights(reduction: str = "sum", divisor: int = 1) -> None:
 
 
 @pytest.mark.world_size(1, 2, 3)
-def test_a_penalty_on_the_weights_gradient_is_the_global_gradients() -> None:
+def test_a_gradient_penalty_uses_the_reduced_gradient() -> None:
     penalty_on_weights()
 
 
 @pytest.mark.world_size(2)
-def test_with_means_every_reduction_on_the_way_of_a_penalty_divides() -> None:
-    # The penalty is quadratic in a mean, and its own gradient is the mean over ranks, each of which has its shard's.
+def test_every_reduction_of_a_gradient_penalty_divides_by_the_world_size() -> None:
+    # The penalty is quadratic in a mean; its gradient is a mean over ranks too, each with the penalty of its shard.
     penalty_on_weights("mean", divisor=2**3)
 
 

@@ -1,4 +1,4 @@
-"""Stages 0 to 3 against the plain model: gradients, updates, accumulation, and what each rank holds."""
+"""Stages 0 to 3 compared with the plain model: gradients, updates, accumulation, and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from zharness.errors import NonFiniteError
 from zharness.parity.bounds import gamma
 from zharness.reference import Engine, initialize
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused, tiny, empty and transposed parameters beside ordinary ones; 3 divides few of them.
+    """Tied, frozen, unused, tiny, empty and transposed parameters; the sizes of few are divisible by 3.
 
-    Each is read once, so that each backward makes one reduction of each at stage 3 too.
+    Each is read once, so that each backward reduces each of them once at stage 3 too.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def local_grads(plain: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_mean(got: dict[str, Tensor], terms: Iterable[dict[str, Tensor]], micro_batches: int = 1) -> None:
-    """Within gamma of the float64 mean over ranks and micro-batches of this rank's ``terms``."""
+    """Assert that ``got`` is within gamma of the float64 mean of ``terms`` over ranks and micro-batches."""
     terms = list(terms)
     assert got.keys() == set().union(*terms)
     u = torch.finfo(torch.float32).eps / 2
@@ -93,7 +93,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def train(stage: int, name: str) -> None:
-    """Each step: the engine's gradients are the mean's, and its update is torch's own for those gradients."""
+    """Assert at each step that the gradients are the mean, and that the update is torch's for these gradients."""
     make = optimizers()[name]
     engine, plain = pair(stage, lambda leaves: make(list(leaves.values()), lr=1e-2))
     theirs = make(plain.parameters(), lr=1e-2)
@@ -129,7 +129,7 @@ def test_a_step_is_the_plain_optimizers_step_with_the_mean_gradient(stage: int, 
 def accumulate(stage: int, steps: int) -> None:
     engine, plain = pair(stage, {"type": "SGD", "params": {"lr": 1.0}}, gradient_accumulation_steps=steps)
     before = engine.full_params()
-    for _ in range(2):  # the second window begins with nothing left of the first
+    for _ in range(2):  # the second accumulation window starts without gradients
         plain.load_state_dict(engine.full_params(), strict=False)
         terms = []
         for micro in range(steps):
@@ -158,8 +158,8 @@ def test_micro_batches_and_several_backwards_accumulate_to_their_mean(stage: int
     accumulate(stage, steps)
 
 
-def spell_scale(stage: int) -> None:
-    """The spellings of deepspeedai/DeepSpeed#8045: the reviewer's, the author's, and plain."""
+def scale_and_backward(stage: int) -> None:
+    """Call backward with the loss scale in one of the ways in deepspeedai/DeepSpeed#8045."""
     engine, plain = pair(stage)
     x = torch.randn(3, 5)
     second = local_grads(plain, plain(x).sum())
@@ -174,8 +174,8 @@ def spell_scale(stage: int) -> None:
 
 @pytest.mark.world_size(2)
 @stages
-def test_a_retained_graph_may_be_scaled_in_every_spelling(stage: int) -> None:
-    spell_scale(stage)
+def test_a_retained_graph_may_be_scaled_in_every_way(stage: int) -> None:
+    scale_and_backward(stage)
 
 
 def late_backward(stage: int) -> None:
@@ -199,7 +199,7 @@ def late_backward(stage: int) -> None:
 
 @pytest.mark.world_size(2)
 @stages
-def test_asking_for_gradients_between_backwards_reduces_nothing_twice(stage: int) -> None:
+def test_full_grads_between_backwards_reduces_nothing_twice(stage: int) -> None:
     late_backward(stage)
 
 
@@ -258,7 +258,7 @@ def unseen_loss(stage: int) -> None:
 
 @pytest.mark.world_size(2)
 @stages
-def test_a_gradient_of_a_loss_that_the_engine_never_saw_is_looked_at_too(stage: int) -> None:
+def test_a_gradient_of_a_loss_outside_the_engine_is_checked_too(stage: int) -> None:
     unseen_loss(stage)
 
 
@@ -273,7 +273,7 @@ def refuse_stale_graph(stage: int) -> None:
 
 @stages
 @pytest.mark.world_size(1, 2, 3)
-def test_every_rank_refuses_a_graph_that_is_older_than_the_weights(stage: int) -> None:
+def test_every_rank_refuses_a_stale_graph(stage: int) -> None:
     refuse_stale_graph(stage)
 
 
@@ -291,7 +291,7 @@ def refuse_where_nothing_was_updated(stage: int) -> None:
 
 @pytest.mark.world_size(3)
 @stages
-def test_a_rank_that_owns_no_element_refuses_an_old_graph_too(stage: int) -> None:
+def test_a_rank_that_owns_no_element_refuses_a_stale_graph_too(stage: int) -> None:
     refuse_where_nothing_was_updated(stage)
 
 
@@ -316,7 +316,7 @@ def test_every_rank_starts_from_rank_0s_parameters_and_buffers() -> None:
 
 
 def held_bytes(stage: int) -> dict[str, int]:
-    """What is allocated on this rank, counted from storages, after a backward and before its step."""
+    """Return the bytes that this rank holds after a backward and before its step."""
     engine, _ = pair(stage, net=lambda: nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60)))
     for _ in range(2):
         F.mse_loss(engine(torch.randn(3, 60)), torch.zeros(3, 60)).backward()
@@ -327,12 +327,12 @@ def held_bytes(stage: int) -> dict[str, int]:
 
 @stages
 @pytest.mark.world_size(1, 3, 4)
-def test_each_rank_holds_its_share_of_what_its_stage_shards(stage: int) -> None:
-    whole = 2 * (60 * 60 + 60) * 4
-    share = whole // dist.get_world_size()
+def test_each_rank_holds_its_shard_of_what_the_stage_shards(stage: int) -> None:
+    full = 2 * (60 * 60 + 60) * 4
+    shard = full // dist.get_world_size()
     wanted = {
-        "parameters": share if stage == 3 else whole,
-        "gradients": share if stage >= 2 else whole,
-        "optimizer_state": 2 * (share if stage >= 1 else whole) + 4 * 4,  # and one step count for each of 4 parameters
+        "parameters": shard if stage == 3 else full,
+        "gradients": shard if stage >= 2 else full,
+        "optimizer_state": 2 * (shard if stage >= 1 else full) + 4 * 4,  # and one step count for each of 4 parameters
     }
     assert held_bytes(stage) == wanted

@@ -1,4 +1,4 @@
-"""Checkpoints of the reference engine: resumed bitwise, at any stage and world size, and consolidated."""
+"""Checkpoints of the reference engine: resumed bitwise, at any stage and world size; and the full state_dict."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from suites.reference.same import assert_same
+from suites.reference.helpers import assert_same
 from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize
 from zharness.world import run
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused, tiny, empty, scalar and transposed parameters, and statistics of each rank's own."""
+    """Tied, frozen, unused, tiny, empty, scalar and transposed parameters; running statistics differ by rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class Net(nn.Module):
         return (h @ self.transposed) * self.tiny + self.scalar + self.empty.sum()
 
 
-def built(
+def build_engine(
     stage: int, kind: str = "AdamW", net: type[nn.Module] = Net, seed: int = 0, **precision: dict[str, Any]
 ) -> Engine:
-    """An engine with two groups and a schedule."""
+    """Build an engine with two parameter groups and a schedule."""
     torch.manual_seed(seed)
 
     def build(leaves: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -67,7 +67,7 @@ def built(
 
 
 def train(engine: Engine, steps: range, same: str = "batches of each rank's own") -> list[Tensor]:
-    """Batches that follow from the step, and from the rank unless ``same`` is "everywhere"."""
+    """Train on batches that follow from the step, and from the rank unless ``same`` is "everywhere"."""
     losses = []
     for step in steps:
         torch.manual_seed(1000 * step + (0 if same == "everywhere" else dist.get_rank()))
@@ -78,8 +78,8 @@ def train(engine: Engine, steps: range, same: str = "batches of each rank's own"
     return losses
 
 
-def everything(engine: Engine) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state, flat."""
+def collect_state(engine: Engine) -> dict[str, Tensor]:
+    """Return weights, buffers and optimizer state in one dictionary."""
     state = {f"{n}/{k}": v for n, entry in engine.full_optimizer_state().items() for k, v in entry.items()}
     rates = torch.tensor([group["lr"] for group in engine.optimizer.param_groups])
     return {**engine.full_state_dict(), **state, "rates": rates, "steps": torch.tensor(engine.steps)}
@@ -87,19 +87,21 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "SGD"), (2, "AdamW"), (3, "AdamW"), (3, "SGD")])
 @pytest.mark.world_size(1, 3)
-def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(stage: int, kind: str, shared_tmp_path: Path) -> None:
-    never = built(stage, kind)
+def test_a_resumed_engine_trains_bitwise_like_an_uninterrupted_one(
+    stage: int, kind: str, shared_tmp_path: Path
+) -> None:
+    never = build_engine(stage, kind)
     train(never, range(2))
     saved = never.save_checkpoint(shared_tmp_path, client_state={"epoch": 4, "order": [1, 2], "seen": torch.ones(2)})
-    resumed = built(stage, kind, seed=5)
-    train(resumed, range(7, 8))  # what it was before is forgotten, its waiting gradients too
+    resumed = build_engine(stage, kind, seed=5)
+    train(resumed, range(7, 8))  # its previous state is replaced, and its gradients are dropped
     resumed.backward(resumed(torch.randn(3, 5)).sum())
     path, client_state = resumed.load_checkpoint(shared_tmp_path)
     assert (path, client_state["epoch"], client_state["order"]) == (saved, 4, [1, 2])
-    assert_same(everything(resumed), everything(never))
+    assert_same(collect_state(resumed), collect_state(never))
     for ours, theirs in zip(train(resumed, range(2, 4)), train(never, range(2, 4)), strict=True):
         assert torch.equal(ours, theirs)
-    assert_same(everything(resumed), everything(never))
+    assert_same(collect_state(resumed), collect_state(never))
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -121,7 +123,7 @@ def step_in(engine: Engine, step: int) -> None:
 )
 @pytest.mark.world_size(2)
 def test_masters_loss_scale_and_skipped_steps_are_resumed_too(stage: int, name: str, shared_tmp_path: Path) -> None:
-    never, resumed = (built(stage, net=Low, seed=seed, **PRECISIONS[name]) for seed in (0, 5))
+    never, resumed = (build_engine(stage, net=Low, seed=seed, **PRECISIONS[name]) for seed in (0, 5))
     for step in range(3):
         step_in(never, step)
     never.save_checkpoint(shared_tmp_path)
@@ -134,11 +136,11 @@ def test_masters_loss_scale_and_skipped_steps_are_resumed_too(stage: int, name: 
             never.steps,
             never.skipped_steps,
         )
-        assert_same(everything(resumed), everything(never))
+        assert_same(collect_state(resumed), collect_state(never))
         assert_same(resumed.full_masters(), never.full_masters())
         step_in(never, step)
         step_in(resumed, step)
-    assert_same(everything(resumed), everything(never))
+    assert_same(collect_state(resumed), collect_state(never))
 
 
 class Low(nn.Sequential):
@@ -149,7 +151,7 @@ class Low(nn.Sequential):
 
 
 class Plain(Net):
-    """Net without statistics that differ from rank to rank."""
+    """``Net`` without running statistics, which differ from rank to rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,16 +159,16 @@ class Plain(Net):
 
 
 def write(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
-    engine = built(stage, net=Plain)
+    engine = build_engine(stage, net=Plain)
     train(engine, range(2), same="everywhere")
     engine.save_checkpoint(folder)
-    return everything(engine), train(engine, range(2, 3), same="everywhere")
+    return collect_state(engine), train(engine, range(2, 3), same="everywhere")
 
 
 def read(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
-    engine = built(stage, net=Plain, seed=3)
+    engine = build_engine(stage, net=Plain, seed=3)
     engine.load_checkpoint(folder)
-    return everything(engine), train(engine, range(2, 3), same="everywhere")
+    return collect_state(engine), train(engine, range(2, 3), same="everywhere")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_another_stage_at_another_world_size_reads_the_same_state(
 
 @stages
 @pytest.mark.world_size(1, 3)
-def test_the_consolidated_state_is_vanilla_s_and_a_plain_model_loads_it(stage: int) -> None:
-    engine = built(stage)
+def test_the_full_state_dict_equals_the_plain_models_and_loads_into_it(stage: int) -> None:
+    engine = build_engine(stage)
     train(engine, range(1))
     full, plain = engine.full_state_dict(), Net()
     wanted = {name: (value.shape, value.dtype) for name, value in plain.state_dict().items()}
@@ -203,11 +205,11 @@ def test_the_consolidated_state_is_vanilla_s_and_a_plain_model_loads_it(stage: i
 
 
 @pytest.mark.world_size(2)
-def test_weights_alone_are_taken_where_that_is_asked_for(shared_tmp_path: Path) -> None:
-    source = built(2)
+def test_load_module_only_loads_the_weights_alone(shared_tmp_path: Path) -> None:
+    source = build_engine(2)
     train(source, range(1))
     source.save_checkpoint(shared_tmp_path, "best")
-    target = built(3, "SGD", seed=5)
+    target = build_engine(3, "SGD", seed=5)
     with pytest.raises(CheckpointError, match="optimizer AdamW, this engine has SGD; load_module_only"):
         target.load_checkpoint(shared_tmp_path)
     target.load_checkpoint(shared_tmp_path, "best", load_module_only=True)
@@ -217,7 +219,7 @@ def test_weights_alone_are_taken_where_that_is_asked_for(shared_tmp_path: Path) 
 
 
 class Single(nn.Module):
-    """One parameter, of one number: the shape of every optimizer's counts."""
+    """A model of one parameter with one element, the shape of an optimizer's step count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +236,7 @@ def single(stage: int, kind: type[torch.optim.Optimizer]) -> Engine:
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
 @pytest.mark.world_size(2)
-def test_a_count_is_one_number_for_a_parameter_of_one_number_too(
+def test_the_step_count_of_a_parameter_of_one_element_stays_a_count(
     kind: type[torch.optim.Optimizer], shared_tmp_path: Path
 ) -> None:
     never, resumed = single(0, kind), single(1, kind)
@@ -247,7 +249,7 @@ def test_a_count_is_one_number_for_a_parameter_of_one_number_too(
 
 
 class Noisy(nn.Module):
-    """Draws from a generator of each rank's own, and counts its forwards in extra state."""
+    """A model with dropout from this rank's generator that counts its forwards in its extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,9 +267,9 @@ class Noisy(nn.Module):
         self.forwards = state
 
 
-def keep(stage: int, folder: Path) -> list[float]:
-    """Train with ranks that differ in their generators and their extra state, save, and give the loss that follows."""
-    engine = built(stage, net=Noisy)
+def train_and_save(stage: int, folder: Path) -> list[float]:
+    """Train ranks with different generators and extra state, save, and return the next loss."""
+    engine = build_engine(stage, net=Noisy)
     torch.manual_seed(dist.get_rank())
     x = torch.ones(3, 5)
     for _ in range(1 + dist.get_rank()) if stage == 0 else (1,):
@@ -276,8 +278,8 @@ def keep(stage: int, folder: Path) -> list[float]:
     return [engine(x).sum().item(), engine.module.forwards["count"]]
 
 
-def go_on(stage: int, folder: Path) -> list[float]:
-    engine = built(stage, net=Noisy)
+def resume(stage: int, folder: Path) -> list[float]:
+    engine = build_engine(stage, net=Noisy)
     engine.module.forwards["count"] = 77
     _, client_state = engine.load_checkpoint(folder)
     torch.set_rng_state(client_state["generator"])
@@ -285,23 +287,25 @@ def go_on(stage: int, folder: Path) -> list[float]:
 
 
 def keep_and_go_on(stage: int, folder: Path) -> tuple[list[float], list[float]]:
-    return keep(stage, folder), go_on(stage, folder)
+    return train_and_save(stage, folder), resume(stage, folder)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_generators_and_extra_state_are_each_rank_s_own_and_rank_0_s_for_a_new_one(stage: int, tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_generators_and_extra_state_and_a_new_rank_gets_rank_0s(
+    stage: int, tmp_path: Path
+) -> None:
     kept, found = zip(*run(keep_and_go_on, stage, tmp_path, world_size=2), strict=True)
     assert kept == found
     assert kept[0] != kept[1]
-    assert run(go_on, stage, tmp_path, world_size=1) == [kept[0]]
+    assert run(resume, stage, tmp_path, world_size=1) == [kept[0]]
 
 
 @stages
 @pytest.mark.world_size(2)
-def test_the_consolidated_state_has_extra_state_and_a_model_without_is_another(
+def test_the_full_state_dict_has_extra_state_and_a_model_without_it_does_not_fit(
     stage: int, shared_tmp_path: Path
 ) -> None:
-    engine = built(stage, net=Noisy)
+    engine = build_engine(stage, net=Noisy)
     full = engine.full_state_dict()
     engine(torch.ones(3, 5))
     plain = Noisy()
@@ -309,5 +313,5 @@ def test_the_consolidated_state_has_extra_state_and_a_model_without_is_another(
     assert plain.forwards == {"count": 0}
     engine.save_checkpoint(shared_tmp_path)
     bare = type("Bare", (Noisy,), {"get_extra_state": nn.Module.get_extra_state})
-    with pytest.raises(CheckpointError, match=r"it has the extra state \['_extra_state'\], here is \[\]"):
-        built(stage, net=bare).load_checkpoint(shared_tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has the extra state \['_extra_state'\], this model \[\]"):
+        build_engine(stage, net=bare).load_checkpoint(shared_tmp_path)

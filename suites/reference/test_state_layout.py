@@ -1,4 +1,4 @@
-"""DeepSpeed's universal layout piece by piece: tensor parallelism, counts of steps, and what is refused."""
+"""Parts of DeepSpeed's universal checkpoints: tensor parallelism, step counts, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.errors import CheckpointError
-from zharness.laws.state_foreign_checkpoints import PickledCommand, run_on_rank_0, write_universal_checkpoint
+from zharness.law_kit.rank_actions import run_on_rank_0
+from zharness.laws.state.refuse_pickle import PickledCommand
+from zharness.laws.state.universal import write_universal_checkpoint
 from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints.universal import TensorParallelSlice
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 two_ranks = pytest.mark.world_size(2)
 GROUP = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
 
 
-def built(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(3, 5), kind: str = "AdamW") -> Engine:
+def build_engine(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(3, 5), kind: str = "AdamW") -> Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": kind, "params": {"lr": 0.1}},
@@ -52,22 +54,22 @@ def written(folder: Path, flat: bool = False, out: int = 5) -> Path:
     return folder / "u"
 
 
-def everything(engine: Engine) -> dict[str, Tensor]:
+def collect_state(engine: Engine) -> dict[str, Tensor]:
     state = engine.full_optimizer_state()
     return {**engine.full_params(), **{f"{n}/{k}": v for n, entry in state.items() for k, v in entry.items()}}
 
 
-def refused(engine: Engine, path: Path, words: str) -> None:
-    before = everything(engine)
+def assert_refused(engine: Engine, path: Path, words: str) -> None:
+    before = collect_state(engine)
     with pytest.raises(CheckpointError, match=words):
         engine.load_universal_checkpoint(path, Mpu())
-    after = everything(engine)
+    after = collect_state(engine)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 class Mpu:
-    """Rank ``rank`` of ``size`` in Megatron's spelling."""
+    """A model-parallel unit with Megatron's method names."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -80,7 +82,7 @@ class Mpu:
 
 
 class OldMpu:
-    """The other spelling, and the older name of the rank."""
+    """A model-parallel unit with the other method names."""
 
     def get_model_parallel_rank(self) -> int:
         return 1
@@ -89,7 +91,7 @@ class OldMpu:
         return 2
 
 
-def test_both_spellings_of_an_mpu_are_understood_and_none_is_one_with_a_warning() -> None:
+def test_both_kinds_of_mpu_work_and_a_missing_one_warns_and_means_size_1() -> None:
     assert (
         TensorParallelSlice.from_mpu(Mpu(1, 2)) == TensorParallelSlice.from_mpu(OldMpu()) == TensorParallelSlice(1, 2)
     )
@@ -110,7 +112,7 @@ def test_both_spellings_of_an_mpu_are_understood_and_none_is_one_with_a_warning(
     ],
     ids=["columns", "rows", "sub-parameters", "vocabulary", "replicated"],
 )
-def test_the_second_of_two_tensor_parallel_ranks_takes_its_slice(
+def test_the_second_of_two_tensor_parallel_ranks_gets_its_slice(
     saved: dict[str, Any], shape: tuple[int, ...], wanted: list[list[int]]
 ) -> None:
     full = torch.arange(16.0).view(4, 4)
@@ -118,7 +120,9 @@ def test_the_second_of_two_tensor_parallel_ranks_takes_its_slice(
 
 
 def test_a_slice_of_another_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'w' has shape \(2, 4\) there for rank 1 of 2 .* and here \(3, 4\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'w' has shape \(2, 4\) .*tensor-parallel rank 1 of 2, and \(3, 4\) in this model"
+    ):
         TensorParallelSlice(1, 2).slice_param("w", torch.ones(4, 4), {}, (3, 4))
 
 
@@ -127,7 +131,7 @@ def test_a_slice_of_another_shape_is_refused() -> None:
 def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int, shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path, out=10)
     run_on_rank_0(lambda: (path / "mp_rank_00_model_states.pt").rename(path / "mp_rank_01_model_states.pt"))
-    engine = built(stage)
+    engine = build_engine(stage)
     engine.load_universal_checkpoint(path, OldMpu())
     for name, entry in numbers(10).items():
         assert torch.equal(engine.full_params()[name], entry["fp32"][5:])
@@ -140,16 +144,16 @@ def test_a_tensor_parallel_slice_is_sharded_like_any_other_parameter(stage: int,
 
 
 @two_ranks
-def test_steps_have_to_be_equal_and_none_is_left_alone(shared_tmp_path: Path) -> None:
+def test_steps_have_to_be_equal_and_a_missing_count_keeps_the_engines(shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path)
-    engine = built()
+    engine = build_engine()
     step = path / "zero" / "bias" / "step.pt"
     run_on_rank_0(lambda: torch.save(torch.tensor(4.0), step))
-    refused(engine, path, r"steps \[3.0, 4.0\] .* are not equal")
+    assert_refused(engine, path, r"steps \[3.0, 4.0\] .* are not equal")
     run_on_rank_0(lambda: torch.save(None, step))
-    refused(engine, path, r"steps \[3.0, None\] .* are not equal")
+    assert_refused(engine, path, r"steps \[3.0, None\] .* are not equal")
     run_on_rank_0(lambda: torch.save(None, path / "zero" / "weight" / "step.pt"))
-    refused(engine, path, "no step is saved for 'weight', and this engine, which made none")
+    assert_refused(engine, path, "no step count for 'weight', and this engine has not stepped it")
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
@@ -159,10 +163,10 @@ def test_steps_have_to_be_equal_and_none_is_left_alone(shared_tmp_path: Path) ->
 
 @two_ranks
 @pytest.mark.parametrize("flat", [False, True], ids=["stages 1 and 2", "stage 3"])
-def test_what_is_missing_or_another_model_s_is_named(flat: bool, shared_tmp_path: Path) -> None:
+def test_a_missing_part_or_another_models_is_named(flat: bool, shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path, flat)
     model = next(path.glob("*_model_states.pt")).name
-    engine = built()
+    engine = build_engine()
     for piece, words in (
         ("zero/optimizer_state.pt", "optimizer_state.pt, the optimizer's global state, is missing: convert"),
         ("zero/weight/exp_avg.pt", "weight/exp_avg.pt is missing"),
@@ -170,36 +174,38 @@ def test_what_is_missing_or_another_model_s_is_named(flat: bool, shared_tmp_path
         (model, r"model_states.pt in .* are not complete"),
     ):
         run_on_rank_0(lambda p=piece: (path / p).rename(path / "aside"))
-        refused(engine, path, words)
+        assert_refused(engine, path, words)
         run_on_rank_0(lambda p=piece: (path / "aside").rename(path / p))
-    refused(built(net=lambda: nn.Linear(3, 6)), path, "'weight' has shape|elements")
-    refused(built(net=lambda: nn.Linear(3, 5, bias=False)), path, "it holds 'bias', which is none of")
-    refused(built(net=lambda: nn.BatchNorm1d(5)), path, "buffer 'running_mean' .* is not in it")
-    refused(built(kind="SGD"), path, "use Adam")
-    refused(engine, shared_tmp_path, "no universal checkpoint in .* run ds_to_universal")
+    assert_refused(build_engine(net=lambda: nn.Linear(3, 6)), path, "'weight' has shape|elements")
+    assert_refused(
+        build_engine(net=lambda: nn.Linear(3, 5, bias=False)), path, "it has parameter 'bias', which this model has not"
+    )
+    assert_refused(build_engine(net=lambda: nn.BatchNorm1d(5)), path, "it has no buffer 'running_mean' ")
+    assert_refused(build_engine(kind="SGD"), path, "use Adam")
+    assert_refused(engine, shared_tmp_path, "no universal checkpoint in .* run ds_to_universal")
     run_on_rank_0(lambda: shutil.rmtree(path / "zero" / "weight"))
-    refused(engine, path, "weight/.*pt is missing")
+    assert_refused(engine, path, "weight/.*pt is missing")
 
 
 @two_ranks
-def test_a_command_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) -> None:
+def test_code_in_any_file_is_refused_and_never_runs(shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path)
-    engine, marker = built(), shared_tmp_path / "ran"
+    engine, marker = build_engine(), shared_tmp_path / "ran"
     files = sorted(path.rglob("*.pt"))
     for file in files:
-        whole = file.read_bytes()
+        content = file.read_bytes()
         run_on_rank_0(lambda f=file: torch.save({"param": PickledCommand(marker)}, f))
-        refused(engine, path, rf"{file.name} is refused: it asks for {os.mkdir.__module__}.mkdir")
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w[: len(w) // 2]))
-        refused(engine, path, f"{file.name} is damaged")
-        run_on_rank_0(lambda f=file, w=whole: f.write_bytes(w))
+        assert_refused(engine, path, rf"{file.name} is refused: it contains {os.mkdir.__module__}.mkdir")
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w))
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w[: len(w) // 2]))
+        assert_refused(engine, path, f"{file.name} is damaged")
+        run_on_rank_0(lambda f=file, w=content: f.write_bytes(w))
     assert not marker.exists()
     engine.load_universal_checkpoint(path, Mpu())
 
 
 class Tuned(nn.Linear):
-    """Keeps a number that is neither parameter nor buffer."""
+    """A model with extra state: a number that is neither parameter nor buffer."""
 
     tuning = 0
 
@@ -211,10 +217,10 @@ class Tuned(nn.Linear):
 
 
 @two_ranks
-def test_extra_state_is_taken_from_the_model_file_or_missed(shared_tmp_path: Path) -> None:
+def test_extra_state_is_loaded_from_the_model_file_and_must_be_there(shared_tmp_path: Path) -> None:
     path = written(shared_tmp_path)
-    engine = built(net=lambda: Tuned(3, 5))
-    refused(engine, path, r"the extra state \['_extra_state'\] is not in it")
+    engine = build_engine(net=lambda: Tuned(3, 5))
+    assert_refused(engine, path, r"it has no extra state \['_extra_state'\]")
     file = next(path.glob("*_model_states.pt"))
     model = torch.load(file)
     run_on_rank_0(lambda: torch.save(model | {"module": {"_extra_state": 7}}, file))

@@ -1,4 +1,4 @@
-"""What is no whole, harmless checkpoint of this very model is refused on every rank, and changes nothing."""
+"""Incomplete, damaged and unsafe checkpoints, and those of other models, are refused on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
@@ -24,13 +24,13 @@ from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints import storage
 from zharness.world import RanksFailed, run
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 two_ranks = pytest.mark.world_size(2)
 
 
-def built(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(5, 3), steps: int = 0) -> Engine:
+def build_engine(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(5, 3), steps: int = 0) -> Engine:
     torch.manual_seed(steps)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -44,17 +44,17 @@ def built(stage: int = 3, net: Callable[[], nn.Module] = lambda: nn.Linear(5, 3)
     return engine
 
 
-def everything(engine: Engine) -> dict[str, Tensor]:
+def collect_state(engine: Engine) -> dict[str, Tensor]:
     state = {f"{n}/{k}": v for n, entry in engine.full_optimizer_state().items() for k, v in entry.items()}
     return {**engine.full_params(), **state, "steps": torch.tensor(engine.steps)}
 
 
-def refused(engine: Engine, folder: Path, words: str, tag: str | None = None) -> None:
-    """On every rank loading raises in those words, and the engine is as it was."""
-    before = everything(engine)
+def assert_refused(engine: Engine, folder: Path, words: str, tag: str | None = None) -> None:
+    """Assert that loading raises this message on every rank and leaves the engine unchanged."""
+    before = collect_state(engine)
     with pytest.raises(CheckpointError, match=words):
         engine.load_checkpoint(folder, tag)
-    after = everything(engine)
+    after = collect_state(engine)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -65,8 +65,8 @@ def on_rank_0(edit: Callable[[], Any]) -> None:
     dist.barrier()
 
 
-def sign(path: Path) -> None:
-    """Make the manifest agree with files that were exchanged on purpose."""
+def update_manifest(path: Path) -> None:
+    """Update the manifest for files that the test replaced."""
     files = {
         p.name: [p.stat().st_size, zlib.crc32(p.read_bytes())]
         for p in path.iterdir()
@@ -76,7 +76,7 @@ def sign(path: Path) -> None:
 
 
 class Command:
-    """Unpickling one of these runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -86,27 +86,27 @@ class Command:
 
 
 @two_ranks
-def test_a_missing_or_damaged_piece_is_named_before_anything_is_loaded(shared_tmp_path: Path) -> None:
-    path = built(steps=1).save_checkpoint(shared_tmp_path, "t")
-    engine = built(steps=2)
+def test_a_missing_or_damaged_file_is_named_before_anything_is_loaded(shared_tmp_path: Path) -> None:
+    path = build_engine(steps=1).save_checkpoint(shared_tmp_path, "t")
+    engine = build_engine(steps=2)
     kept = {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
     dist.barrier()
-    for name, whole in kept.items():
-        flipped = bytearray(whole)
-        flipped[len(whole) // 2] ^= 8
-        damages = {"missing|no manifest": None, "bytes, expected": whole[:-7], "checksum": bytes(flipped)}
+    for name, original in kept.items():
+        flipped = bytearray(original)
+        flipped[len(original) // 2] ^= 8
+        damages = {"missing|no manifest": None, "bytes, expected": original[:-7], "checksum": bytes(flipped)}
         for words, content in damages.items():
             edit = (path / name).unlink if content is None else lambda c=content, n=name: (path / n).write_bytes(c)
             on_rank_0(edit)
-            refused(engine, shared_tmp_path, ".*" if name == storage.MANIFEST_FILE and content else words)
-            on_rank_0(lambda w=whole, n=name: (path / n).write_bytes(w))
+            assert_refused(engine, shared_tmp_path, ".*" if name == storage.MANIFEST_FILE and content else words)
+            on_rank_0(lambda w=original, n=name: (path / n).write_bytes(w))
     engine.load_checkpoint(shared_tmp_path)
 
 
 @two_ranks
 @pytest.mark.parametrize("name", [".metadata", "facts.pt", "rank_0.pt", "__0_0.distcp", "__1_0.distcp"])
-def test_a_file_that_carries_a_command_is_refused_and_the_command_never_runs(name: str, shared_tmp_path: Path) -> None:
-    path = built(steps=1).save_checkpoint(shared_tmp_path, "t")
+def test_a_file_that_contains_code_is_refused_and_the_code_never_runs(name: str, shared_tmp_path: Path) -> None:
+    path = build_engine(steps=1).save_checkpoint(shared_tmp_path, "t")
     marker = shared_tmp_path / "ran"
 
     def plant() -> None:
@@ -114,19 +114,19 @@ def test_a_file_that_carries_a_command_is_refused_and_the_command_never_runs(nam
             (path / name).write_bytes(pickle.dumps(Command(marker)))
         else:
             torch.save(Command(marker), path / name)
-        sign(path)
+        update_manifest(path)
 
     on_rank_0(plant)
-    engine = built(steps=2)
-    refused(engine, shared_tmp_path, "mkdir" if not name.endswith(".distcp") else "could not be read")
+    engine = build_engine(steps=2)
+    assert_refused(engine, shared_tmp_path, "mkdir" if not name.endswith(".distcp") else "could not be read")
     assert not marker.exists()
 
 
 @two_ranks
-def test_metadata_cannot_lead_to_an_unsafe_reader_or_out_of_the_checkpoint(shared_tmp_path: Path) -> None:
-    path = built(steps=1).save_checkpoint(shared_tmp_path, "t")
-    engine = built(steps=2)
-    whole = (path / ".metadata").read_bytes()
+def test_metadata_cannot_select_an_unsafe_reader_or_files_outside_the_checkpoint(shared_tmp_path: Path) -> None:
+    path = build_engine(steps=1).save_checkpoint(shared_tmp_path, "t")
+    engine = build_engine(steps=2)
+    content = (path / ".metadata").read_bytes()
 
     def bytes_entry(metadata: Any) -> None:
         metadata.state_dict_metadata["weights/weight"] = BytesStorageMetadata()
@@ -134,52 +134,57 @@ def test_metadata_cannot_lead_to_an_unsafe_reader_or_out_of_the_checkpoint(share
     def stray(metadata: Any) -> None:
         next(iter(metadata.storage_data.values())).relative_path = "../elsewhere"
 
-    for edit, words in ((bytes_entry, "not a tensor"), (stray, "not its own")):
-        metadata = pickle.loads(whole)  # noqa: S301 - written two lines above
+    for edit, words in ((bytes_entry, "not a tensor"), (stray, "files outside the checkpoint")):
+        metadata = pickle.loads(content)  # noqa: S301 - written two lines above
         edit(metadata)
-        on_rank_0(lambda m=metadata: ((path / ".metadata").write_bytes(pickle.dumps(m)), sign(path)))
-        refused(engine, shared_tmp_path, words)
+        on_rank_0(lambda m=metadata: ((path / ".metadata").write_bytes(pickle.dumps(m)), update_manifest(path)))
+        assert_refused(engine, shared_tmp_path, words)
 
 
 @two_ranks
-def test_a_checkpoint_of_another_model_is_refused_by_the_first_difference(shared_tmp_path: Path) -> None:
-    built(1, steps=1).save_checkpoint(shared_tmp_path)
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(shared_tmp_path: Path) -> None:
+    build_engine(1, steps=1).save_checkpoint(shared_tmp_path)
     for net, words in (
-        (lambda: nn.Linear(5, 4), r"parameter 'weight' has shape \(3, 5\) there, and here is one of shape \(4, 5\)"),
-        (lambda: nn.Linear(5, 3, bias=False), r"parameter 'bias' has shape \(3,\) there, and here is no such"),
+        (lambda: nn.Linear(5, 4), r"parameter 'weight' is of shape \(3, 5\) in the checkpoint, and of shape \(4, 5\)"),
+        (
+            lambda: nn.Linear(5, 3, bias=False),
+            r"parameter 'bias' is of shape \(3,\) in the checkpoint, and missing in this",
+        ),
         (lambda: nn.Sequential(nn.Linear(5, 3)), r"parameter '0.weight' has none there"),
         (lambda: nn.Sequential(nn.BatchNorm1d(5)), "has none there"),
     ):
-        refused(built(1, net), shared_tmp_path, f"another model: {words}" if "parameter" in words else words)
+        assert_refused(
+            build_engine(1, net), shared_tmp_path, f"another model: {words}" if "parameter" in words else words
+        )
 
 
 @two_ranks
-def test_what_is_not_there_is_said_with_what_to_do(shared_tmp_path: Path, tmp_path: Path) -> None:
-    engine = built()
-    refused(engine, shared_tmp_path, "no checkpoint in .* save one, or pass tag=")
-    refused(engine, shared_tmp_path, "no checkpoint 'x' in", tag="x")
-    refused(engine, shared_tmp_path, "expected a name for a folder", tag="../x")
-    with pytest.raises(CheckpointError, match=r"client_state.* is refused: it asks for .*mkdir"):
+def test_usage_errors_name_the_cause_and_the_remedy(shared_tmp_path: Path, tmp_path: Path) -> None:
+    engine = build_engine()
+    assert_refused(engine, shared_tmp_path, "no checkpoint in .* save one, or pass tag=")
+    assert_refused(engine, shared_tmp_path, "no checkpoint 'x' in", tag="x")
+    assert_refused(engine, shared_tmp_path, "expected a folder name", tag="../x")
+    with pytest.raises(CheckpointError, match=r"client_state.* is refused: it contains .*mkdir"):
         engine.save_checkpoint(shared_tmp_path, client_state={"x": Command(tmp_path)})
-    with pytest.raises(CheckpointError, match="expected a name"):
+    with pytest.raises(CheckpointError, match="expected a folder name"):
         engine.save_checkpoint(shared_tmp_path, tag="latest")
-    with pytest.raises(CheckpointError, match=r"tags of the ranks differ: .*a.*b"):
+    with pytest.raises(CheckpointError, match=r"the ranks differ in the tag: .*a.*b"):
         engine.save_checkpoint(shared_tmp_path, tag="ab"[dist.get_rank()])
     engine.backward(engine(torch.ones(2, 5)).sum())
-    with pytest.raises(CheckpointError, match="gradients wait"):
+    with pytest.raises(CheckpointError, match="gradients from before the accumulation boundary"):
         engine.save_checkpoint(shared_tmp_path)
     assert not any(shared_tmp_path.iterdir())
 
 
 class Forgetful:
-    """A schedule that only steps."""
+    """A schedule without state_dict."""
 
     def step(self) -> None:
         pass
 
 
 @two_ranks
-def test_a_schedule_that_does_not_tell_its_state_is_refused_by_name(shared_tmp_path: Path) -> None:
+def test_a_schedule_without_state_dict_is_refused_by_name(shared_tmp_path: Path) -> None:
     engine, *_ = initialize(
         model=nn.Linear(5, 3),
         config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -190,7 +195,7 @@ def test_a_schedule_that_does_not_tell_its_state_is_refused_by_name(shared_tmp_p
 
 
 class Full(OSError):
-    """No space left."""
+    """The error that the test raises in the middle of a save, as if the disk was full."""
 
 
 @two_ranks
@@ -206,19 +211,20 @@ class Full(OSError):
         ("rename", "new"),
     ],
 )
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_previous_checkpoint(
     where: str, tag: str, shared_tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = built(steps=1)
+    engine = build_engine(steps=1)
     engine.save_checkpoint(shared_tmp_path, "old")
-    wanted = everything(engine)
+    wanted = collect_state(engine)
     engine.steps = 7
     calls: list[int] = []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if where == "rename" and len(calls) == 1 and tag == "old":
-            return rename(*args)  # the old one is out of the way, the new one not yet in its place
+            # The next rename fails: the old checkpoint is moved away, and the new one is not in place yet.
+            return rename(*args)
         raise Full("no space left")
 
     rename = Path.rename
@@ -231,9 +237,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
             patched.setattr(storage, where, fail)
         with pytest.raises(CheckpointError, match="no space left"):
             engine.save_checkpoint(shared_tmp_path, tag)
-    other = built()
+    other = build_engine()
     other.load_checkpoint(shared_tmp_path)
-    assert all(torch.equal(everything(other)[name], value) for name, value in wanted.items())
+    assert all(torch.equal(collect_state(other)[name], value) for name, value in wanted.items())
     assert not (shared_tmp_path / storage.DRAFT_FOLDER).exists()
     engine.save_checkpoint(shared_tmp_path, tag)
     other.load_checkpoint(shared_tmp_path)
@@ -242,7 +248,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
 
 
 def die_while_saving(folder: Path) -> None:
-    engine = built(steps=1)
+    engine = build_engine(steps=1)
     engine.save_checkpoint(folder, "t")
     engine.steps = 7
     if dist.get_rank() == 1:
@@ -251,13 +257,13 @@ def die_while_saving(folder: Path) -> None:
 
 
 def read_back(folder: Path) -> int:
-    engine = built()
+    engine = build_engine()
     engine.load_checkpoint(folder)
-    engine.save_checkpoint(folder, "t")  # what the killed one left is no obstacle
+    engine.save_checkpoint(folder, "t")  # what the killed save left does not disturb the next one
     return engine.steps
 
 
-def test_after_a_kill_in_the_middle_of_a_save_the_one_before_is_whole(tmp_path: Path) -> None:
+def test_after_a_kill_during_a_save_the_previous_checkpoint_is_complete(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run(die_while_saving, tmp_path, world_size=2)
     assert run(read_back, tmp_path, world_size=2) == [1, 1]
@@ -265,7 +271,7 @@ def test_after_a_kill_in_the_middle_of_a_save_the_one_before_is_whole(tmp_path: 
 
 
 def test_plain_torch_would_have_run_the_command(tmp_path: Path) -> None:
-    """What the refusals above are for: torch's own reader of the same metadata."""
+    """torch's own reader runs the code in the same metadata, which the refusals above prevent."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
     with pytest.raises(AttributeError):
         filesystem.FileSystemReader(tmp_path).read_metadata()

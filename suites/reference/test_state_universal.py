@@ -1,4 +1,4 @@
-"""Universal checkpoints that the real DeepSpeed wrote, read by the reference engine, which then goes on from them."""
+"""The reference engine loads universal checkpoints that DeepSpeed wrote, and continues training from them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from suites.reference.same import assert_same
+from suites.reference.helpers import assert_same
 from zharness.engines import deepspeed, optimizers
 from zharness.engines.protocol import EngineConfig, GroupSpec, OptimizerSpec
 from zharness.errors import CheckpointError
-from zharness.laws.state_foreign_checkpoints import write_universal_checkpoint
+from zharness.laws.state.universal import write_universal_checkpoint
 from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints import unpickling
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 GROUPS = (GroupSpec("*bias", {"lr": 0.05, "weight_decay": 0.0}),)
 
 
 class Net(nn.Module):
-    """Buffers, a tied weight and a frozen parameter; two ranks share no parameter evenly."""
+    """Buffers, a tied weight and a frozen parameter; 2 divides the size of no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def loss_of(call: Any, step: int) -> Tensor:
     return call(torch.randn(3, 5)).pow(2).mean()
 
 
-def written_by_deepspeed(stage: int, groups: tuple[GroupSpec, ...], folder: Path) -> dict[str, Any]:
-    """Train three steps, save, convert; what DeepSpeed says it had."""
+def train_with_deepspeed(stage: int, groups: tuple[GroupSpec, ...], folder: Path) -> dict[str, Any]:
+    """Train three steps with DeepSpeed, save and convert. Returns the state that DeepSpeed reports."""
     torch.manual_seed(0)
     engine = deepspeed.factory(Net(), EngineConfig(stage, optimizer=spec(groups), micro_batch_size=3))
     for step in range(3):
@@ -66,13 +66,13 @@ def written_by_deepspeed(stage: int, groups: tuple[GroupSpec, ...], folder: Path
     engine.close()
     if dist.get_rank() == 0:
         convert(folder / "t", folder / "u")
-    everyone = [buffers]
-    dist.broadcast_object_list(everyone)  # a barrier too
-    return {"params": params, "state": state, "rates": rates, "buffers": everyone[0]}
+    rank_0_buffers = [buffers]
+    dist.broadcast_object_list(rank_0_buffers)  # this is a barrier too
+    return {"params": params, "state": state, "rates": rates, "buffers": rank_0_buffers[0]}
 
 
 def convert(source: Path, target: Path) -> None:
-    """DeepSpeed's own conversion, in this process."""
+    """Run DeepSpeed's own conversion in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
@@ -94,8 +94,8 @@ def reading_engine(stage: int, groups: tuple[GroupSpec, ...]) -> Engine:
     )[0]
 
 
-def vanilla_from(saved: dict[str, Any], groups: tuple[GroupSpec, ...]) -> tuple[dict[str, Tensor], Any]:
-    """Parameters and torch.optim's optimizer with DeepSpeed's numbers in them."""
+def plain_from(saved: dict[str, Any], groups: tuple[GroupSpec, ...]) -> tuple[dict[str, Tensor], Any]:
+    """Make a plain model and a torch.optim optimizer with the state that DeepSpeed reported."""
     params = {name: value.clone() for name, value in saved["params"].items()}
     optimizer = optimizers.build({name: params[name] for name in saved["state"]}, spec(groups))
     for name, state in saved["state"].items():
@@ -109,13 +109,13 @@ def vanilla_from(saved: dict[str, Any], groups: tuple[GroupSpec, ...]) -> tuple[
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("groups", [(), GROUPS], ids=["one group", "two groups"])
 @pytest.mark.parametrize("written", [1, 2, 3])
-def test_what_deepspeed_wrote_is_read_at_every_stage_and_goes_on_as_vanilla(
+def test_a_deepspeed_checkpoint_loads_at_every_stage_and_trains_on_like_plain_pytorch(
     written: int, groups: tuple[GroupSpec, ...], shared_tmp_path: Path
 ) -> None:
-    saved = written_by_deepspeed(written, groups, shared_tmp_path)
+    saved = train_with_deepspeed(written, groups, shared_tmp_path)
     for stage in range(4):
         engine = reading_engine(stage, groups)
-        with pytest.warns(UserWarning, match="no mpu is given: the tensor-parallel size is taken as 1"):
+        with pytest.warns(UserWarning, match="no mpu is given: assuming tensor-parallel size 1"):
             _, client_state = engine.load_universal_checkpoint(shared_tmp_path)
         assert client_state == {"epoch": 3}
         assert engine.steps == 3
@@ -126,19 +126,19 @@ def test_what_deepspeed_wrote_is_read_at_every_stage_and_goes_on_as_vanilla(
             assert_same(state, saved["state"][name])
         assert engine.full_optimizer_state().keys() == saved["state"].keys()
         assert_same(dict(engine.module.named_buffers()), saved["buffers"])
-        params, vanilla = vanilla_from(saved, groups)
+        params, plain = plain_from(saved, groups)
         engine.backward(loss_of(engine, 3))
         for name, grad in engine.full_grads().items():
             params[name].grad = grad
         engine.step()
-        vanilla.step()
+        plain.step()
         assert_same(engine.full_params(), params)
         engine.close()
 
 
 @pytest.mark.warm("deepspeed")
 @pytest.mark.world_size(1)
-def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shared_tmp_path: Path) -> None:
+def test_the_loss_scale_is_loaded_and_missing_model_files_are_refused(shared_tmp_path: Path) -> None:
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
     model = nn.Linear(3, 2)
@@ -164,7 +164,7 @@ def test_the_loss_scale_is_taken_and_a_model_file_of_another_rank_is_missed(shar
 
 @pytest.mark.warm("deepspeed")
 @pytest.mark.world_size(1)
-def test_of_deepspeed_s_classes_two_become_stand_ins_and_no_other_is_read(tmp_path: Path) -> None:
+def test_two_of_deepspeeds_classes_are_replaced_and_all_others_refused(tmp_path: Path) -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -173,7 +173,7 @@ def test_of_deepspeed_s_classes_two_become_stand_ins_and_no_other_is_read(tmp_pa
     assert (type(known["scaler"]), known["scaler"].cur_scale) == (unpickling.LossScaler, 8.0)
     assert known["stage"] is unpickling.ZeroStageEnum.gradients
     torch.save({"scaler": DynamicLossScaler(8.0, 2.0, 2, 1.0, 1, False)}, tmp_path / "unknown.pt")
-    with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*DynamicLossScaler"):
+    with pytest.raises(CheckpointError, match=r"contains deepspeed\..*DynamicLossScaler"):
         unpickling.load_deepspeed_file(tmp_path / "unknown.pt")
-    with pytest.raises(CheckpointError, match=r"asks for deepspeed\..*LossScaler"):
+    with pytest.raises(CheckpointError, match=r"contains deepspeed\..*LossScaler"):
         unpickling.load_safely(tmp_path / "known.pt", "known.pt")

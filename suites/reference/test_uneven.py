@@ -1,4 +1,4 @@
-"""Ranks that use different parameters: inside ``uneven`` nobody waits for what another rank never asks for."""
+"""Ranks that use different parameters inside ``uneven``: no rank hangs, and unused gradients count as zero."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it at the first step: here once, else a second in every rank
+import torch._dynamo  # imported once here: torch.optim imports it at the first step, a second in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from zharness.errors import UsageError
 from zharness.reference import Engine, initialize
 
-# What the engine computes is judged here, in hundreds of collectives; comparing each of them doubles the time.
+# These tests check results in hundreds of collectives; comparing the calls of each would double their time.
 pytestmark = pytest.mark.collectives("trusted")
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Experts(nn.Module):
-    """One layer for each rank, and one that nobody uses."""
+    """One layer for each rank, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Experts(nn.Module):
 
 
 def pair(stage: int) -> tuple[Engine, nn.Module, Tensor]:
-    """Weights and inputs of -1, 0 and 1, gradients summed over ranks: any order of summation gives the same bits."""
+    """Make an engine and its plain model with weights and inputs of -1, 0 and 1, so that all sums are exact."""
     torch.manual_seed(0)
     plain = Experts()
     for p in plain.parameters():
@@ -53,7 +53,7 @@ def pair(stage: int) -> tuple[Engine, nn.Module, Tensor]:
 
 @stages
 @pytest.mark.world_size(1, 3)
-def test_every_expert_learns_from_the_ranks_that_chose_it_and_the_unused_one_stays_put(stage: int) -> None:
+def test_every_expert_learns_from_the_ranks_that_chose_it_and_an_unused_one_is_not_updated(stage: int) -> None:
     engine, plain, x = pair(stage)
     rank = dist.get_rank()
     for chosen in ([rank], [2, 1, 0][: rank + 1]):
@@ -75,13 +75,13 @@ def test_every_expert_learns_from_the_ranks_that_chose_it_and_the_unused_one_sta
     for name, p in engine.full_params().items():
         assert torch.equal(p, before[name]) == (name not in grads), name
     assert engine.gathered_bytes() == 0
-    engine(x, [3]).sum().backward()  # outside again, all ranks alike
+    engine(x, [3]).sum().backward()  # outside the block all ranks use the same parameters
     assert "experts.3.bias" in engine.full_grads()
 
 
 @stages
 @pytest.mark.world_size(3)
-def test_when_one_rank_raises_every_rank_does_and_training_goes_on(stage: int) -> None:
+def test_if_one_rank_raises_all_do_and_training_continues(stage: int) -> None:
     engine, _, x = pair(stage)
     with pytest.raises((ZeroDivisionError, UsageError), match=r"by zero|rank 1 raised inside uneven"), engine.uneven():
         choose_or_raise(engine, x)
@@ -103,15 +103,15 @@ def test_a_step_or_another_block_inside_is_refused(stage: int) -> None:
     engine, _, x = pair(stage)
     with engine.uneven():
         engine(x, [dist.get_rank()]).sum().backward()
-        with pytest.raises(UsageError, match=r"a step was asked for inside uneven\(\)"):
+        with pytest.raises(UsageError, match=r"a step was requested inside uneven\(\)"):
             engine.step()
-        with pytest.raises(UsageError, match=r"another uneven\(\) was asked for"), engine.uneven():
+        with pytest.raises(UsageError, match=r"another uneven\(\) was requested"), engine.uneven():
             pass
     engine.step()
 
 
 class Heads(nn.Module):
-    """Two heads of equal shape, both read by every rank."""
+    """A model with two heads of equal shape that every rank reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Heads(nn.Module):
 
 
 class OneHead(Heads):
-    """Reads one of them."""
+    """A model of which each forward reads one head."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         chosen: Tensor = self.heads[dist.get_rank()](x)
@@ -132,9 +132,7 @@ class OneHead(Heads):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("size", [0, 10**6])
 @pytest.mark.parametrize("kind", [Heads, OneHead])
-def test_ranks_that_use_different_parameters_of_one_shape_hear_of_it_on_every_rank(
-    kind: type[Heads], size: int
-) -> None:
+def test_ranks_that_use_different_parameters_of_equal_shape_all_raise(kind: type[Heads], size: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": size, "reduce_bucket_size": size},
@@ -154,7 +152,7 @@ def test_ranks_that_use_different_parameters_of_one_shape_hear_of_it_on_every_ra
 
 
 @pytest.mark.world_size(2)
-def test_bf16_gradients_of_what_another_rank_used_add_up_in_the_dtype_of_the_master() -> None:
+def test_bf16_gradients_from_other_ranks_add_up_in_the_master_dtype() -> None:
     terms = [256.0, *[1.0] * 8]  # in bf16 256 + 1 is 256
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -54,9 +54,9 @@ def told(*arguments: str) -> Result:
         ),
         ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two releases"),
         ("releases --list --clean", "name one of them"),
-        ("releases deepspeed 0.18.8 --check trainning", "unknown check 'trainning'"),
+        ("releases deepspeed 0.18.8 --check trainning", "unknown law 'trainning'"),
         ("releases deepspeed 0.18.8 --check training --stage 4", "unknown stage '4'"),
-        ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown check 'trainning'"),
+        ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown law 'trainning'"),
         (
             "bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8 --stage 1 --timeout 9",
             "got --stage, --timeout for reproduction 7913",

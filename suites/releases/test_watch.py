@@ -16,7 +16,7 @@ from zharness.run import Record, Request
 from zharness.run.changes import ChangeKind, classify_change
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Verdict
-from zharness.run.runner import apply_expected_failure
+from zharness.run.verdicts import apply_expected_failure
 
 PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
     Verdict.PASS,

@@ -1,4 +1,4 @@
-"""A browser for the tests of the page, and whether there is one."""
+"""Find a browser for the tests of the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 
-# The distributions' names of Chromium, and the one that GitHub's runners have.
+# The names of Chromium in distributions, and of Chrome on GitHub's runners.
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run"),
@@ -15,12 +15,12 @@ ARGUMENTS = [
 
 
 def browser() -> str | None:
-    """Where Chromium is; None where there is none."""
+    """Return the path of Chromium; None if it is not installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def missing() -> str:
-    """Why the page cannot be opened here, with the remedy; the empty string where it can."""
+    """Return why the page cannot be opened in a browser, with a remedy; the empty string if it can."""
     if importlib.util.find_spec("playwright") is None:
         return 'playwright is not installed; install it with: pip install "zharness[test]"'
     if browser() is None:
@@ -29,5 +29,5 @@ def missing() -> str:
 
 
 def must_be_there() -> bool:
-    """Whether the absence of a browser is a failure: in CI, where nobody reads of a skip."""
+    """Return whether a missing browser fails the tests instead of skipping them: in CI, where skips go unread."""
     return os.environ.get("CI", "").lower() == "true"

@@ -1,4 +1,4 @@
-"""Records of runs that never were: every outcome, and evidence of every kind, as many as asked for."""
+"""Invent records of runs, with every outcome and every kind of evidence."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ CAUSE = (
 
 
 def records(count: int, bad: float = 0.02, seed: int = 0) -> list[Record]:
-    """``count`` records of which about the share ``bad`` fails, each with evidence; some others did not pass either."""
-    chance = random.Random(seed)  # noqa: S311 - made-up numbers, no secret
-    return [made(case, version, chance, bad) for case, version in itertools.islice(cells(), count)]
+    """Invent ``count`` records. About the share ``bad`` fails with evidence, and some others did not pass either."""
+    chance = random.Random(seed)  # noqa: S311 - not a secret
+    return [made(cell, version, chance, bad) for cell, version in itertools.islice(cells(), count)]
 
 
 def cells() -> Iterator[tuple[Cell, str]]:
-    """Cells without end, as several runs of a whole matrix would have them."""
+    """Yield cells without end, as several runs of the whole matrix would have them."""
     for seeded in itertools.count():
         for (engine, version), dtype, size in itertools.product(ENGINES, ("fp32", "bf16"), (2, 4)):
-            for stage, check in itertools.product(range(4), LAWS.values()):
-                for model in check.models[:2]:
-                    yield Cell(check.name, engine, stage, size, dtype, model, f"s{seeded}" if seeded else ""), version
+            for stage, law in itertools.product(range(4), LAWS.values()):
+                for model in law.models[:2]:
+                    yield Cell(law.name, engine, stage, size, dtype, model, f"s{seeded}" if seeded else ""), version
 
 
-def made(case: Cell, version: str, chance: random.Random, bad: float) -> Record:
-    """One record, its outcome drawn."""
+def made(cell: Cell, version: str, chance: random.Random, bad: float) -> Record:
+    """Invent one record with a random outcome."""
     drawn = chance.random()
     if drawn < bad:
-        return failed(case, version, chance)
-    plain = Record(case, 0, Verdict.PASS, version, "2.13.0+cpu", seconds=0.5, tier="S", ratio=chance.random() / 2)
+        return failed(cell, version, chance)
+    plain = Record(cell, 0, Verdict.PASS, version, "2.13.0+cpu", seconds=0.5, tier="S", ratio=chance.random() / 2)
     line = {**plain.as_json(), "smallest": 1.8e-7, "wrong_elements": 1, "elements": 2096, "undetermined": 0}
     if drawn < bad + 0.08:
         line |= {"verdict": "unsupported", "tier": None, "ratio": None, "cause": "not claimed: the engine says so"}
@@ -54,21 +54,21 @@ def made(case: Cell, version: str, chance: random.Random, bad: float) -> Record:
     return parse_record(json.dumps(line))
 
 
-def failed(case: Cell, version: str, chance: random.Random | None = None) -> Record:
-    """A record of a wrong number, with all the evidence that there can be."""
+def failed(cell: Cell, version: str, chance: random.Random | None = None) -> Record:
+    """Invent a record of a wrong number, with every kind of evidence."""
     divergence = {
         "step": 1, "part": "reduction", "parameter": "blocks.3.mlp.weight", "index": [17, 40], "owner": 1,
         "offset": 136, "seen_on": 0, "expected": 0.25, "actual": 0.125, "bound": 1e-7, "ulps": 8388608, "wrong": 96,
         "total": 6144, "hint": "it is the contribution of rank 0 alone",
     }  # fmt: skip
-    plain = Record(case, 0, Verdict.FAIL, version, "2.13.0+cpu", seconds=1.5, tier="S", ratio=1.2e6, cause=CAUSE)
+    plain = Record(cell, 0, Verdict.FAIL, version, "2.13.0+cpu", seconds=1.5, tier="S", ratio=1.2e6, cause=CAUSE)
     line = {**plain.as_json(), "smallest": 1.8e-7, "wrong_elements": 1, "elements": 6144, "undetermined": 3}
     evidence = exhibit(chance or random.Random(1))  # noqa: S311
     return parse_record(json.dumps({**line, "divergence": divergence, "evidence": evidence}))
 
 
 def exhibit(chance: random.Random) -> dict[str, Any]:
-    """Evidence of a shard whose rows were lost, as engines lose them."""
+    """Invent the evidence of a shard with wrong rows."""
     values: list[list[float | str]] = [
         [round(chance.random() * 0.4, 2) if row < 8 else round(10 ** (6 * chance.random()), 1) for _ in range(48)]
         for row in range(16)

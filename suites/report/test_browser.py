@@ -1,6 +1,6 @@
-"""The page in a browser: filtered, folded, walked by keys, a cell opened, two runs compared, printed.
+"""Use the page in a browser: filters, folding, keys, an opened cell, a comparison of two runs, printing.
 
-Every test ends with the proof that the page said nothing on the console and asked nobody for anything.
+Every test also checks that the page wrote nothing to the console and requested nothing over the network.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ pytestmark = pytest.mark.skipif(bool(missing()) and not must_be_there(), reason=
 BROKEN = Cell("training.grads", "reference", 0, 2, "fp32", "mlp")
 HOSTILE = Cell("training.no_sync", "reference", 0, 2, "fp32", "mlp")
 MARKUP = "<img src=x onerror=document.title='broken'> </script>"
-PATIENCE = 60_000  # milliseconds until what does not come is a failure: other tests may keep every core busy
+PATIENCE = 60_000  # milliseconds to wait for an element; other tests may keep every core busy
 Opened = Callable[..., "Page"]
 
 
 def cells() -> list[Record]:
-    """One failing cell with evidence, one whose cause is markup, the others passing."""
-    made = [mended(each) for each in records(320, bad=0.0)]
+    """Invent one failing cell with evidence, one whose cause is markup, and passing ones."""
+    passing = [mended(each) for each in records(320, bad=0.0)]
     hostile = Record(
         HOSTILE, 0, Verdict.CRASH, "0.1.0", "2.13.0", cause=MARKUP, expected_failure="deepspeedai/DeepSpeed#7352"
     )
-    told = {each.cell: each for each in [*made, failed(BROKEN, "0.1.0"), hostile]}
-    return list(told.values())
+    by_cell = {each.cell: each for each in [*passing, failed(BROKEN, "0.1.0"), hostile]}
+    return list(by_cell.values())
 
 
 def mended(record: Record) -> Record:
-    """The record as it would be if its law held."""
-    return replace(record, verdict=Verdict.PASS, cause="", excuse="") if record.verdict.is_broken else record
+    """Return the record with its verdict changed to pass."""
+    return replace(record, verdict=Verdict.PASS, cause="", expected_failure="") if record.verdict.is_broken else record
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(chromium: Browser, pages: Path) -> Iterator[Opened]:
     context = chromium.new_context(viewport={"width": 1400, "height": 900}, offline=True)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    said: list[str] = []
-    asked: list[str] = []
+    console: list[str] = []
+    requests: list[str] = []
 
     def open_(name: str = "one.html", cell: Cell | str = "") -> Page:
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: console.append(message.text))
+        page.on("pageerror", lambda error: console.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
         key = cell if isinstance(cell, str) else cell.id
         page.goto(f"{(pages / name).as_uri()}{'#' + quote(key, safe='') if key else ''}")
         page.locator("#count:not(:empty)").wait_for()
@@ -89,17 +89,17 @@ def opened(chromium: Browser, pages: Path) -> Iterator[Opened]:
 
     yield open_
     context.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert console == []
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
 
 
 def focused(page: Page) -> str:
-    """What a screen reader would read of the focused element first."""
-    found: str = page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.innerText")
-    return found
+    """Return the label of the focused element, or else its text."""
+    label: str = page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.innerText")
+    return label
 
 
-def test_the_filters_narrow_the_matrix_and_the_list_and_say_how_many_cells_are_left(opened: Opened) -> None:
+def test_the_filters_narrow_the_matrix_and_the_list_and_count_the_cells_shown(opened: Opened) -> None:
     from playwright.sync_api import expect
 
     page = opened()
@@ -120,7 +120,7 @@ def test_the_filters_narrow_the_matrix_and_the_list_and_say_how_many_cells_are_l
     expect(count).to_have_text(everything)
 
 
-def test_a_long_list_is_drawn_as_one_scrolls(opened: Opened) -> None:
+def test_a_long_list_is_drawn_while_scrolling(opened: Opened) -> None:
     from playwright.sync_api import expect
 
     page = opened()
@@ -149,7 +149,7 @@ def test_a_group_folds_by_click_and_by_key_and_all_at_once(opened: Opened) -> No
     assert page.locator("#matrix tr[data-check]").count() > 20
 
 
-def test_every_square_can_be_read_without_colour(opened: Opened) -> None:
+def test_every_square_has_a_letter_and_a_label_besides_its_colour(opened: Opened) -> None:
     page = opened()
     signs = page.locator("#matrix .square").all_inner_texts()
     assert {"F", "x", "·", "–"} <= set(signs)
@@ -158,7 +158,7 @@ def test_every_square_can_be_read_without_colour(opened: Opened) -> None:
     assert all(re.search(r": \d+ \w+", label) for label in labels)
 
 
-def test_the_evidence_of_a_failing_cell_is_shown_in_words_and_charts(opened: Opened) -> None:
+def test_the_evidence_of_a_failing_cell_is_shown_as_text_and_charts(opened: Opened) -> None:
     from playwright.sync_api import expect
 
     page = opened()
@@ -187,14 +187,14 @@ def test_the_evidence_of_a_failing_cell_is_shown_in_words_and_charts(opened: Ope
     assert "∞" in pane.locator(".numbers table").first.inner_text()
 
 
-def test_the_command_is_copied(opened: Opened) -> None:
+def test_the_copy_button_copies_the_command(opened: Opened) -> None:
     page = opened(cell=BROKEN)
     page.click(".copy")
     page.get_by_text("copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == f"zharness check '{BROKEN.id}'"
 
 
-def test_an_address_names_a_cell_and_one_that_is_not_there_is_told(opened: Opened) -> None:
+def test_an_address_opens_a_cell_and_an_unknown_cell_is_reported(opened: Opened) -> None:
     page = opened(cell=BROKEN)
     assert page.locator("#cell h2").inner_text() == "training.grads"
     assert page.locator("#matrix .chosen").inner_text() == "F"
@@ -235,7 +235,7 @@ def test_the_keys_walk_the_matrix_open_a_cell_and_come_back_to_its_square(opened
     assert focused(page).startswith("training.grads, reference 0.1.0, stage 0, 2 ranks, fp32: ")
 
 
-def test_what_a_record_says_never_becomes_markup_and_its_report_is_a_link(opened: Opened) -> None:
+def test_the_text_of_a_record_is_escaped_and_its_issue_is_a_link(opened: Opened) -> None:
     page = opened(cell=HOSTILE)
     assert MARKUP in page.locator("#cell .words").inner_text()
     assert page.title() != "broken"
@@ -245,7 +245,7 @@ def test_what_a_record_says_never_becomes_markup_and_its_report_is_a_link(opened
     assert "r.jsonl, line 3" in page.locator("#skipped").inner_text()
 
 
-def test_two_runs_side_by_side_begin_with_what_is_newly_broken(opened: Opened) -> None:
+def test_a_comparison_begins_with_newly_broken_cells(opened: Opened) -> None:
     page = opened("two.html")
     assert page.locator("#comparison h3").all_inner_texts() == ["newly broken 2", "new 1"]
     row = page.locator("#comparison tbody tr").filter(has_text=BROKEN.id)
@@ -254,7 +254,7 @@ def test_two_runs_side_by_side_begin_with_what_is_newly_broken(opened: Opened) -
     page.locator("#cell").get_by_text(CAUSE).wait_for()
 
 
-def test_on_paper_the_controls_are_gone_and_the_cell_has_a_page_of_its_own(opened: Opened) -> None:
+def test_in_print_the_controls_are_hidden_and_the_cell_starts_a_page(opened: Opened) -> None:
     page = opened(cell=BROKEN)
     page.emulate_media(media="print")
     assert page.locator("#filters").is_hidden()
@@ -264,7 +264,7 @@ def test_on_paper_the_controls_are_gone_and_the_cell_has_a_page_of_its_own(opene
     assert page.pdf().startswith(b"%PDF")
 
 
-def test_the_dark_and_the_light_page_have_their_own_colours(opened: Opened) -> None:
+def test_the_page_has_light_and_dark_colours(opened: Opened) -> None:
     page = opened()
     shades = []
     for scheme in ("light", "dark"):
@@ -274,10 +274,10 @@ def test_the_dark_and_the_light_page_have_their_own_colours(opened: Opened) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_an_audit_of_accessibility_finds_nothing(opened: Opened, scheme: str) -> None:
+def test_an_accessibility_audit_finds_no_violation(opened: Opened, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page = opened("two.html", BROKEN)
     page.emulate_media(color_scheme=scheme)
-    found = Axe().run(page)
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found.response["violations"]] == []
+    audit = Axe().run(page)
+    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in audit.response["violations"]] == []

@@ -1,4 +1,4 @@
-"""Two runs held against each other, and files in which some lines are no records."""
+"""Compare two runs, and read files in which some lines are not records."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from zharness.report.comparison import DifferenceKind, compare_runs, render_comp
 from zharness.run.record import Record, Verdict, open_record_file
 from zharness.run.record_reader import load_records
 
-CASE = Cell("training.grads", "deepspeed", 3, 2, "fp32", "mlp")
-PASSED = Record(CASE, 0, Verdict.PASS, "0.18.8", "2.13.0")
+CELL = Cell("training.grads", "deepspeed", 3, 2, "fp32", "mlp")
+PASSED = Record(CELL, 0, Verdict.PASS, "0.18.8", "2.13.0")
 
 
 def at(stage: int, verdict: Verdict = Verdict.PASS, cause: str = "", engine: str = "deepspeed") -> Record:
-    return replace(PASSED, case=replace(CASE, stage=stage, engine=engine), verdict=verdict, cause=cause)
+    return replace(PASSED, cell=replace(CELL, stage=stage, engine=engine), verdict=verdict, cause=cause)
 
 
-def turns(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[DifferenceKind, int]]:
+def differences(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[DifferenceKind, int]]:
     return [(each.kind, each.latest_record.cell.stage) for each in compare_runs(before, after).differences]
 
 
-def test_what_differs_is_told_the_worst_first() -> None:
+def test_differences_are_listed_the_worst_first() -> None:
     before = [at(0), at(1, Verdict.FAIL), at(2), at(3, Verdict.UNSUPPORTED), at(5, Verdict.UNSUPPORTED), at(6)]
     after = [at(4), at(7, Verdict.HANG), at(3), at(5, Verdict.CRASH), at(1), at(0, Verdict.FAIL), at(6)]
-    assert turns(before, after) == [
+    assert differences(before, after) == [
         (DifferenceKind.NEWLY_BROKEN, 0),
         (DifferenceKind.NEW_FAILURE, 7),
         (DifferenceKind.NEW_FAILURE, 5),
@@ -44,26 +44,28 @@ def test_what_differs_is_told_the_worst_first() -> None:
     ]
 
 
-def test_one_release_in_each_run_is_the_same_engine_and_several_are_not() -> None:
+def test_releases_are_compared_unless_one_run_has_several() -> None:
     old, new = at(0, engine="deepspeed==0.18.8"), at(0, Verdict.FAIL, engine="deepspeed==0.19.8")
-    assert turns([old], [new]) == [(DifferenceKind.NEWLY_BROKEN, 0)]
-    assert turns([old, new], [old, replace(new, verdict=Verdict.PASS)]) == [(DifferenceKind.NEWLY_HOLDING, 0)]
+    assert differences([old], [new]) == [(DifferenceKind.NEWLY_BROKEN, 0)]
+    assert differences([old, new], [old, replace(new, verdict=Verdict.PASS)]) == [(DifferenceKind.NEWLY_HOLDING, 0)]
 
 
 def test_runs_that_share_no_cell_are_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to compare: of 1 cells before and 1 now none is the same"):
+    with pytest.raises(
+        UsageError, match="nothing to compare: the earlier run has 1 cells, the later 1, and they share none"
+    ):
         compare_runs([at(0)], [at(1)])
 
 
-def test_the_terminal_tells_both_sides_and_counts_what_is_many() -> None:
-    words = render_comparison(
+def test_the_terminal_shows_both_outcomes_and_counts_cells_beyond_a_limit() -> None:
+    text = render_comparison(
         compare_runs([at(stage) for stage in range(10)], [at(stage, Verdict.FAIL, "wrong") for stage in range(10)])
     )
-    assert words.startswith("NEWLY BROKEN 10\n  training.grads[deepspeed-zero0-w2-fp32-mlp]\n    0.18.8: pass\n")
-    assert "    0.18.8: fail: wrong\n    again: zharness check 'training.grads[deepspeed-zero0-w2-fp32-mlp]'" in words
-    assert words.count("again:") == 8
-    assert "... and 2 more, by check: training.grads 2" in words
-    assert words.endswith("10 cells compared: 10 newly broken")
+    assert text.startswith("NEWLY BROKEN 10\n  training.grads[deepspeed-zero0-w2-fp32-mlp]\n    0.18.8: pass\n")
+    assert "    0.18.8: fail: wrong\n    again: zharness check 'training.grads[deepspeed-zero0-w2-fp32-mlp]'" in text
+    assert text.count("again:") == 8
+    assert "... and 2 more, by law: training.grads 2" in text
+    assert text.endswith("10 cells compared: 10 newly broken")
 
 
 def written(path: Path, records: Sequence[Record]) -> Path:
@@ -73,7 +75,7 @@ def written(path: Path, records: Sequence[Record]) -> Path:
     return path
 
 
-def test_a_broken_line_is_skipped_with_its_number_and_counted_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+def test_a_broken_line_is_skipped_and_listed_with_its_number(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", [at(0), at(1)])
     good, other = path.read_bytes().splitlines()
     later = json.dumps({**json.loads(other), "schema": 99}).encode()
@@ -105,9 +107,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
-def test_a_line_whose_values_are_of_another_type_is_skipped_as_one_that_is_none(
-    key: str, value: object, tmp_path: Path
-) -> None:
+def test_a_line_with_values_of_wrong_types_is_skipped(key: str, value: object, tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", [at(0), at(1)])
     good, other = path.read_text().splitlines()
     path.write_text(f"{good}\n{json.dumps({**json.loads(other), key: value})}\n")
@@ -116,16 +116,16 @@ def test_a_line_whose_values_are_of_another_type_is_skipped_as_one_that_is_none(
     assert "line 2: not a zharness record" in found.skipped_lines[0]
 
 
-def test_a_file_without_any_record_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_a_file_without_any_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     (tmp_path / "other").write_text("not\nours\n")
-    with pytest.raises(UsageError, match=r"no record in .*empty; records are what"):
+    with pytest.raises(UsageError, match=r"no record in .*empty; `zharness check --jsonl FILE` writes records"):
         load_records([tmp_path / "empty"])
-    with pytest.raises(UsageError, match=r"the first line that is none: .*other, line 1"):
+    with pytest.raises(UsageError, match=r"the first line that is not a record: .*other, line 1"):
         load_records([tmp_path / "other"])
 
 
-def test_the_command_tells_first_what_changed(tmp_path: Path) -> None:
+def test_the_command_prints_changes_first(tmp_path: Path) -> None:
     new, old = written(tmp_path / "new", [at(0, Verdict.FAIL, "wrong")]), written(tmp_path / "old", [at(0)])
     done = CliRunner().invoke(cli, ["report", str(new), "--against", str(old)], standalone_mode=False)
     assert (done.exception, done.return_value) == (None, 1)

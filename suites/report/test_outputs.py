@@ -1,4 +1,4 @@
-"""What a run leaves besides the terminal: JUnit's XML, and the summary of a workflow's step."""
+"""What a run writes besides the terminal: JUnit XML, and the summary of a workflow's step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zharness.cli import cli
 from zharness.errors import UsageError
 from zharness.report import page
 from zharness.report.junit import JUNIT_TAGS
-from zharness.report.matrix import OUTCOME_ORDER
 from zharness.report.outputs import Outputs
 from zharness.run import Record, Verdict
+from zharness.run.outcomes import OUTCOME_ORDER
 
-CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
-PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)
+CELL = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
+PASSED = Record(CELL, 0, Verdict.PASS, "1.0", "2.13.0", seconds=0.25)
 FAILED = replace(PASSED, verdict=Verdict.FAIL, cause="a wrong\nnumber \x00 & <more>", details="rank 0 said")
-EXCUSED = replace(FAILED, verdict=Verdict.CRASH, excuse="upstream#1")
+EXCUSED = replace(FAILED, verdict=Verdict.CRASH, expected_failure="upstream#1")
 ERROR = replace(PASSED, verdict=Verdict.ERROR, cause="a bug")
 UNSUPPORTED = replace(PASSED, verdict=Verdict.UNSUPPORTED, cause="not claimed")
-STALE = replace(PASSED, stale="delete it")
+STALE = replace(PASSED, stale_reason="delete it")
 
 
-def test_the_xml_has_a_test_case_for_each_cell_as_pytest_spells_it(tmp_path: Path) -> None:
+def test_the_xml_has_a_test_case_for_each_cell_in_pytest_s_form(tmp_path: Path) -> None:
     path = tmp_path / "junit.xml"
     Outputs(junitxml=path).write_reports([PASSED, FAILED, EXCUSED, ERROR, UNSUPPORTED, STALE], 2.5)
     (suite,) = ElementTree.parse(path).getroot()  # noqa: S314 - written a line above
@@ -48,24 +48,24 @@ def test_the_xml_has_a_test_case_for_each_cell_as_pytest_spells_it(tmp_path: Pat
         [("skipped", "pytest.skip")],
         [("failure", None)],
     ]
-    assert {case.get("name") for case in suite} == {CASE.id}
+    assert {case.get("name") for case in suite} == {CELL.id}
     failure = suite[1][0]
     assert failure.get("message") == "fail: a wrong number � & <more>"
     assert failure.text is not None
-    assert failure.text.endswith(f"rank 0 said\n\nagain: zharness check '{CASE.id}'")
+    assert failure.text.endswith(f"rank 0 said\n\nagain: zharness check '{CELL.id}'")
 
 
-def test_every_outcome_but_a_pass_has_its_element() -> None:
+def test_every_outcome_but_pass_has_a_tag() -> None:
     assert JUNIT_TAGS.keys() == set(OUTCOME_ORDER) - {"pass"}
 
 
 @pytest.mark.parametrize("option", ["--html", "--junitxml"])
-def test_a_file_that_cannot_be_written_is_told_before_anything_runs(option: str) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_anything_runs(option: str) -> None:
     done = CliRunner().invoke(cli, ["check", "training.grads", option, "/no/such/place/file"])
     assert "cannot write '/no/such/place/file'" in str(done.exception)
 
 
-def test_a_step_summary_is_appended_where_the_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_summary_is_appended_if_the_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
@@ -77,13 +77,13 @@ def test_a_step_summary_is_appended_where_the_variable_is_set(tmp_path: Path, mo
     assert "<details><summary>What did not pass</summary>\n\n```\nFAIL training.grads" in text
 
 
-def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_summary_does_not_exceed_github_s_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.md"
     monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
     for _ in range(3):
         step_summary.append_section("title", "ü" * 70 + "\n", "line of text\n" * 50_000)
     assert path.stat().st_size <= step_summary.MAX_SUMMARY_BYTES
-    assert path.read_text().endswith(step_summary.TRUNCATION_NOTICE), "and it is whole UTF-8"
+    assert path.read_text().endswith(step_summary.TRUNCATION_NOTICE), "no character is cut"
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_a_step_summary_keeps_to_the_size_that_is_shown(tmp_path: Path, monkeypa
         (step_summary.render_details("heading", "a\n" * 99), "a\n```\n\n</details>"),
         (step_summary.render_details("heading", "a") + "\n" + "b\n" * 99, "b"),
     ],
-    ids=["no block", "an open block", "a closed block", "what a click opens", "and what it has opened"],
+    ids=["no block", "an open block", "a closed block", "open details", "closed details"],
 )
-def test_what_is_cut_ends_the_block_that_is_open_and_opens_none(text: str, end: str) -> None:
-    kept = step_summary.truncate_markdown(text, 200)
-    assert len(kept) <= 200
-    assert kept.decode().endswith(f"\n{end}{step_summary.TRUNCATION_NOTICE}")
+def test_truncated_markdown_closes_the_open_block(text: str, end: str) -> None:
+    truncated = step_summary.truncate_markdown(text, 200)
+    assert len(truncated) <= 200
+    assert truncated.decode().endswith(f"\n{end}{step_summary.TRUNCATION_NOTICE}")
 
 
-def test_a_page_without_jinja2_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_jinja2_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="the page needs jinja2"):
         Outputs(html=tmp_path / "page.html").require_writable()
 
 
-def test_a_step_summary_that_cannot_be_written_costs_no_result(
+def test_a_step_summary_that_cannot_be_written_is_only_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, "/no/such/place/summary.md")
@@ -117,5 +117,5 @@ def test_a_step_summary_that_cannot_be_written_costs_no_result(
     assert "cannot append to GITHUB_STEP_SUMMARY='/no/such/place/summary.md'" in capsys.readouterr().err
 
 
-def test_a_block_is_fenced_by_more_backticks_than_it_has() -> None:
+def test_a_code_block_is_fenced_by_more_backticks_than_it_contains() -> None:
     assert step_summary.render_code_block("a ```` b").startswith("`````\n")

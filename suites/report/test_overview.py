@@ -1,4 +1,4 @@
-"""All engines in one table, and the command that prints it."""
+"""The overview of all engines in one table, and the command that prints it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zharness.cli import cli
 from zharness.report.overview import outcome_letter, render_contracts, render_overview
 from zharness.run.record import Record, Verdict, open_record_file
 
-CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
-PASSED = Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")
-UNSUPPORTED = replace(PASSED, case=replace(CASE, model="conv"), verdict=Verdict.UNSUPPORTED, cause="not claimed")
-FAILED = replace(PASSED, case=replace(CASE, stage=0), verdict=Verdict.FAIL, cause="a wrong number")
+CELL = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
+PASSED = Record(CELL, 0, Verdict.PASS, "1.0", "2.13.0")
+UNSUPPORTED = replace(PASSED, cell=replace(CELL, model="conv"), verdict=Verdict.UNSUPPORTED, cause="not claimed")
+FAILED = replace(PASSED, cell=replace(CELL, stage=0), verdict=Verdict.FAIL, cause="a wrong number")
 
 
 @pytest.mark.parametrize(
@@ -34,27 +34,25 @@ FAILED = replace(PASSED, case=replace(CASE, stage=0), verdict=Verdict.FAIL, caus
         (("stale", "error"), "S"),
     ],
 )
-def test_a_letter_tells_the_gravest_outcome_and_whether_all_cells_were_run(
-    outcomes: tuple[str, ...], expected: str
-) -> None:
+def test_a_letter_stands_for_the_most_serious_outcome(outcomes: tuple[str, ...], expected: str) -> None:
     assert outcome_letter(outcomes) == expected
 
 
 def test_every_letter_is_explained() -> None:
     explained = render_overview([PASSED]).rpartition("\n\n")[2]
     assert all(f"{mark}  " in explained for mark in ".:cx-FSUE")
-    assert "FINDINGS" not in explained, "a user's own excuses stand in no file of this project"
+    assert "FINDINGS" not in explained, "a user's expected failures are not listed in a file of this project"
 
 
 def test_an_engine_is_a_column_with_a_letter_for_each_stage() -> None:
-    other = replace(PASSED, case=replace(CASE, engine="fsdp2", stage=2))
+    other = replace(PASSED, cell=replace(CELL, engine="fsdp2", stage=2))
     table = render_overview([FAILED, PASSED, UNSUPPORTED, other])
     (row,) = (line for line in table.splitlines() if line.startswith("training.grads"))
     assert row.split() == ["training.grads", "F:", "."]
 
 
 def test_contracts_name_engine_laws_stages_and_address() -> None:
-    differs = replace(PASSED, verdict=Verdict.CONTRACT, cause="it divides", documented="https://example.org/doc")
+    differs = replace(PASSED, verdict=Verdict.CONTRACT, cause="it divides", documentation_url="https://example.org/doc")
     table = render_contracts([PASSED, differs])
     assert table.splitlines()[2].split() == (
         ["|", "reference", "|", "training.grads", "|", "3", "|", "it", "divides", "|", "https://example.org/doc", "|"]

@@ -1,4 +1,4 @@
-"""The page and the entry points: one file with all the records in it, that runs its own scripts and fetches nothing."""
+"""The HTML page, one file that contains all records, runs only its own scripts and fetches nothing; entry points."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zharness.report.page import read_asset, render_page, write_page
 from zharness.report.page.columns import OUTCOME_GLYPHS, OUTCOME_MEANINGS, STEP_PARTS
 from zharness.run import Record, Verdict
 
-CASE = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
+CELL = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
 ROOT = Path(__file__).parents[2]
 VENDORED = {
     "d3.min.js": "f2094bbf6141b359722c4fe454eb6c4b0f0e42cc10cc7af921fc158fceb86539",
@@ -35,30 +35,30 @@ VENDORED = {
 }
 
 
-def inside(text: str) -> dict[str, Any]:
+def read_payload(text: str) -> dict[str, Any]:
     """What the page's script reads."""
     (data,) = re.findall(r'<script type="text/plain" id="data">([^<]*)</script>', text)
-    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data)))
-    return found
+    payload: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data)))
+    return payload
 
 
-def test_the_page_holds_every_cell_and_nothing_in_a_record_can_become_markup(tmp_path: Path) -> None:
+def test_the_page_contains_every_cell_and_escapes_the_text_of_records(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script>"
-    failed = Record(CASE, 0, Verdict.FAIL, hostile, "2.13.0", cause=hostile, ratio=float("inf"), tier="S")
+    failed = Record(CELL, 0, Verdict.FAIL, hostile, "2.13.0", cause=hostile, ratio=float("inf"), tier="S")
     write_page([failed, replace(failed, verdict=Verdict.PASS)], 1.0, tmp_path / "page.html", skipped=[hostile])
     text = (tmp_path / "page.html").read_text()
     assert "alert" not in text
-    found = inside(text)
+    found = read_payload(text)
     assert found["records"]["size"] == 2
-    assert found["records"]["texts"]["id"]["values"] == [CASE.id]
+    assert found["records"]["texts"]["id"]["values"] == [CELL.id]
     assert found["records"]["texts"]["cause"]["values"] == [hostile]
     assert found["records"]["numbers"]["ratio"] == ["inf", "inf"]
     assert found["skipped"] == [hostile]
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_page_names_nothing_to_fetch_and_lets_its_own_scripts_alone_run() -> None:
-    text = render_page([Record(CASE, 0, Verdict.PASS, "1.0", "2.13.0")], 1.0)
+def test_the_page_fetches_nothing_and_allows_only_its_own_scripts() -> None:
+    text = render_page([Record(CELL, 0, Verdict.PASS, "1.0", "2.13.0")], 1.0)
     assert re.findall(r"""<(?:script|link|img|iframe|style)\b[^>]*\b(?:src|href)=["']?([^"'>]*)""", text) == ["data:,"]
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
     assert "default-src &#39;none&#39;" in policy
@@ -68,23 +68,23 @@ def test_the_page_names_nothing_to_fetch_and_lets_its_own_scripts_alone_run() ->
 
 
 @pytest.mark.parametrize("name", VENDORED)
-def test_the_libraries_inside_are_as_published_and_carry_their_licence(name: str) -> None:
+def test_the_vendored_libraries_are_unchanged_and_have_their_licence(name: str) -> None:
     assert hashlib.sha256(read_asset(f"vendor/{name}").encode()).hexdigest() == VENDORED[name]
     assert "Permission to use, copy, modify" in read_asset(f"vendor/{name.split('.')[0]}.LICENSE")
 
 
-def test_every_part_of_a_step_and_every_outcome_has_its_place_and_its_own_sign() -> None:
+def test_every_part_of_a_step_is_listed_and_every_outcome_has_its_own_letter() -> None:
     assert {part.value for part in Part} < set(STEP_PARTS)
     assert OUTCOME_GLYPHS.keys() == OUTCOME_MEANINGS.keys()
     assert len(set(OUTCOME_GLYPHS.values())) == len(OUTCOME_GLYPHS)
 
 
-def test_a_page_that_cannot_be_written_is_one_clear_sentence() -> None:
+def test_a_page_that_cannot_be_written_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"cannot write '/no/such/place/page.html'"):
         write_page([], 1.0, Path("/no/such/place/page.html"))
 
 
-def test_a_built_wheel_carries_every_file_of_the_page(tmp_path: Path) -> None:
+def test_a_wheel_contains_every_file_of_the_page(tmp_path: Path) -> None:
     parts = ("zharness", "pyproject.toml", "README.md", "LICENSE")
     source = tmp_path / "source"
     source.mkdir()
@@ -99,7 +99,7 @@ def test_a_built_wheel_carries_every_file_of_the_page(tmp_path: Path) -> None:
     assert carried == {str(path.relative_to(assets)) for path in assets.rglob("*") if path.is_file()}
 
 
-def test_where_no_browser_is_its_tests_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_browser_the_tests_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert browsers.missing().endswith("on Debian: apt-get install chromium")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -123,6 +123,6 @@ def test_an_engine_of_another_package_is_found_by_its_entry_point(
 
 
 @pytest.mark.parametrize("name", ["plain", "reference", "ddp", "fsdp2", "deepspeed"])
-def test_every_built_in_engine_hands_out_its_factory(name: str) -> None:
+def test_every_built_in_engine_has_a_factory(name: str) -> None:
     assert callable(engines.get(name))
     assert engines.capabilities(name, 0) is not None

@@ -1,4 +1,4 @@
-"""The exit code of programs is that of cells."""
+"""The exit code of programs follows the rule for cells."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ from zharness.run.record import Verdict
         ((Verdict.FAIL, Verdict.ERROR), 3),
     ],
 )
-def test_only_programs_that_all_pass_end_with_0(verdicts: tuple[Verdict, ...], code: int) -> None:
+def test_the_exit_code_of_programs_is_0_only_if_all_pass(verdicts: tuple[Verdict, ...], code: int) -> None:
     assert programs_exit_code([ProgramOutcome(verdict) for verdict in verdicts]) == code

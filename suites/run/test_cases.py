@@ -1,4 +1,4 @@
-"""Case ids, plans, excuses and records: what is written can be read, and what does not exist is refused."""
+"""Cell ids, plans, expected failures and records: each is parsed from what was written; wrong input is refused."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
 from zharness.report import render_failures, render_matrix, render_summary
-from zharness.report.matrix import records_exit_code
 from zharness.report.sensitivity import render_sensitivity
 from zharness.run import PlannedCell, Record, Request, Verdict, plan
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
+from zharness.run.outcomes import records_exit_code
 from zharness.run.plan import shuffle_cells
 from zharness.run.record import open_record_file, parse_record
 from zharness.run.record_reader import load_records
-from zharness.run.runner import apply_expected_failure, apply_remedy, conclude_judgement, verdict_of_exception
+from zharness.run.verdicts import apply_expected_failure, apply_remedy, conclude_judgement, verdict_of_exception
 
-CASE = Cell("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
+CELL = Cell("training.trajectory", "reference", 3, 2, "fp32", "mlp", "adamw")
 
 
 def claims(engine: str, stage: int) -> Capabilities:
@@ -42,42 +42,44 @@ def claims(engine: str, stage: int) -> Capabilities:
 
 
 def record(verdict: Verdict = Verdict.PASS, **fields: object) -> Record:
-    return replace(Record(CASE, 0, verdict, "1.0", "2.13.0"), **fields)  # type: ignore[arg-type]
+    return replace(Record(CELL, 0, verdict, "1.0", "2.13.0"), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        CASE,
+        CELL,
         Cell("training.grads", "my_package.my_module:factory", 0, 16, "bf16", "exact"),
         Cell("torch_func.vmap_grad", "deepspeed==0.19.8", 3, 2, "fp32", "conv"),
         Cell("training.trajectory", "deepspeed==1.0+cpu", 3, 2, "fp32", "conv", "sgd", "tiny_buckets"),
     ],
 )
-def test_a_case_is_read_back_from_its_id(case: Cell) -> None:
+def test_a_cell_is_parsed_from_its_id(case: Cell) -> None:
     assert Cell.parse(case.id) == case
 
 
 @pytest.mark.parametrize("text", ["", "training.grads", "training.grads[reference-w2-fp32-mlp]", "a[b]"])
-def test_what_is_no_id_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"not a case id.*for example"):
+def test_an_invalid_cell_id_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match=r"not a cell id.*for example"):
         Cell.parse(text)
 
 
-def test_the_seed_follows_from_the_case_and_is_shared_by_engines_and_stages() -> None:
-    assert CASE.seed() == Cell.parse(CASE.id).seed()
-    assert replace(CASE, engine="ddp", stage=0).seed() == CASE.seed()
-    assert len({CASE.seed(), CASE.seed(1), replace(CASE, model="conv").seed(), replace(CASE, world_size=4).seed()}) == 4
+def test_the_seed_follows_from_the_cell_and_is_shared_by_engines_and_stages() -> None:
+    assert CELL.seed() == Cell.parse(CELL.id).seed()
+    assert replace(CELL, engine="ddp", stage=0).seed() == CELL.seed()
+    assert len({CELL.seed(), CELL.seed(1), replace(CELL, model="conv").seed(), replace(CELL, world_size=4).seed()}) == 4
 
 
-def test_the_default_plan_has_every_check_at_every_stage_and_each_case_once() -> None:
+def test_the_default_plan_has_every_law_at_every_stage_and_each_cell_once() -> None:
     cells = plan(Request(), claims)
-    ours = [name for name, check in LAWS.items() if check.models]  # the others are of anyone's model alone
-    assert {(cell.cell.law, cell.cell.stage) for cell in cells} == {(name, s) for name in ours for s in range(4)}
+    workload_laws = [name for name, law in LAWS.items() if law.models]  # the others apply only to users' models
+    assert {(cell.cell.law, cell.cell.stage) for cell in cells} == {
+        (name, s) for name in workload_laws for s in range(4)
+    }
     assert len({cell.cell.id for cell in cells}) == len(cells)
     unclaimed = {feature.value for stage in range(4) for feature in claims("reference", stage).refuses}
-    left_out = [cell for cell in cells if not any(feature in cell.unsupported_reason for feature in unclaimed)]
-    assert not [cell for cell in left_out if cell.unsupported_reason], "the reference engine claims the rest"
+    claimed = [cell for cell in cells if not any(feature in cell.unsupported_reason for feature in unclaimed)]
+    assert not [cell for cell in claimed if cell.unsupported_reason], "the reference engine claims the rest"
 
 
 def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
@@ -87,7 +89,7 @@ def test_a_refused_feature_becomes_a_reason_before_anything_runs() -> None:
     assert all(reason in cell.unsupported_reason for cell in cells)
 
 
-def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s_own_numbers() -> None:
+def test_an_engine_with_its_own_kernels_is_judged_on_exact_models_and_by_laws_that_tolerate_them() -> None:
     def claimed(cell: PlannedCell) -> bool:
         return "does not claim" not in cell.unsupported_reason
 
@@ -104,7 +106,7 @@ def test_kernels_of_the_engine_s_own_leave_exact_models_and_laws_of_the_engine_s
 
 
 @pytest.mark.parametrize(("world_size", "runs"), [(2, True), (3, False), (4, True)])
-def test_what_is_exact_by_the_sum_alone_is_not_judged_by_the_mean_over_three(world_size: int, runs: bool) -> None:
+def test_a_law_that_needs_an_exact_sum_is_not_judged_by_the_mean_over_three_ranks(world_size: int, runs: bool) -> None:
     def mean_alone(engine: str, stage: int) -> Capabilities:
         claimed = claims(engine, stage)
         return replace(claimed, refuses={**claimed.refuses, Feature.SUM: "it averages"})
@@ -117,14 +119,14 @@ def test_what_is_exact_by_the_sum_alone_is_not_judged_by_the_mean_over_three(wor
     assert not any(cell.unsupported_reason for cell in plan(request, claims) if cell.cell.variant == "reduced")
 
 
-def test_another_order_has_the_same_cells_and_follows_from_its_seed() -> None:
+def test_a_shuffled_plan_has_the_same_cells_and_follows_from_its_seed() -> None:
     cells = plan(Request(patterns=("training",)), claims)
     assert shuffle_cells(cells, 1) == shuffle_cells(cells, 1)
     assert shuffle_cells(cells, 1) != shuffle_cells(cells, 2)
     assert set(shuffle_cells(cells, 1)) == set(cells)
 
 
-def test_tests_are_run_in_another_order_where_one_is_asked_for() -> None:
+def test_the_option_shuffle_runs_tests_in_another_order() -> None:
     def order(seed: int | None) -> list[Any]:
         items: list[Any] = list(range(20))
         pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: seed), items)  # type: ignore[arg-type]
@@ -135,15 +137,15 @@ def test_tests_are_run_in_another_order_where_one_is_asked_for() -> None:
     assert sorted(order(1)) == list(range(20))
 
 
-def test_a_whole_id_is_planned_alone_and_held_to_the_same_rules() -> None:
-    (cell,) = plan(Request(patterns=(CASE.id,)), claims)
-    assert cell.cell == CASE
+def test_a_cell_id_plans_one_cell_which_has_to_exist() -> None:
+    (cell,) = plan(Request(patterns=(CELL.id,)), claims)
+    assert cell.cell == CELL
     with pytest.raises(UsageError, match="unknown variant"):
-        plan(Request(patterns=(replace(CASE, variant="lion").id,)), claims)
+        plan(Request(patterns=(replace(CELL, variant="lion").id,)), claims)
     with pytest.raises(UsageError, match="unknown model for"):
         plan(Request(patterns=(Cell("torch_func.grad", "reference", 0, 2, "fp32", "transformer").id,)), claims)
     with pytest.raises(UsageError, match="stage of engine 'ddp'"):
-        plan(Request(patterns=(replace(CASE, engine="ddp").id,)), claims)
+        plan(Request(patterns=(replace(CELL, engine="ddp").id,)), claims)
 
 
 def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
@@ -158,7 +160,7 @@ def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     )
 
 
-def test_no_cell_is_run_of_an_engine_that_this_torch_cannot_build() -> None:
+def test_no_cell_of_an_engine_runs_if_this_torch_cannot_build_it() -> None:
     def absent(engine: str, stage: int) -> Capabilities:
         return replace(claims(engine, stage), absent="torch 2.4.1 has no public fully_shard; take torch 2.6 or newer")
 
@@ -174,14 +176,14 @@ def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
     assert any("stated for fp32 only" in cell.unsupported_reason for cell in cells)
 
 
-def test_a_backward_that_cannot_be_scaled_is_unsupported_where_the_loss_has_to_be() -> None:
-    check = "double_backward.retained_then_zero_grad"
-    cells = plan(Request(patterns=(check,), dtypes=("bf16", "fp16"), models=("mlp",)), claims)
+def test_a_plain_backward_is_unsupported_for_a_dtype_that_needs_a_loss_scale() -> None:
+    law = "double_backward.retained_then_zero_grad"
+    cells = plan(Request(patterns=(law,), dtypes=("bf16", "fp16"), models=("mlp",)), claims)
     refused = {(cell.cell.dtype, cell.cell.variant) for cell in cells if cell.unsupported_reason}
     assert refused == {("fp16", "tensor")}
 
 
-def test_a_variant_of_the_engine_is_planned_where_the_engine_names_it() -> None:
+def test_an_engine_variant_is_planned_at_the_stages_that_have_it() -> None:
     def named(engine: str, stage: int) -> Capabilities:
         return replace(claims(engine, 3), variants={"prefetch": {"depth": 2}} if stage == 3 else {})
 
@@ -194,16 +196,16 @@ def test_a_variant_of_the_engine_is_planned_where_the_engine_names_it() -> None:
         plan(Request(engine_variant="nothing"), named)
 
 
-def test_two_variants_that_can_be_had_together_meet_in_some_row() -> None:
+def test_every_two_compatible_variants_are_combined_in_some_row() -> None:
     variants = {"a": {"s": {"x": 1}}, "b": {"s": {"x": 2}}, "c": {"s": {"y": 1}}, "d": {"t": 1}}
-    found = list(build_pairwise_rows(variants))
+    rows = list(build_pairwise_rows(variants))
     for one, other in ("ac", "ad", "bc", "bd", "cd"):
-        together = merge_options(variants[one], variants[other])
-        assert any(merge_options(row, together) == row for row in found), (one, other)
+        both = merge_options(variants[one], variants[other])
+        assert any(merge_options(row, both) == row for row in rows), (one, other)
     assert not list(build_pairwise_rows({}))
 
 
-def test_a_request_that_leaves_no_cell_is_refused() -> None:
+def test_a_request_without_any_cell_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to run"):
         plan(Request(patterns=("torch_func",), models=("transformer",)), claims)
 
@@ -211,24 +213,24 @@ def test_a_request_that_leaves_no_cell_is_refused() -> None:
 MISMATCH = Mismatch(1, Part.OPTIMIZER, "a.b", (0, 1), 1, 2, 0, 1.0, math.nan, 0.0, -1, 3, 4, "a hint")
 
 
-def test_a_record_survives_its_line(tmp_path: Path) -> None:
+def test_a_record_is_parsed_from_its_json_line(tmp_path: Path) -> None:
     written = record(
         Verdict.FAIL,
         tier="S",
         ratio=math.inf,
-        smallest=1e-7,
+        smallest_scale_error=1e-7,
         wrong_elements=3,
         elements=40,
         undetermined=2,
         notes=("why",),
         divergence=MISMATCH,
-        modules="first in forward order: first",
+        module_departures="first in forward order: first",
         cause=MISMATCH.describe(),
         seconds=1.5,
     )
     with open_record_file(tmp_path / "r.jsonl") as file:
         file.add(written)
-        assert not (tmp_path / "r.jsonl").exists(), "it takes its name when it is whole"
+        assert not (tmp_path / "r.jsonl").exists(), "it gets its name when it is complete"
     (found,) = load_records([tmp_path / "r.jsonl"]).records
     assert found.as_json() == written.as_json()
     assert found.divergence is not None
@@ -241,7 +243,7 @@ def test_a_record_survives_its_line(tmp_path: Path) -> None:
     assert set(f"{wanted} {sensitivity} divergence cause seconds command schema".split()) <= set(line)
 
 
-def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_finished_records_under_the_final_name(tmp_path: Path) -> None:
     def interrupted() -> None:
         with open_record_file(tmp_path / "r.jsonl") as file:
             file.add(record())
@@ -253,7 +255,7 @@ def test_an_interrupted_run_leaves_its_finished_records_under_the_real_name(tmp_
 
 
 @pytest.mark.parametrize("line", ["", "{}", "not json", '{"schema": 99}', '{"schema": 1, "case": "nonsense"}'])
-def test_a_line_that_is_no_record_is_refused(line: str) -> None:
+def test_a_line_that_is_not_a_record_is_refused(line: str) -> None:
     with pytest.raises(UsageError):
         parse_record(line)
 
@@ -263,23 +265,23 @@ EXCUSE = ExpectedFailure(
 )
 
 
-def test_an_excuse_covers_what_it_names_and_fails_as_it_says() -> None:
-    assert EXCUSE.covers_cell(CASE, "1.0")
-    assert not EXCUSE.covers_cell(CASE, "2.0")
-    assert not EXCUSE.covers_cell(replace(CASE, engine="ddp"), "1.0")
-    assert not replace(EXCUSE, stages=(1,)).covers_cell(CASE, "1.0")
-    assert not replace(EXCUSE, variants=("sgd",)).covers_cell(CASE, "1.0")
+def test_an_expected_failure_covers_the_cells_that_it_names_if_they_fail_as_expected() -> None:
+    assert EXCUSE.covers_cell(CELL, "1.0")
+    assert not EXCUSE.covers_cell(CELL, "2.0")
+    assert not EXCUSE.covers_cell(replace(CELL, engine="ddp"), "1.0")
+    assert not replace(EXCUSE, stages=(1,)).covers_cell(CELL, "1.0")
+    assert not replace(EXCUSE, variants=("sgd",)).covers_cell(CELL, "1.0")
     as_expected = apply_expected_failure(record(Verdict.FAIL, cause=MISMATCH.describe()), EXCUSE)
     assert (as_expected.expected_failure, as_expected.is_expected) == ("upstream#1", True)
     elsewhere = apply_expected_failure(record(Verdict.CRASH, cause="SIGSEGV", details=MISMATCH.describe()), EXCUSE)
-    assert not elsewhere.expected_failure, "what another rank printed excuses nothing"
+    assert not elsewhere.expected_failure, "details do not count without the signature in the cause"
     hung = apply_expected_failure(record(Verdict.HANG, cause=MISMATCH.describe()), EXCUSE)
     assert not hung.expected_failure, "another verdict is another failure"
     otherwise = apply_expected_failure(record(Verdict.CRASH, cause="rank 0 raised: something else"), EXCUSE)
     assert (otherwise.expected_failure, otherwise.is_expected) == ("", False)
 
 
-def test_an_excuse_that_no_longer_fails_is_stale_and_fails_the_run() -> None:
+def test_an_expected_failure_that_passes_is_stale_and_fails_the_run() -> None:
     stale = apply_expected_failure(record(), EXCUSE)
     assert "no longer shows here" in stale.stale_reason
     assert not stale.is_expected
@@ -287,7 +289,7 @@ def test_an_excuse_that_no_longer_fails_is_stale_and_fails_the_run() -> None:
     assert "narrow or delete its entry, reference.toml:7" in render_failures([stale])
 
 
-def test_a_failure_of_the_harness_is_never_excused_and_never_stale() -> None:
+def test_a_failure_of_the_harness_is_never_expected_and_never_stale() -> None:
     failed = apply_expected_failure(record(Verdict.ERROR, cause=MISMATCH.describe()), EXCUSE)
     assert (failed.expected_failure, failed.stale_reason, records_exit_code([failed])) == ("", "", 3)
 
@@ -295,32 +297,40 @@ def test_a_failure_of_the_harness_is_never_excused_and_never_stale() -> None:
 def test_a_documented_difference_is_a_contract_only_when_its_remedy_passes() -> None:
     documented = replace(EXCUSE, documented="https://example.org/doc", remedy={"grouping": "root"})
     failed = apply_expected_failure(record(Verdict.FAIL, cause=MISMATCH.describe()), documented)
-    kept = apply_remedy(failed, documented, record(Verdict.PASS))
-    assert (kept.verdict, kept.documentation_url, kept.is_expected) == (
+    contract = apply_remedy(failed, documented, record(Verdict.PASS))
+    assert (contract.verdict, contract.documentation_url, contract.is_expected) == (
         Verdict.CONTRACT,
         "https://example.org/doc",
         True,
     )
-    lost = apply_remedy(failed, documented, record(Verdict.FAIL, cause="still wrong"))
-    assert (lost.verdict, lost.is_expected) == (Verdict.FAIL, False)
-    assert "the documented remedy" in lost.cause
+    without_effect = apply_remedy(failed, documented, record(Verdict.FAIL, cause="still wrong"))
+    assert (without_effect.verdict, without_effect.is_expected) == (Verdict.FAIL, False)
+    assert "the documented remedy" in without_effect.cause
 
 
-def test_a_cell_that_leaves_most_elements_undetermined_is_no_pass() -> None:
+def test_a_cell_with_most_elements_undetermined_does_not_pass() -> None:
     found = Judgement(3, Tier.STAGED, 0.1, 1e-2, None, elements=10, undetermined=5, wrong_elements=4)
     assert conclude_judgement(found) == (Verdict.PASS, "")
     verdict, cause = conclude_judgement(replace(found, undetermined=6))
     assert verdict is Verdict.UNDETERMINED
     assert "6 of 10 elements are smaller than the bound" in cause
     assert conclude_judgement(replace(found, undetermined=6, mismatch=MISMATCH))[0] is Verdict.FAIL
-    left_open = record(verdict, cause=cause)
-    assert records_exit_code([left_open]) == 1
-    assert "UNDETERMINED" in render_failures([left_open])
+    undetermined = record(verdict, cause=cause)
+    assert records_exit_code([undetermined]) == 1
+    assert "UNDETERMINED" in render_failures([undetermined])
 
 
-def test_the_weakest_cell_says_what_all_would_have_caught() -> None:
-    sharp = record(tier="X", ratio=0.0, smallest=1e-7, wrong_elements=1, elements=10, undetermined=0)
-    blunt = record(tier="S", ratio=0.4, smallest=1e-3, wrong_elements=6, elements=90, undetermined=5, notes=("why",))
+def test_the_least_sensitive_cell_decides_which_errors_all_cells_would_find() -> None:
+    sharp = record(tier="X", ratio=0.0, smallest_scale_error=1e-7, wrong_elements=1, elements=10, undetermined=0)
+    blunt = record(
+        tier="S",
+        ratio=0.4,
+        smallest_scale_error=1e-3,
+        wrong_elements=6,
+        elements=90,
+        undetermined=5,
+        notes=("why",),
+    )
     words = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
     assert "1 cells by tier X, 1 cells by tier S; errors reach 0.4 of their bound" in words
     assert "a scale error of 1.0e-03" in words
@@ -328,22 +338,24 @@ def test_the_weakest_cell_says_what_all_would_have_caught() -> None:
     assert "5 of 100 elements undetermined\nNOTE 1 cells: why" in words
 
 
-def test_who_raised_tells_the_engine_from_the_harness() -> None:
+def test_an_exception_is_the_engine_s_or_the_harness_s_by_the_file_that_raised_it() -> None:
     package = Path(engines.__file__).parents[1]
     assert verdict_of_exception("builtins.IndexError", "/site-packages/deepspeed/engine.py") is Verdict.CRASH
     assert verdict_of_exception("builtins.IndexError", str(package / "reference" / "engine.py")) is Verdict.CRASH
     assert verdict_of_exception("builtins.RuntimeError", str(package / "workload" / "nets.py")) is Verdict.CRASH
-    assert verdict_of_exception("builtins.AttributeError", str(package / "checks" / "bench.py")) is Verdict.ERROR
     assert (
-        verdict_of_exception("zharness.errors.EngineContractError", str(package / "checks" / "bench.py"))
+        verdict_of_exception("builtins.AttributeError", str(package / "law_kit" / "rank_context.py")) is Verdict.ERROR
+    )
+    assert (
+        verdict_of_exception("zharness.errors.EngineContractError", str(package / "law_kit" / "rank_context.py"))
         is Verdict.FAIL
     )
 
 
-def test_exit_codes_say_what_happened() -> None:
+def test_the_exit_code_of_several_records() -> None:
     assert records_exit_code([record()]) == 0
     assert records_exit_code([record(Verdict.UNSUPPORTED), record(Verdict.CONTRACT)]) == 0
-    assert records_exit_code([record(Verdict.CRASH, excuse="upstream#1")]) == 0
+    assert records_exit_code([record(Verdict.CRASH, expected_failure="upstream#1")]) == 0
     assert records_exit_code([record(), record(Verdict.HANG)]) == 1
     assert records_exit_code([record(Verdict.FAIL), record(Verdict.ERROR)]) == 3
 
@@ -353,7 +365,7 @@ def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
     assert "fail 1, pass 1" in render_matrix([record(), failed])
     words = render_failures([record(), failed])
     assert MISMATCH.describe() in words
-    assert f"again: zharness check '{CASE.id}'" in words
+    assert f"again: zharness check '{CELL.id}'" in words
     assert render_summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
 
 

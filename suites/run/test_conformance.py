@@ -1,4 +1,4 @@
-"""Anyone's engine from anyone's test file: the documentation's own text, and the same without pytest."""
+"""Check a user's engine from a test file, with the text of the documentation, and without pytest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FILES = ("my_engine.py", "test_my_engine.py")
 
 
-def test_the_toy_engine_of_the_documentation_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
+def test_the_documentation_s_engine_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "your-engine.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for name in FILES:
@@ -31,12 +31,12 @@ def test_the_toy_engine_of_the_documentation_keeps_the_laws_that_it_claims(tmp_p
     assert "training.accumulation[my_engine:MyEngine-zero0-w2-fp32-exact-caller]] PASSED" in done.stdout
 
 
-def test_the_laws_run_without_pytest_and_under_a_variant_of_the_engine() -> None:
-    found = zharness.run_laws(
+def test_laws_run_without_pytest_and_under_an_engine_variant() -> None:
+    records = zharness.run_laws(
         "reference", checks=("training.grads",), stages=(2,), models=("exact",), variant="tiny_buckets"
     )
-    (record,) = found
-    assert record.case == Cell("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
+    (record,) = records
+    assert record.cell == Cell("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
     assert record.verdict is Verdict.PASS, record.cause
 
 

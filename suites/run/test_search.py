@@ -1,4 +1,4 @@
-"""Shrinking keeps to the failure that was found."""
+"""A failing program is shrunk to a smaller one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zharness.run.record import Verdict
 
 
 class Alone:
-    """Programs fail with a wrong number; a single one hangs, which is another bug."""
+    """A runner on which programs fail with a wrong number, but a single program hangs, which is another bug."""
 
     def claims(self, engine: str, stage: int) -> Any:
         return engines.capabilities(engine, stage)

@@ -19,29 +19,29 @@ from suites.warm.program_request import ProgramRequest
 
 
 def set_up_process(request: ProgramRequest, streams: Sequence[int]) -> None:
-    """Make this process what a shell would have started: its session, signals, streams, folder and environment."""
+    """Give this process the session, signals, streams, folder and environment that a shell would have given it."""
     if request.new_session:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored below a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it as ignored
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
-    # What was found out when Python or a library started follows from the environment that there is now.
+    # Recompute what Python or a library had read from the environment at its start.
     tempfile.tempdir = None
-    for place in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if place and place not in sys.path[1:]:
-            sys.path.insert(1, place)
+    for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path[1:]:
+            sys.path.insert(1, folder)
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def run_command(arguments: Sequence[str]) -> NoReturn:
-    """What Python does with the words of its command line; raises SystemExit, or what the program raises."""
+    """Run a program as Python runs its command line; raises SystemExit, or the program's own exception."""
     if arguments[0] == "-u":
-        # Anew: those that there are keep what is written until they are flushed, and a program may die before.
+        # New streams: the existing ones buffer, and the program may die before it flushes them.
         sys.stdout, sys.stderr = (
             TextIOWrapper(FileIO(target, "wb", closefd=False), errors=stream.errors, write_through=True)
             for target, stream in ((1, sys.stdout), (2, sys.stderr))
@@ -54,7 +54,7 @@ def run_command(arguments: Sequence[str]) -> NoReturn:
     try:
         run_code_or_file(arguments)
     except KeyboardInterrupt:
-        # Python ends by the signal then, after all that it does at its end, so that a shell sees what happened.
+        # Like Python: after the exit functions, end by the signal, so that a shell sees it.
         sys.excepthook(*sys.exc_info())
         atexit._run_exitfuncs()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -63,7 +63,7 @@ def run_command(arguments: Sequence[str]) -> NoReturn:
 
 
 def run_code_or_file(arguments: Sequence[str]) -> None:
-    """A program given as text behind ``-c``, or as a file."""
+    """Run a program given as text after ``-c``, or as a file."""
     if arguments[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
         sys.modules["__main__"] = main = ModuleType("__main__")

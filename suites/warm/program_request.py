@@ -1,4 +1,4 @@
-"""What a warm Python is asked to run, and how that is sent to it."""
+"""Requests to the warm Python to run a program, and how to find the processes below one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAX_REQUEST_BYTES = 1 << 17  # bytes of an order
+MAX_REQUEST_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """The words of a command after ``python``, and its surroundings.
+    """A program to run: its arguments after ``python``, its folder and its environment.
 
-    ``spares`` are processes that wait beside it to become the programs which it starts.
+    ``spares`` is the number of forks that wait to become the Python programs that it starts.
     """
 
     arguments: Sequence[str]
@@ -26,30 +26,31 @@ class ProgramRequest:
 
 
 def send_request(channel: socket.socket, request: ProgramRequest, descriptors: Sequence[int]) -> None:
-    """Over a socket of packets: the order and copies of the descriptors."""
+    """Send a request and the descriptors over a packet socket."""
     packet = json.dumps(asdict(request)).encode()
-    assert len(packet) <= MAX_REQUEST_BYTES, f"an order of {len(packet)} bytes"
+    assert len(packet) <= MAX_REQUEST_BYTES, f"a request of {len(packet)} bytes"
     socket.send_fds(channel, [packet], descriptors)
 
 
 def receive_request(channel: socket.socket) -> tuple[ProgramRequest, list[int]] | None:
-    """The next order and its descriptors; None when nobody is left to order anything."""
+    """Return the next request and its descriptors; None when the other end is closed."""
     packet, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 4)
     return (ProgramRequest(**json.loads(packet)), descriptors) if packet else None
 
 
 def find_descendants(pid: int) -> dict[int, str]:
-    """The command lines of living processes below ``pid``; none only where there is none.
+    """Return the command lines of all living processes below ``pid`` by process id.
 
-    What ends while it is looked at leaves its children to ``pid``, whose own have been listed by then: once more.
+    A process that ends during a scan leaves its children to ``pid``, whose own children are already listed; so an empty
+    scan is repeated while ``pid`` has living children.
     """
-    while not (found := scan_descendants(pid)) and any(map(is_alive, list_children(pid))):
+    while not (descendants := scan_descendants(pid)) and any(map(is_alive, list_children(pid))):
         continue
-    return found
+    return descendants
 
 
 def list_children(pid: int) -> list[int]:
-    """By the kernel's own list; none of a process that is gone."""
+    """Return the children of a process from /proc; none if it has ended."""
     try:
         return [
             int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in read_proc_fields(task / "children")
@@ -59,17 +60,17 @@ def list_children(pid: int) -> list[int]:
 
 
 def scan_descendants(pid: int) -> dict[int, str]:
-    """The command lines of living processes below ``pid`` as they are met, the newest first."""
-    found: dict[int, str] = {}
+    """Return the command lines of living processes below ``pid`` from one scan, descendants before their parents."""
+    descendants: dict[int, str] = {}
     for child in list_children(pid):
-        found |= scan_descendants(child)
+        descendants |= scan_descendants(child)
         if is_alive(child):
-            found[child] = " ".join(read_proc_fields(Path(f"/proc/{child}/cmdline"), "\0")).strip()
-    return found
+            descendants[child] = " ".join(read_proc_fields(Path(f"/proc/{child}/cmdline"), "\0")).strip()
+    return descendants
 
 
 def read_proc_fields(path: Path, separator: str | None = None) -> list[str]:
-    """The words of a file of /proc; none, where its process is gone."""
+    """Return the separated fields of a file in /proc; none if its process has ended."""
     try:
         return path.read_text().split(separator)
     except OSError:
@@ -77,7 +78,7 @@ def read_proc_fields(path: Path, separator: str | None = None) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; one that has ended and waits to be asked for its status does not."""
+    """Return whether a process is running; False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Programs that a warm Python runs, for tests that need a process of its own and no new Python."""
+"""Run Python programs in forks of a warm Python, for tests that need a process but not a new interpreter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from suites.warm.program_request import ProgramRequest, find_descendants, send_r
 
 ROOT = Path(__file__).parents[2]
 PROGRAM_TIMEOUT = 300.0  # seconds for one program
-LEFTOVER_TIMEOUT = 5.0  # seconds in which everything has to be gone
+LEFTOVER_TIMEOUT = 5.0  # seconds within which every process of a program has to end after it
 INITIAL_ENVIRONMENT = dict(os.environ)  # before any test has changed it
 
 
 @functools.cache
 def start_warm_python() -> tuple[socket.socket, Mapping[str, str]]:
-    """The way to a warm Python, which ends with this process, and what Python read of the environment at its start."""
+    """Start the warm Python, which ends with this process; return the socket to it and its start-up variables."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen([sys.executable, "-m", "suites.warm.server"], cwd=ROOT, stdin=theirs, env=INITIAL_ENVIRONMENT)
@@ -35,15 +35,15 @@ def start_warm_python() -> tuple[socket.socket, Mapping[str, str]]:
 
 
 def select_startup_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What only a new Python would see. PYTHONPATH is not of it: a program has what it is given."""
+    """Return the variables that Python reads only at its start; PYTHONPATH is not one, since each program sets it."""
     return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
 
 
 class Program:
-    """``python WORDS`` in a process of its own. Its standard input is a pipe that has ``typed`` and has been closed.
+    """``python ARGUMENTS`` in a process of its own, with ``stdin_text`` as its standard input.
 
-    The first Pythons that it starts, ``spares`` of them, are forks as well. Use it as a context manager, or call
-    ``close``, which ends what is left of it.
+    The first ``spares`` Python processes that it starts are forks as well. Use it as a context manager, or call
+    ``close``, which kills all its remaining processes.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Program:
         stdin_text: str = "",
         spares: int = 0,
     ) -> None:
-        way, started_with = start_warm_python()
+        warm_python, startup_variables = start_warm_python()
         environment = dict(os.environ if environment is None else environment)
-        assert select_startup_variables(environment) == started_with, "Python reads these at its start: start one"
+        assert select_startup_variables(environment) == startup_variables, "other start-up variables need a new Python"
         self._status_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open_stdin_pipe(stdin_text) as entry:
             descriptors = [file.fileno() for file in (entry, output, errors, theirs)]
-            send_request(way, ProgramRequest(arguments, str(folder), environment, spares), descriptors)
+            send_request(warm_python, ProgramRequest(arguments, str(folder), environment, spares), descriptors)
         self._status_socket.settimeout(PROGRAM_TIMEOUT)
-        told = self._status_socket.recv(64).split()
-        assert told, "the warm Python has ended; what it wrote to its errors says why"
-        self._supervisor_pid, self.pid = map(int, told)
+        pids = self._status_socket.recv(64).split()
+        assert pids, "the warm Python has ended; its standard error says why"
+        self._supervisor_pid, self.pid = map(int, pids)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, as subprocess has it; None while it runs."""
+        """Return the exit status as subprocess does; None while the program runs."""
         return (
             self.wait(0.0)
             if self.returncode is not None or select.select([self._status_socket], [], [], 0)[0]
@@ -79,32 +79,32 @@ class Program:
         )
 
     def wait(self, timeout: float = PROGRAM_TIMEOUT) -> int:
-        """Its exit status. Raises TimeoutError where it does not end in time."""
+        """Wait for the exit status and return it. Raises TimeoutError if the program does not end in time."""
         if self.returncode is None:
             self._status_socket.settimeout(timeout)
-            told = self._status_socket.recv(64)
-            assert told, "whoever keeps the program has ended"
-            self.returncode = int(told)
+            status = self._status_socket.recv(64)
+            assert status, "the supervisor of the program has ended"
+            self.returncode = int(status)
         return self.returncode
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """To the program, and to nothing else, unless it has ended."""
+        """Send a signal to the program's own process, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal_number)
 
     def find_descendants(self) -> dict[int, str]:
-        """The command lines of all living processes of this program, those included that have lost their parent."""
+        """Return the command lines of all living processes of this program, orphans included."""
         return find_descendants(self._supervisor_pid)
 
     def wait_for_leftovers(self) -> dict[int, str]:
-        """Those that are still there ``GONE`` seconds from now."""
+        """Wait up to ``LEFTOVER_TIMEOUT`` until all processes have ended; return those that have not."""
         until = time.monotonic() + LEFTOVER_TIMEOUT
-        while (found := self.find_descendants()) and time.monotonic() < until:
+        while (descendants := self.find_descendants()) and time.monotonic() < until:
             threading.Event().wait(0.02)
-        return found
+        return descendants
 
     def close(self) -> None:
-        """Leave nothing to the tests that follow."""
+        """Kill all processes of the program, so that none is left to the next tests."""
         while pids := self.find_descendants():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ class Program:
 
 
 def open_stdin_pipe(text: str) -> IO[bytes]:
-    """The end to read from of a pipe that is closed at the other."""
+    """Return the reading end of a pipe that has ``text`` and whose other end is closed."""
     read, write = os.pipe()
     with open(write, "wb", buffering=0) as pipe:
         os.set_blocking(write, False)
@@ -134,7 +134,7 @@ def run(
     stdin_text: str = "",
     spares: int = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """``python WORDS`` from its start to its end, and what it printed."""
+    """Run ``python ARGUMENTS`` to its end; return its exit status and what it printed."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         with Program(arguments, output, errors, folder, environment, stdin_text=stdin_text, spares=spares) as program:
             status = program.wait()
@@ -142,5 +142,5 @@ def run(
 
 
 def read_output(file: IO[bytes]) -> str:
-    """What a program has written to it. The position in the file is the program's too."""
+    """Return what a program has written to the file, without moving the file position, which the program shares."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()

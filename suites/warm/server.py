@@ -1,9 +1,9 @@
-"""A Python that has imported what the tests' programs need, and forks one of itself for each: run as a program.
+"""The warm Python: it has imported what the tests' programs need, and forks itself to run each of them.
 
-An order comes over the socket that is its standard input: the words of a command, where and with which environment it
-is to run, and with them four descriptors: its standard input, output and error, and a line over which its pid and, once
-it has ended, its status are told. What runs is a process with a session, a pid and signals of its own, and its streams
-are those that came. Only Python has not been started anew.
+A request arrives over the socket that is its standard input: arguments, folder and environment, with four descriptors:
+standard input, output and error, and a socket over which it sends the program's process id and, at the end, its status.
+The program has its own session, process id and signal handlers and the received streams, as a newly started Python
+would have.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-import pytest  # noqa: F401 - what is ordered is a session of it mostly
-import torch._dynamo  # torch.optim imports it at the first step: here once, else two seconds in every rank
-import torch.distributed.launcher.api  # noqa: F401 - half of a session's beginning, and all of torchrun's agent
+import pytest  # noqa: F401 - most requests are pytest sessions
+import torch._dynamo  # torch.optim imports it at the first step: once here, or two seconds in every rank
+import torch.distributed.launcher.api  # noqa: F401 - torchrun's agent, and half of the start of a session
 
 from suites.warm import program, spares
 from suites.warm.program_request import ProgramRequest, find_descendants, receive_request
@@ -28,11 +28,11 @@ PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 def supervise_program(request: ProgramRequest, streams: Sequence[int], status_socket: socket.socket) -> None:
-    """Run it in a process of its own, tell how it ended, and stay until nobody asks any more what it left behind.
+    """Run the program in a child, send its process id and exit status, and stay until the client closes the socket.
 
-    What outlives the program becomes this process's own.
+    This process adopts the processes that outlive the program, and kills them at the end.
     """
-    assert not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "or what is left behind is not found"
+    assert not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "orphans could not be found without it"
     pid = os.fork()
     if pid == 0:
         status_socket.close()
@@ -41,15 +41,15 @@ def supervise_program(request: ProgramRequest, streams: Sequence[int], status_so
         program.run_command(request.arguments)
     for descriptor in streams:
         os.close(descriptor)
-    os.setsid()  # what ends the tests by their group of processes leaves this one to end the program
+    os.setsid()  # so that killing the tests' process group leaves this process to end the program
     ended = os.pidfd_open(pid)
-    with suppress(OSError):  # of a client that is gone
+    with suppress(OSError):  # the client may have ended
         status_socket.send(f"{os.getpid()} {pid}".encode())
         select.select([ended, status_socket], [], [])
         if pid not in find_descendants(os.getpid()):
             status_socket.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
             status_socket.recv(1)
-    while pids := find_descendants(os.getpid()):  # those of a client that is gone: others end theirs
+    while pids := find_descendants(os.getpid()):  # only if the client has died: else it has killed them itself
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -57,18 +57,18 @@ def supervise_program(request: ProgramRequest, streams: Sequence[int], status_so
 
 
 def main() -> None:
-    """Until nobody is left to order anything."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle; programs hear it again
-    way = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # else every fork held the way, and an order would wait there for a dead server
-    gc.freeze()  # pytest collects garbage five times at its end, which looks at all that torch is made of
-    while (found := receive_request(way)) is not None:
-        order, (*streams, line) = found
+    """Handle requests until the tests' process closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests handle Ctrl-C; programs restore the default handler
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)  # else forks keep the socket open, and a request to a dead server would block
+    gc.freeze()  # pytest collects garbage five times at its end, each time over all objects of torch
+    while (received := receive_request(channel)) is not None:
+        request, (*streams, status_descriptor) = received
         if os.fork() == 0:
-            way.close()
-            supervise_program(order, streams, socket.socket(fileno=line))
-        for descriptor in (*streams, line):
+            channel.close()
+            supervise_program(request, streams, socket.socket(fileno=status_descriptor))
+        for descriptor in (*streams, status_descriptor):
             os.close(descriptor)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

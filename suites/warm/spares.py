@@ -1,7 +1,7 @@
-"""Processes that wait beside a program to become those which it starts with Python: torchrun's ranks, xdist's workers.
+"""Spares: forks that wait to become the Python processes that a program starts, such as torchrun's ranks.
 
-They are forked before the program has begun, thus before it has a thread, and are its own children: it asks for their
-status, signals them and ends with them as with those that it would have started.
+They are forked before the program begins, when it has no threads, and are its own children: it waits for them and
+signals them like processes that it has started itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from suites.warm.program_request import ProgramRequest, receive_request, send_re
 
 @dataclass(frozen=True)
 class SpareProcess:
-    """One that waits: its pid, and the way to it."""
+    """A waiting fork: its process id and the socket to it."""
 
     pid: int
     channel: socket.socket
@@ -33,13 +33,13 @@ WAITING_SPARES: list[SpareProcess] = []
 
 
 def fork_spares(count: int) -> None:
-    """Have that many wait for the first Pythons that this process starts."""
+    """Fork ``count`` spares and make subprocess.Popen use them for the first Python processes."""
     for _ in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            for way in (ours, *(spare.channel for spare in WAITING_SPARES)):
-                way.close()  # while this process held them too, the others would not hear that the program has ended
+            for inherited in (ours, *(spare.channel for spare in WAITING_SPARES)):
+                inherited.close()  # an open duplicate would hide the end of the program from the other spares
             run_as_spare(theirs)
         theirs.close()
         WAITING_SPARES.append(SpareProcess(pid, ours))
@@ -48,38 +48,37 @@ def fork_spares(count: int) -> None:
 
 
 def run_as_spare(channel: socket.socket) -> None:
-    """What is asked for, or nothing, where the program ends without."""
+    """Wait for a request and run it; exit if the program ends without one."""
     WAITING_SPARES.clear()
-    found = receive_request(channel)
-    if found is None:
+    received = receive_request(channel)
+    if received is None:
         os._exit(0)
     channel.close()
-    order, streams = found
-    program.set_up_process(order, streams)
-    program.run_command(order.arguments)
+    request, streams = received
+    program.set_up_process(request, streams)
+    program.run_command(request.arguments)
 
 
 class Popen(subprocess.Popen[Any]):
-    """Starts Python in one of those that wait, while there is one; any other command as ever."""
+    """A Popen that runs Python in a spare while there is one, and any other command as usual."""
 
-    def _execute_child(self, args: Any, *how: Any) -> None:
-        given = dict(zip(EXECUTE_CHILD_PARAMETERS, (args, *how), strict=True))
-        if not WAITING_SPARES or not can_run_in_spare(given):
-            super()._execute_child(args, *how)  # type: ignore[misc]
+    def _execute_child(self, args: Any, *other_arguments: Any) -> None:
+        arguments = dict(zip(EXECUTE_CHILD_PARAMETERS, (args, *other_arguments), strict=True))
+        if not WAITING_SPARES or not can_run_in_spare(arguments):
+            super()._execute_child(args, *other_arguments)  # type: ignore[misc]
             return
-        asked = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        streams = [theirs if theirs != -1 else own for own, theirs in enumerate(asked)]
-        words = [os.fsdecode(word) for word in args[1:]]
+        pipes = [arguments[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [pipe if pipe != -1 else own for own, pipe in enumerate(pipes)]
+        command = [os.fsdecode(argument) for argument in args[1:]]
         spare = WAITING_SPARES.pop(0)
-        surroundings = dict(os.environ if given["env"] is None else given["env"])
-        folder = os.fspath(given["cwd"] or os.getcwd())
-        send_request(
-            spare.channel, ProgramRequest(words, folder, surroundings, 0, bool(given["start_new_session"])), streams
-        )
+        environment = dict(os.environ if arguments["env"] is None else arguments["env"])
+        folder = os.fspath(arguments["cwd"] or os.getcwd())
+        new_session = bool(arguments["start_new_session"])
+        send_request(spare.channel, ProgramRequest(command, folder, environment, 0, new_session), streams)
         spare.channel.close()
         self.pid = spare.pid
         self._child_created = True
-        self._close_pipe_fds(*(given[name] for name in PIPE_PARAMETERS))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(arguments[name] for name in PIPE_PARAMETERS))  # type: ignore[attr-defined]
 
 
 EXECUTE_CHILD_PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
@@ -87,7 +86,7 @@ PIPE_PARAMETERS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "err
 
 
 def can_run_in_spare(popen_arguments: Mapping[str, Any]) -> bool:
-    """Whether this starts Python, on a module, a text or a file, and asks for nothing that a spare could not do."""
+    """Return whether the command runs Python on a module, a text or a file, with options that a spare supports."""
     args = popen_arguments["args"]
     if (
         popen_arguments["shell"]
@@ -96,13 +95,15 @@ def can_run_in_spare(popen_arguments: Mapping[str, Any]) -> bool:
         or popen_arguments["pass_fds"]
     ):
         return False
-    another = [popen_arguments.get(name) for name in ("uid", "gid", "gids")] != [None] * 3
-    if another or popen_arguments["umask"] != -1 or popen_arguments.get("process_group", -1) != -1:
+    changes_user = [popen_arguments.get(name) for name in ("uid", "gid", "gids")] != [None] * 3
+    if changes_user or popen_arguments["umask"] != -1 or popen_arguments.get("process_group", -1) != -1:
         return False
-    words = [] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
+    command = [] if isinstance(args, (str, bytes)) else [os.fsdecode(argument) for argument in args]
     return (
-        len(words) > 1 and words[0] == sys.executable and (words[1] in PYTHON_OPTIONS or not words[1].startswith("-"))
+        len(command) > 1
+        and command[0] == sys.executable
+        and (command[1] in PYTHON_OPTIONS or not command[1].startswith("-"))
     )
 
 
-PYTHON_OPTIONS = ("-u", "-m", "-c")  # of Python's options, what ``program.run`` knows
+PYTHON_OPTIONS = ("-u", "-m", "-c")  # the options of Python that ``program.run_command`` supports

@@ -1,6 +1,6 @@
-"""A program that a warm Python runs is what a shell would have started: its words, place, streams, signals and end.
+"""A program in a fork of the warm Python has the arguments, folder, streams, signals and exit status of a new Python.
 
-But for what Python does at its start: imports, hash seeds, its ``__main__``, and no frames above a program's own.
+What Python does at its start differs: imports, hash seeds, ``__main__``, and the frames above the program's own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from suites.warm.programs import Program
 TELLS = """
 import json, os, sys, tempfile
 print("to errors", file=sys.stderr)
-told = [sys.argv, sys.path[0], os.getcwd(), os.environ["TMPDIR"], tempfile.gettempdir(), sorted(os.environ)]
-print(json.dumps([*told, sys.stdin.read(), __name__, os.getsid(0) == os.getpid()]))
+seen = [sys.argv, sys.path[0], os.getcwd(), os.environ["TMPDIR"], tempfile.gettempdir(), sorted(os.environ)]
+print(json.dumps([*seen, sys.stdin.read(), __name__, os.getsid(0) == os.getpid()]))
 sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("words", [("-c", TELLS), ("-m", "tells"), ("tells.py",)], ids=["code", "module", "script"])
-def test_a_fork_tells_what_a_new_python_tells(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [("-c", TELLS), ("-m", "tells"), ("tells.py",)], ids=["code", "module", "script"])
+def test_a_program_in_a_fork_sees_what_it_sees_in_a_new_python(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PLANTED": "1"}
-    told = programs.run(*words, "--an-option", folder=tmp_path, environment=environment, stdin_text="typed\n")
+    forked = programs.run(*arguments, "--an-option", folder=tmp_path, environment=environment, stdin_text="typed\n")
     new = subprocess.run(
-        [sys.executable, *words, "--an-option"],
+        [sys.executable, *arguments, "--an-option"],
         cwd=tmp_path,
         env=environment,
         input="typed\n",
@@ -40,27 +40,27 @@ def test_a_fork_tells_what_a_new_python_tells(words: tuple[str, ...], tmp_path: 
         capture_output=True,
         text=True,
     )
-    assert (told.returncode, told.stderr) == (new.returncode, new.stderr) == (3, "to errors\n")
-    assert json.loads(told.stdout) == json.loads(new.stdout)
+    assert (forked.returncode, forked.stderr) == (new.returncode, new.stderr) == (3, "to errors\n")
+    assert json.loads(forked.stdout) == json.loads(new.stdout)
 
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("1 / 0", 1), ("import os; os.abort()", -signal.SIGABRT)])
-def test_the_end_of_a_program_is_told_as_subprocess_has_it(code: str, status: int) -> None:
+def test_the_return_code_of_a_program_is_that_of_subprocess(code: str, status: int) -> None:
     assert programs.run("-c", code).returncode == status
 
 
-def test_what_a_program_without_buffers_writes_is_there_when_it_dies() -> None:
+def test_unbuffered_output_is_there_after_the_program_dies() -> None:
     done = programs.run("-u", "-c", "import os, sys; print('seen'); print('told', file=sys.stderr); os._exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "seen\n", "told\n")
 
 
 STARTS = """
 import os, subprocess, sys
-words = [sys.executable, "-u", "-c", "import os, sys; print(os.getppid(), sys.argv); sys.exit(4)", "word"]
+command = [sys.executable, "-u", "-c", "import os, sys; print(os.getppid(), sys.argv); sys.exit(4)", "word"]
 for _ in range(2):
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    parent, _, words_of_it = child.communicate()[0].partition(" ")
-    print(int(parent) == os.getpid(), words_of_it.strip(), child.returncode)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    parent, _, arguments = child.communicate()[0].partition(" ")
+    print(int(parent) == os.getpid(), arguments.strip(), child.returncode)
 """
 
 
@@ -70,7 +70,7 @@ def test_a_spare_is_the_child_of_the_program_that_starts_it() -> None:
     assert done.stdout.splitlines() == ["True ['-c', 'word'] 4"] * 2, done.stderr
 
 
-def test_what_outlives_a_program_is_found_and_ended_though_it_has_left_its_session(tmp_path: Path) -> None:
+def test_processes_that_outlive_a_program_in_their_own_session_are_found_and_killed(tmp_path: Path) -> None:
     code = "import subprocess; print(subprocess.Popen(['tail', '-f', '/dev/null'], start_new_session=True, env={}).pid)"
     with (tmp_path / "output").open("w+b") as output:
         with Program(["-c", code], output, output) as program:

@@ -1,4 +1,4 @@
-"""Tests to be run inside ranks: each uses one feature of pytest; and what has to come of them."""
+"""Test modules to run on ranks, in which each test uses one feature of pytest, and their expected verdicts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ LIFE = """
     def test_shared_tmp_path_is_shared(shared_tmp_path, rank, world_size):
         (shared_tmp_path / str(rank)).touch()
         dist.barrier()
-        assert sorted(path.name for path in shared_tmp_path.iterdir()) == [str(one) for one in range(world_size)]
+        assert sorted(path.name for path in shared_tmp_path.iterdir()) == [str(peer) for peer in range(world_size)]
 
     def test_capsys(capsys, rank):
         print("printed", rank)
@@ -106,7 +106,7 @@ LIFE = """
 
     @pytest.mark.world_size(2, 4)
     def test_exchanges(rank, world_size):
-        assert exchange({"rank": rank}) == [{"rank": one} for one in range(world_size)]
+        assert exchange({"rank": rank}) == [{"rank": peer} for peer in range(world_size)]
 
     @pytest.mark.xfail(strict=True, reason="planted")
     def test_xfail_strict(rank):
@@ -231,8 +231,8 @@ VERDICTS = {
     "test_plain_alone": "passed",
 }
 
-# Patterns that the report has.
-WORDS = {
+# Patterns that the report has to match.
+REPORT_PATTERNS = {
     "test_differs": (r"assert \[1, 2, 0\] == \[1, 2, 99\]", "At index 2 diff: 0 != 99", r"assert \[1, 2, 1\] =="),
     "test_fails_together": (r"ranks 0-\d failed", r"1 of \d ranks: rank 1: planted on 1"),
     "test_skipif": ("planted",),
@@ -242,7 +242,7 @@ WORDS = {
     "test_case_fails_alone": ("rank 1 failed", "AssertionError: 1 != 0"),
 }
 
-# One world size: what options and other plugins are tried on.
+# A module with one world size, on which options and other plugins are tested.
 OPTIONS = """
     import warnings
     import pytest, torch.distributed as dist

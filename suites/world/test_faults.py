@@ -1,4 +1,4 @@
-"""The fault matrix: whatever goes wrong on a rank is told with its rank and its cause, in time, and nothing remains."""
+"""The fault matrix: every fault is reported with its rank and cause, in time, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 from suites.world.faults import ends, waits
 from suites.world.faults.fault import Fault
-from suites.world.faults.judge import HEALTHY, Place, complaints, modules, of_the_end
-from suites.world.faults.sessions import LEFTOVER_TIMEOUT, Done, Report, Session, Told, run
+from suites.world.faults.judge import HEALTHY, FaultPlacement, build_modules, check_session_end, find_complaints
+from suites.world.faults.sessions import LEFTOVER_TIMEOUT, RecordedTest, Report, Session, SessionResult, run
 
 FAULTS = (
     *(*ends.RAISING, *ends.FIXTURES, *ends.DYING, *ends.MEMORY),
     *(*waits.HANGING, *waits.DISAGREEING, *waits.SKIPPING, *waits.LEAVING),
 )
-# Sessions that run side by side, for their time goes into waiting. Each ends in a fault after which no test can follow
-# in the same ranks.
+# Sessions that run at the same time, since they mostly wait, with their exit statuses. Each ends in a fault after which
+# no test can run on the same ranks.
 PARTS = (
     ((*FAULTS[0::3], waits.AT_EXIT), 1),
     ((*FAULTS[1::3], waits.EXITS), 7),
@@ -28,93 +28,109 @@ PARTS = (
 )
 ENDING = (waits.EXITS.name, waits.INTERRUPTS.name)
 
-# Cells that are known to be wrong: (fault, mode) and what is wrong. They are judged as all others are; when one of them
-# is right, its line has to go.
+# Faults whose report is known to be wrong: (fault, mode) and what is wrong. They are judged like all others; if one is
+# right, its line has to be removed.
 KNOWN_WRONG: dict[tuple[str, str], str] = {}
 
-# The first rank and the last, which have others on one side alone, of four ranks and of two, in both modes.
-PLACES = [
-    pytest.param(Place(mode, world_size, culprit), id=f"{mode}-w{world_size}-rank{culprit}")
+# The first rank and the last, which have peers on one side only, of four ranks and of two, in both modes.
+PLACEMENTS = [
+    pytest.param(FaultPlacement(mode, world_size, culprit), id=f"{mode}-w{world_size}-rank{culprit}")
     for mode, world_size, culprit in (("fresh", 4, 0), ("pooled", 2, 1))
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_fault_is_told_with_its_rank_and_its_cause_in_time(place: Place, tmp_path: Path) -> None:
-    sessions = [start(tmp_path / f"part{at}", faults, place) for at, (faults, _) in enumerate(PARTS)]
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_fault_is_reported_with_its_rank_and_cause_in_time(placement: FaultPlacement, tmp_path: Path) -> None:
+    sessions = [start_session(tmp_path / f"part{at}", faults, placement) for at, (faults, _) in enumerate(PARTS)]
     wrong: dict[str, list[str]] = {}
     for session, (faults, status) in zip(sessions, PARTS, strict=True):
-        done = session.done()
-        found = {fault.name: list(judged(fault, place, done, session.folder)) for fault in faults}
-        found[f"session {session.folder.name}"] = list(of_session(done, faults, status))
-        wrong |= {name: words for name, words in found.items() if words}
-    known = {name for name, mode in KNOWN_WRONG if mode == place.mode}
-    words = "\n".join(f"{name}: {what}" for name, found in wrong.items() if name not in known for what in found)
-    assert not words, f"on {place}:\n{words}"
-    assert known <= wrong.keys(), f"right by now, take them out of KNOWN_WRONG: {known - wrong.keys()}"
+        done = session.finish()
+        complaints = {fault.name: list(judge_fault(fault, placement, done, session.folder)) for fault in faults}
+        complaints[f"session {session.folder.name}"] = list(judge_session(done, faults, status))
+        wrong |= {name: found for name, found in complaints.items() if found}
+    known = {name for name, mode in KNOWN_WRONG if mode == placement.mode}
+    unknown = "\n".join(f"{name}: {what}" for name, found in wrong.items() if name not in known for what in found)
+    assert not unknown, f"on {placement}:\n{unknown}"
+    assert known <= wrong.keys(), f"no longer wrong, remove from KNOWN_WRONG: {known - wrong.keys()}"
 
 
-def start(folder: Path, faults: tuple[Fault, ...], place: Place) -> Session:
+def start_session(folder: Path, faults: tuple[Fault, ...], placement: FaultPlacement) -> Session:
+    """Start a session in ``folder`` with one module per fault."""
     folder.mkdir()
-    files = modules(faults, place)
-    return Session(folder, files, "-p", "no:xdist", "--tb=short", f"--isolation={place.mode}")
+    files = build_modules(faults, placement)
+    return Session(folder, files, "-p", "no:xdist", "--tb=short", f"--isolation={placement.mode}")
 
 
-def judged(fault: Fault, place: Place, done: Done, folder: Path) -> Iterator[str]:
-    """What is wrong with the verdict on ``fault``, its time included."""
-    told = done.tests.get(f"test_{fault.name}[w{place.world_size}]")
+def judge_fault(fault: Fault, placement: FaultPlacement, done: SessionResult, folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the report of ``fault``, including its time."""
+    record = done.tests.get(f"test_{fault.name}[w{placement.world_size}]")
     if fault.name in ENDING:
-        yield from of_the_end(fault, place, told, done.output)
+        yield from check_session_end(fault, placement, record, done.output)
     else:
-        yield from complaints(fault, place, told, folder)
-    if told is not None and told.seconds > fault.bar:
-        # The other sessions share these cores: what takes too long among them is measured again by itself.
+        yield from find_complaints(fault, placement, record, folder)
+    if record is not None and record.seconds > fault.bar:
+        # The other sessions share the cores, so a slow report is measured again alone.
         path = folder / f"again_{fault.name}"
-        again = start(path, (fault,), place).done().tests.get(f"test_{fault.name}[w{place.world_size}]")
+        again = (
+            start_session(path, (fault,), placement).finish().tests.get(f"test_{fault.name}[w{placement.world_size}]")
+        )
         if again is None or again.seconds > fault.bar:
-            alone = "is not told" if again is None else f"{again.seconds:.1f} s"
-            yield f"took {told.seconds:.1f} s, and by itself {alone}; the bar is {fault.bar} s"
+            alone = "was not recorded" if again is None else f"{again.seconds:.1f} s"
+            yield f"took {record.seconds:.1f} s, and alone {alone}; the bar is {fault.bar} s"
 
 
-def of_session(done: Done, faults: tuple[Fault, ...], status: int) -> Iterator[str]:
-    """What is wrong with the rest: the healthy tests, the exit status, what is left."""
+def judge_session(done: SessionResult, faults: tuple[Fault, ...], status: int) -> Iterator[str]:
+    """Yield what is wrong with the session: its healthy tests, its exit status, its leftovers."""
     if done.status != status:
         yield f"exit status {done.status}, expected {status}: {done.output[-300:]}"
     ends_early = faults[-1].name in ENDING
-    healthy = {name: told for name, told in done.tests.items() if name.startswith(HEALTHY)}
+    healthy = {name: record for name, record in done.tests.items() if name.startswith(HEALTHY)}
     if len(healthy) != len(faults) + (not ends_early):
-        yield f"{len(healthy)} healthy tests have run beside {len(faults)} faults"
-    for name, told in healthy.items():
-        outcome = [report.outcome for report in told.reports]
+        yield f"{len(healthy)} healthy tests ran with {len(faults)} faults"
+    for name, record in healthy.items():
+        outcome = [report.outcome for report in record.reports]
         if outcome != ["passed"] * 3:
-            yield f"{name}: {outcome} {[report.text for report in told.reports]}"
+            yield f"{name}: {outcome} {[report.text for report in record.reports]}"
     yield from (f"left behind: {what}" for what in done.leftovers)
 
 
-def told_of(*outcomes: str, headline: str = "", text: str = "") -> Told:
+def make_record(*outcomes: str, headline: str = "", text: str = "") -> RecordedTest:
+    """Return a record with the outcomes of setup, call and teardown."""
     phases = zip(("setup", "call", "teardown"), outcomes, strict=True)
-    return Told([Report(when, outcome, headline, text or headline, (), None) for when, outcome in phases])
+    return RecordedTest([Report(when, outcome, headline, text or headline, (), None) for when, outcome in phases])
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("record", "complaint"),
     [
         (None, "was not run"),
-        (told_of("passed", "passed", "passed"), "a false green"),
-        (told_of("passed", "skipped", "passed"), "a false green"),
-        (told_of("failed", "skipped", "passed", headline="rank 1 did not finish in time"), "expected ('passed', 'fail"),
-        (told_of("passed", "failed", "passed", headline="rank 0 did not finish in time"), "blames [0], expected [1]"),
-        (told_of("passed", "failed", "passed", headline="ranks 0-1 did not finish in time"), "blames [0, 1], expected"),
-        (told_of("passed", "failed", "passed", headline="rank 1: RuntimeError"), "the headline does not say"),
-        (told_of("passed", "failed", "passed", headline="rank 1", text="stack of rank 1"), "stacks of ranks [1], exp"),
-        (told_of("passed", "failed", "passed", headline="rank 1", text="test_00.py:24"), "line 25 is not named"),
+        (make_record("passed", "passed", "passed"), "a false green"),
+        (make_record("passed", "skipped", "passed"), "a false green"),
+        (
+            make_record("failed", "skipped", "passed", headline="rank 1 did not finish in time"),
+            "expected ('passed', 'fail",
+        ),
+        (
+            make_record("passed", "failed", "passed", headline="rank 0 did not finish in time"),
+            "blames [0], expected [1]",
+        ),
+        (
+            make_record("passed", "failed", "passed", headline="ranks 0-1 did not finish in time"),
+            "blames [0, 1], expected",
+        ),
+        (make_record("passed", "failed", "passed", headline="rank 1: RuntimeError"), "the headline does not say"),
+        (
+            make_record("passed", "failed", "passed", headline="rank 1", text="stack of rank 1"),
+            "stacks of ranks [1], exp",
+        ),
+        (make_record("passed", "failed", "passed", headline="rank 1", text="test_00.py:24"), "line 25 is not named"),
     ],
 )
-def test_the_judge_of_the_matrix_complains_of_a_wrong_verdict(
-    told: Told | None, complaint: str, tmp_path: Path
+def test_the_judge_of_the_matrix_reports_a_wrong_verdict(
+    record: RecordedTest | None, complaint: str, tmp_path: Path
 ) -> None:
-    found = list(complaints(waits.HANGING[0], Place("fresh", 2, 1), told, tmp_path))
-    assert any(complaint in words for words in found), found
+    found = list(find_complaints(waits.HANGING[0], FaultPlacement("fresh", 2, 1), record, tmp_path))
+    assert any(complaint in line for line in found), found
 
 
 OUTPUT = """
@@ -139,7 +155,7 @@ OUTPUT = """
 """
 
 
-def test_a_gigabyte_of_output_is_cut_and_takes_no_memory(tmp_path: Path) -> None:
+def test_a_gigabyte_of_output_is_truncated_and_does_not_grow_the_server(tmp_path: Path) -> None:
     done = run(tmp_path / "session", OUTPUT, "-p", "no:xdist", "--tb=short")
     (report,) = [report for report in done.tests["test_prints[w2]"].reports if report.outcome == "failed"]
     assert report.headline.startswith("rank 1: assert 1 == 0")
@@ -171,7 +187,7 @@ HANG = """
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_pytest_that_is_ended_while_ranks_hang_leaves_nothing(ended_by: signal.Signals, tmp_path: Path) -> None:
+def test_killing_pytest_while_ranks_hang_leaves_no_process(ended_by: signal.Signals, tmp_path: Path) -> None:
     sessions = {
         (mode, world_size): Session(
             tmp_path / f"{mode}-w{world_size}",
@@ -191,8 +207,8 @@ def test_pytest_that_is_ended_while_ranks_hang_leaves_nothing(ended_by: signal.S
         began = time.monotonic()
         while session.processes().keys() - {session.pid} and time.monotonic() < began + 2 * LEFTOVER_TIMEOUT:
             threading.Event().wait(0.05)
-        seconds = time.monotonic() - began  # pytest itself takes its time to put its end into words
-        done = session.done()
+        seconds = time.monotonic() - began  # without pytest itself, which still writes its summary
+        done = session.finish()
         status = 2 if ended_by is signal.SIGINT else -ended_by
         if done.leftovers or seconds > LEFTOVER_TIMEOUT or done.status != status:
             wrong[mode, world_size] = f"{done.leftovers}, {seconds:.1f} s, exit status {done.status}: {done.output}"

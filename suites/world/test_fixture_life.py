@@ -1,4 +1,4 @@
-"""Tests that nothing is wrong with: pytest's fixtures, options and plugins, inside ranks as outside of them."""
+"""pytest's fixtures, options and plugins work on ranks as they do without ranks."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from xml.etree import ElementTree
 
 import pytest
 
-from suites.world.faults.sessions import Done, Session, run
-from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, VERDICTS, WORDS
+from suites.world.faults.sessions import Session, SessionResult, run
+from suites.world.life import LIFE, LIFE_ALONE, ON_FOUR_TOO, OPTIONS, REPORT_PATTERNS, VERDICTS
 
 MODES = ("fresh", "pooled")
-# Sessions whose workers of xdist are started anew, as by a shell; those of the others are forks of one with torch.
+# Sessions whose xdist workers are new processes, as from a shell; those of the others are forks of the warm Python.
 STARTED = ("fresh -n 2", "workers")
 
 
 def side_by_side(
     folder: Path, sessions: Mapping[str, tuple[str | Mapping[str, str], tuple[str, ...]]]
-) -> dict[str, Done]:
-    """All of the sessions at once, by name."""
+) -> dict[str, SessionResult]:
+    """Run all sessions at the same time; return their results by name."""
     started = {}
     for name, (source, arguments) in sessions.items():
         files = {"test_it.py": source} if isinstance(source, str) else source
         spares = 2 if "-n" in arguments and name not in STARTED else 0
         started[name] = Session(folder / re.sub(r"\W+", "-", name), files, *arguments, spares=spares)
-    return {name: session.done() for name, session in started.items()}
+    return {name: session.finish() for name, session in started.items()}
 
 
 def test_every_feature_of_pytest_gives_the_same_verdicts_in_both_modes(tmp_path: Path) -> None:
     files = {"test_it.py": LIFE, "test_more.py": LIFE_ALONE}
     done = side_by_side(tmp_path, {mode: (files, (f"--isolation={mode}", "-p", "no:xdist")) for mode in MODES})
-    expected = {f"{name}{size}": words for name, words in VERDICTS.items() for size in sizes_of(name)}
+    expected = {f"{name}{size}": verdict for name, verdict in VERDICTS.items() for size in world_size_ids(name)}
     for mode in MODES:
         assert done[mode].verdicts() == expected, f"{mode}: {done[mode].output}"
-        for name, words in WORDS.items():
-            for size in sizes_of(name):
-                told = "\n".join(report.text for report in done[mode].tests[f"{name}{size}"].reports)
-                missing = [word for word in words if not re.search(word, told)]
-                assert not missing, f"{mode}, {name}{size}: {told}"
+        for name, patterns in REPORT_PATTERNS.items():
+            for size in world_size_ids(name):
+                text = "\n".join(report.text for report in done[mode].tests[f"{name}{size}"].reports)
+                missing = [pattern for pattern in patterns if not re.search(pattern, text)]
+                assert not missing, f"{mode}, {name}{size}: {text}"
         assert not done[mode].leftovers
 
 
-def sizes_of(name: str) -> tuple[str, ...]:
-    """The ids of a test's world sizes; a parameter of its own stands behind them."""
+def world_size_ids(name: str) -> tuple[str, ...]:
+    """Return the ids of a test's world sizes, each followed by the test's own parameters."""
     if name.endswith("_alone"):
         return ("",)
     if name == "test_parametrized":
@@ -53,7 +53,7 @@ def sizes_of(name: str) -> tuple[str, ...]:
     return ("[w2]", "[w4]") if name in ON_FOUR_TOO else ("[w2]",)
 
 
-def test_a_world_size_is_part_of_the_id_and_listing_tests_starts_no_server(tmp_path: Path) -> None:
+def test_a_world_size_is_part_of_the_id_and_collecting_tests_forks_no_server(tmp_path: Path) -> None:
     source = """
         import os
         from pathlib import Path
@@ -79,7 +79,7 @@ def test_a_world_size_is_part_of_the_id_and_listing_tests_starts_no_server(tmp_p
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="the fixture subtests came with pytest 9")
-def test_a_subtest_that_fails_on_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
+def test_a_subtest_that_fails_on_one_rank_is_reported_with_its_rank(tmp_path: Path) -> None:
     source = """
         import pytest, torch.distributed as dist
 
@@ -150,7 +150,7 @@ FAILS = """
 """
 
 
-def test_a_wide_fixture_is_set_up_and_finalised_once_in_every_process_that_uses_it(tmp_path: Path) -> None:
+def test_session_and_module_fixtures_are_set_up_and_torn_down_once_per_process(tmp_path: Path) -> None:
     two = {"test_it.py": ONCE, "test_more.py": ONCE}
     stopped = {"test_it.py": ONCE + FAILS, "test_more.py": ONCE}
     sessions = {
@@ -168,9 +168,9 @@ def test_a_wide_fixture_is_set_up_and_finalised_once_in_every_process_that_uses_
             wrong.append(f"{name}: {session.verdicts()} {session.leftovers}")
         log = tmp_path / re.sub(r"\W+", "-", name) / "notes" / "log"
         events: dict[tuple[int, str], list[str]] = {}
-        for pid, scope, what in map(json.loads, log.read_text().splitlines()):
-            events.setdefault((pid, scope), []).append(what)
-        wrong += [f"{name}: {who}: {told}" for who, told in events.items() if told != ["up", "down"]]
+        for pid, scope, event in map(json.loads, log.read_text().splitlines()):
+            events.setdefault((pid, scope), []).append(event)
+        wrong += [f"{name}: {scope}: {seen}" for scope, seen in events.items() if seen != ["up", "down"]]
         if name == "pooled" and len(events) != (1 + 2 + 4) * 4:
             wrong.append(f"{name}: {len(events)} set-ups, expected two fixtures of two modules in 7 processes")
     assert not wrong, "\n".join(wrong)
@@ -218,10 +218,11 @@ def test_options_and_other_plugins_change_no_verdict(tmp_path: Path) -> None:
 def test_last_failed_runs_what_failed_in_ranks(mode: str, tmp_path: Path) -> None:
     run(tmp_path, OPTIONS, f"--isolation={mode}", "-p", "no:xdist")
     again = run(tmp_path, OPTIONS, f"--isolation={mode}", "-p", "no:xdist", "--lf")
-    assert again.verdicts() == {name: words for name, words in SAME.items() if "failed" in words}
+    assert again.verdicts() == {name: verdict for name, verdict in SAME.items() if "failed" in verdict}
 
 
-def marked(marker: str, body: str = "pass") -> str:
+def write_marked_test(marker: str, body: str = "pass") -> str:
+    """Return a module with a healthy test and one that has ``marker``."""
     return f"""
         import pytest
 
@@ -247,9 +248,9 @@ def test_a_wrong_marker_gives_one_clear_error(tmp_path: Path) -> None:
         'collectives("x")': r"test_wrong\[w2\].*collectives.*'x'.*expected one of \['checked', 'trusted'\]",
         "world_size(100_000)": r"test_wrong\[w100000\].*world size 100000 cannot be started here; allowed: 1 to",
     }
-    done = side_by_side(tmp_path, {marker: (marked(marker), ("-p", "no:xdist")) for marker in expected})
-    for marker, words in expected.items():
-        assert re.search(words, done[marker].output), f"{marker}: {done[marker].output}"
+    done = side_by_side(tmp_path, {marker: (write_marked_test(marker), ("-p", "no:xdist")) for marker in expected})
+    for marker, pattern in expected.items():
+        assert re.search(pattern, done[marker].output), f"{marker}: {done[marker].output}"
         assert done[marker].status in (2, 4), f"{marker}: {done[marker].output}"
         assert "Traceback" not in done[marker].output, f"{marker}: {done[marker].output}"
         assert "INTERNALERROR" not in done[marker].output, f"{marker}: {done[marker].output}"
@@ -265,7 +266,11 @@ def test_a_process_in_which_cuda_is_initialised_is_refused_with_the_file_that_di
         def test_plain():
             pass
     """
-    files = {"test_a.py": marked("rank_timeout(5)"), "test_culprit.py": culprit, "test_z.py": "def test_z(): pass"}
+    files = {
+        "test_a.py": write_marked_test("rank_timeout(5)"),
+        "test_culprit.py": culprit,
+        "test_z.py": "def test_z(): pass",
+    }
     done = run(tmp_path, files, "-p", "no:xdist")
     assert done.status == 4, done.output
     assert re.search("CUDA .* initialised", done.output), done.output
@@ -273,7 +278,7 @@ def test_a_process_in_which_cuda_is_initialised_is_refused_with_the_file_that_di
     assert not done.verdicts()
 
 
-def test_threads_that_a_module_used_at_its_import_do_not_make_ranks_hang(tmp_path: Path) -> None:
+def test_torch_threads_used_while_importing_a_test_module_do_not_make_ranks_hang(tmp_path: Path) -> None:
     source = """
         import pytest, torch
 

@@ -1,4 +1,4 @@
-"""Rare ways in which tests in ranks go wrong, through pytest itself: each is told of its own test, and of no other."""
+"""Rare faults of tests on ranks, through pytest itself: each is reported for its own test and for no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.world.faults.sessions import Done, Session, Told, run
+from suites.world.faults.sessions import RecordedTest, Session, SessionResult, run
 
 MODES = ("fresh", "pooled")
 HEAD = """
@@ -15,7 +15,7 @@ HEAD = """
     from pathlib import Path
     import pytest, torch, torch.distributed as dist
     from zharness.world import exchange
-    from zharness.world.current_rank import here
+    from zharness.world.current_rank import current_rank
 
     PYTEST = os.getpid()
     FOLDER = Path(__file__).parent
@@ -30,7 +30,7 @@ HEAD = """
         dist.all_reduce(total)
         assert exchange(total.item()) == [sum(range(world_size))] * world_size
 """
-# Every test_then has to pass in the ranks that the test before it left, or in new ones.
+# Every test_then has to pass on the ranks that the test before it left, or on new ones.
 THEN = """
     {marks}
     @pytest.mark.world_size(2)
@@ -43,7 +43,7 @@ def then(name: str, marks: str = "") -> str:
     return THEN.format(name=name, marks=marks)
 
 
-# As pytest-timeout does with its method "signal"; the other signal raises what no hook of pytest's expects.
+# SIGALRM does what pytest-timeout does with its method "signal"; SIGUSR2 raises an error that pytest does not expect.
 PLUGIN = """
     import signal
     import pytest
@@ -75,7 +75,7 @@ ROOM = """
         note()
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(here().channel._seat.room)
+            shutil.rmtree(current_rank().channel._slot.scratch_dir)
         threading.Event().wait()
 """
 FORKS = """
@@ -127,30 +127,30 @@ SOURCE = "".join(
 
 
 @pytest.fixture(scope="module")
-def sessions(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
-    """One in each mode, side by side."""
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, SessionResult]:
+    """Run one session in each mode at the same time; return the results by mode."""
     files = {"test_it.py": SOURCE, "plant.py": PLUGIN}
     folders = {mode: tmp_path_factory.mktemp(mode) for mode in MODES}
     arguments = ("-p", "plant", "-p", "no:xdist", "--tb=short")
     started = {mode: Session(folders[mode], files, *arguments, f"--isolation={mode}") for mode in MODES}
-    return {mode: session.done() for mode, session in started.items()}
+    return {mode: session.finish() for mode, session in started.items()}
 
 
 @pytest.fixture(params=MODES)
-def done(request: pytest.FixtureRequest, sessions: Mapping[str, Done]) -> Done:
+def done(request: pytest.FixtureRequest, sessions: Mapping[str, SessionResult]) -> SessionResult:
     return sessions[request.param]
 
 
-def failed(told: Told, when: str = "call") -> str:
-    """The text of the only failure, which is that of this phase; its ranks are gone."""
-    (report,) = (report for report in told.reports if report.outcome == "failed")
+def failure_text(test: RecordedTest, when: str = "call") -> str:
+    """Return the text of the only failure, which has to be in phase ``when``; assert that no rank is left."""
+    (report,) = (report for report in test.reports if report.outcome == "failed")
     assert report.when == when
-    assert not told.left
+    assert not test.leftover_pids
     return report.text
 
 
-def test_every_test_after_an_odd_one_passes_and_nothing_is_left(done: Done) -> None:
-    after = {name: words for name, words in done.verdicts().items() if name.startswith("test_then_")}
+def test_every_test_after_a_faulty_one_passes_and_no_process_is_left(done: SessionResult) -> None:
+    after = {name: verdict for name, verdict in done.verdicts().items() if name.startswith("test_then_")}
     assert set(after.values()) == {"passed"}, done.output
     assert len(after) == SOURCE.count("def test_then_")
     assert done.status == 1
@@ -159,58 +159,57 @@ def test_every_test_after_an_odd_one_passes_and_nothing_is_left(done: Done) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "error"),
     [
         ("test_is_given_up[w2-fails]", "Failed: planted: given up"),
         ("test_is_given_up[w2-raises]", "TimeoutError: planted: took too long"),
     ],
 )
-def test_what_a_signal_handler_of_the_pytest_process_raises_fails_the_test_that_runs(
-    done: Done, name: str, words: str
+def test_an_exception_from_a_signal_handler_of_pytest_fails_the_running_test(
+    done: SessionResult, name: str, error: str
 ) -> None:
-    assert words in failed(done.tests[name], "setup"), done.output
+    assert error in failure_text(done.tests[name], "setup"), done.output
 
 
-def test_a_test_that_removes_the_group_s_directory_is_told_so(done: Done) -> None:
-    text = failed(done.tests["test_removes_a_directory[w2]"], "setup")
+def test_removing_the_scratch_directory_is_reported(done: SessionResult) -> None:
+    text = failure_text(done.tests["test_removes_a_directory[w2]"], "setup")
     assert "did a test remove" in text
     assert "cannot start" not in text
 
 
-def test_a_forked_child_that_returns_from_the_test_reports_nothing(done: Done) -> None:
-    told = done.tests["test_forks_a_child_that_returns[w2]"]
-    assert [report.outcome for report in told.reports] == ["passed"] * 3, done.output
+def test_a_forked_child_that_returns_from_the_test_reports_nothing(done: SessionResult) -> None:
+    test = done.tests["test_forks_a_child_that_returns[w2]"]
+    assert [report.outcome for report in test.reports] == ["passed"] * 3, done.output
 
 
-def test_a_rank_that_fails_before_a_slow_finaliser_is_told_with_its_failure_alone(done: Done) -> None:
-    told = done.tests["test_fails_before_a_slow_finaliser[w2]"]
-    assert "rank 1 failed first, in call: AssertionError: planted" in failed(told)
+def test_a_rank_that_fails_before_a_slow_teardown_is_reported_with_that_failure_only(done: SessionResult) -> None:
+    test = done.tests["test_fails_before_a_slow_finaliser[w2]"]
+    assert "rank 1 failed first, in call: AssertionError: planted" in failure_text(test)
 
 
-def test_a_rank_that_dies_between_two_tests_is_told_with_the_last_one_that_it_ran(done: Done) -> None:
-    told = done.tests["test_dies_later[w2]"]
-    text = failed(told, "teardown")
-    assert "in ranks that lived on, after this test, which was the last one that they ran" in text
+def test_a_rank_that_dies_between_two_tests_is_reported_with_the_last_test_it_ran(done: SessionResult) -> None:
+    text = failure_text(done.tests["test_dies_later[w2]"], "teardown")
+    assert "while the rank pool was torn down; this was the last test that it ran" in text
     assert "rank 1 was ended by a signal: SIGKILL" in text
     assert "rank 0" not in text
 
 
-# Ranks whose tests leave something changed are not used again; here they are, and write down what they tell.
+# Ranks whose tests changed process state are not used again. This plugin reuses them, and records the changes.
 SPY = """
     from pathlib import Path
-    from zharness.pytest_ranks.controller import Conductor
-    from zharness.pytest_ranks.rank_protocol import Inside
-    from zharness.world.current_rank import here
+    from zharness.pytest_ranks.controller import RankTestController
+    from zharness.pytest_ranks.rank_protocol import RankTestRunner
+    from zharness.world.current_rank import current_rank
 
-    finished = Inside._finished
+    collect_side_effects = RankTestRunner._collect_side_effects
 
-    def spied(self, teller, stop, changed, left):
-        with Path(__file__).with_name(f"changed{here().rank}").open("a") as file:
+    def spied(self, reporter, stop, changed, leftovers):
+        with Path(__file__).with_name(f"changed{current_rank().rank}").open("a") as file:
             file.write(f"{changed}\\n")
-        return finished(self, teller, stop, changed, left)
+        return collect_side_effects(self, reporter, stop, changed, leftovers)
 
-    Inside._finished = spied
-    Conductor._retire = lambda self, key: None
+    RankTestRunner._collect_side_effects = spied
+    RankTestController._retire_pool = lambda self, key: None
 """
 CHANGES = """
     import os
@@ -232,9 +231,9 @@ CHANGES = """
 """
 
 
-def test_what_a_pooled_test_has_changed_is_told_of_it_and_not_of_the_next(tmp_path: Path) -> None:
+def test_changed_process_state_is_reported_for_the_test_that_changed_it_only(tmp_path: Path) -> None:
     done = run(tmp_path, {"test_it.py": CHANGES, "plant.py": SPY}, "-p", "plant", "-p", "no:xdist")
     assert done.status == 0, done.output
     for rank in range(2):
-        told = (tmp_path / f"changed{rank}").read_text().splitlines()
-        assert told[:4] == ["environment", "", "default dtype", ""]
+        changes = (tmp_path / f"changed{rank}").read_text().splitlines()
+        assert changes[:4] == ["environment", "", "default dtype", ""]

@@ -1,4 +1,4 @@
-"""Ranks that live on: reused, replaced after a fault, and gone when they are dismissed."""
+"""Pooled ranks are reused, replaced after a fault, and ended when their pool is closed."""
 
 import importlib
 import os
@@ -19,26 +19,26 @@ def pooled(function, *args, world_size=2, group=Group.REUSED, pool="", **more):
     return RankTask(function, args, world_size, group=group, isolation=Isolation.POOLED, pool=pool, **more)
 
 
-def who() -> tuple[int, int, float]:
+def sum_and_identity() -> tuple[int, int, float]:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     return os.getpid(), id(dist.group.WORLD), total.item()
 
 
-def test_pooled_ranks_take_one_piece_of_work_after_the_other() -> None:
+def test_pooled_ranks_run_one_task_after_another() -> None:
     with RankServer() as server:
-        first = server.submit(pooled(who)).values()
-        second = server.submit(pooled(who)).values()
+        first = server.submit(pooled(sum_and_identity)).values()
+        second = server.submit(pooled(sum_and_identity)).values()
     assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
     assert [group for _, group, _ in first] == [group for _, group, _ in second]
     assert [total for _, _, total in second] == [1.0, 1.0]
 
 
 def count_groups() -> tuple[int, float]:
-    return os.getpid(), who()[2]
+    return os.getpid(), sum_and_identity()[2]
 
 
-def test_a_new_group_in_living_ranks_is_a_new_group() -> None:
+def test_a_new_default_group_in_pooled_ranks_works_on_the_same_processes() -> None:
     with RankServer() as server:
         found = [server.submit(pooled(count_groups, group=Group.DEFAULT)).values() for _ in range(5)]
     assert all(values == found[0] for values in found)
@@ -49,12 +49,12 @@ def test_pools_of_different_names_and_sizes_share_no_rank() -> None:
         pids = [
             pid
             for pool, world_size in (("a", 2), ("b", 2), ("a", 4))
-            for pid, _, _ in server.submit(pooled(who, pool=pool, world_size=world_size)).values()
+            for pid, _, _ in server.submit(pooled(sum_and_identity, pool=pool, world_size=world_size)).values()
         ]
     assert len(set(pids)) == 8
 
 
-def fall(culprit: int) -> None:
+def crash(culprit: int) -> None:
     if dist.get_rank() == culprit:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
@@ -62,30 +62,30 @@ def fall(culprit: int) -> None:
 
 def test_after_a_fault_only_the_affected_ranks_are_replaced() -> None:
     with RankServer() as server:
-        bystanders = server.submit(pooled(who, pool="other")).values()
-        before = server.submit(pooled(who)).values()
-        outcome = server.submit(pooled(fall, 1))
+        bystanders = server.submit(pooled(sum_and_identity, pool="other")).values()
+        before = server.submit(pooled(sum_and_identity)).values()
+        outcome = server.submit(pooled(crash, 1))
         assert outcome.cause is not None
         assert (outcome.cause.rank, outcome.cause.end) == (1, RankEnd.SIGNALLED)
-        after = server.submit(pooled(who)).values()
+        after = server.submit(pooled(sum_and_identity)).values()
         assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}
-        assert server.submit(pooled(who, pool="other")).values() == bystanders
+        assert server.submit(pooled(sum_and_identity, pool="other")).values() == bystanders
 
 
 def die_later() -> None:
     threading.Timer(0.05, os._exit, (3,)).start()
 
 
-def test_ranks_that_died_between_two_pieces_of_work_are_replaced() -> None:
+def test_ranks_that_died_between_two_tasks_are_replaced() -> None:
     with RankServer() as server:
         server.submit(pooled(die_later))
         threading.Event().wait(0.5)
-        assert [total for _, _, total in server.submit(pooled(who)).values()] == [1.0, 1.0]
+        assert [total for _, _, total in server.submit(pooled(sum_and_identity)).values()] == [1.0, 1.0]
 
 
-def test_dismissed_ranks_are_gone_and_told_about() -> None:
+def test_closing_a_pool_ends_its_ranks_and_returns_their_outcome() -> None:
     with RankServer() as server:
-        pids = [pid for pid, _, _ in server.submit(pooled(who)).values()]
+        pids = [pid for pid, _, _ in server.submit(pooled(sum_and_identity)).values()]
         outcome = server.close_pool("", 2)
         assert outcome is not None
         assert not outcome.failures
@@ -99,7 +99,7 @@ def leave_badly() -> None:
     atexit.register(os._exit, 3)
 
 
-def test_a_rank_that_leaves_with_a_bad_status_is_told_when_it_is_dismissed() -> None:
+def test_a_bad_exit_status_is_reported_when_a_pool_is_closed() -> None:
     with RankServer() as server:
         server.submit(pooled(leave_badly)).values()
         outcome = server.close_pool("", 2)
@@ -119,42 +119,44 @@ def mismatch() -> None:
 def test_checked_collectives_name_a_mismatch_of_raw_torch_calls_within_two_seconds() -> None:
     with RankServer() as server:
         outcome = server.submit(RankTask(mismatch, (), 2, collectives=CollectiveMode.CHECKED))
-    told = outcome.describe()
-    assert "mismatch between collectives" in told
-    assert told.count("in mismatch") == 2, "both call sites"
+    description = outcome.describe()
+    assert "mismatch between collectives" in description
+    assert description.count("in mismatch") == 2, "both call sites"
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
 
 
-def level_of_the_group() -> tuple[int, str]:
+def debug_level() -> tuple[int, str]:
     return os.getpid(), get_debug_level().name
 
 
-def test_ranks_that_live_on_compare_the_collectives_of_the_work_that_asks_for_it() -> None:
-    ways = [CollectiveMode.TRUSTED, CollectiveMode.CHECKED, CollectiveMode.TRUSTED]
+def test_pooled_ranks_check_collectives_only_for_tasks_that_request_it() -> None:
+    modes = [CollectiveMode.TRUSTED, CollectiveMode.CHECKED, CollectiveMode.TRUSTED]
     with RankServer() as server:
-        found = [server.submit(pooled(level_of_the_group, collectives=way)).values() for way in ways]
-        told = server.submit(pooled(mismatch, collectives=CollectiveMode.CHECKED)).describe()
-    assert [{level for _, level in values} for values in found] == [{"OFF"}, {"DETAIL"}, {"OFF"}]
-    assert len({tuple(pid for pid, _ in values) for values in found}) == 1, "the same ranks"
-    assert "mismatch between collectives" in told
+        levels = [server.submit(pooled(debug_level, collectives=mode)).values() for mode in modes]
+        description = server.submit(pooled(mismatch, collectives=CollectiveMode.CHECKED)).describe()
+    assert [{level for _, level in values} for values in levels] == [{"OFF"}, {"DETAIL"}, {"OFF"}]
+    assert len({tuple(pid for pid, _ in values) for values in levels}) == 1, "the same ranks"
+    assert "mismatch between collectives" in description
 
 
 RARE = "torch.utils.made_up_for_this_test"
 
 
-def had_it() -> bool:
-    """Whether this rank found the module imported; it has it from now on."""
-    found = RARE in sys.modules
+def import_rare_module() -> bool:
+    """Import the module; return whether this rank had it already."""
+    was_imported = RARE in sys.modules
     importlib.import_module(RARE)
-    return found
+    return was_imported
 
 
-def test_what_one_rank_imported_of_torch_the_next_ones_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_torch_that_a_rank_imported_are_inherited_by_the_next_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / f"{RARE.rpartition('.')[2]}.py").touch()
     monkeypatch.setattr(torch.utils, "__path__", [*torch.utils.__path__, str(tmp_path)])
     with RankServer() as server:
-        first = server.run(had_it, world_size=2)
-        second = server.run(had_it, world_size=2)
+        first = server.run(import_rare_module, world_size=2)
+        second = server.run(import_rare_module, world_size=2)
     assert [rank.imported_modules for rank in first.ranks] == [(RARE,)] * 2
     assert [rank.imported_modules for rank in second.ranks] == [()] * 2
     assert first.values() == [False, False]

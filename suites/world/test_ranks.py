@@ -1,4 +1,4 @@
-"""Every way in which a rank can end is told, with its rank and its cause, and no process is left behind."""
+"""Every way in which a rank can end is reported with its rank and its cause, and no process is left behind."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ def outcome_of(function, *args, world_size=2, timeout=30.0, group=Group.DEFAULT)
         return server.run(function, *args, world_size=world_size, timeout=timeout, group=group)
 
 
-def outcome_alone(function):
-    """Ranks that form no group: none of them is disturbed by another's end."""
+def outcome_without_group(function):
+    """Run ``function`` on ranks without a process group, so that no rank's end affects another."""
     return outcome_of(function, group=Group.NONE)
 
 
@@ -73,10 +73,10 @@ def test_a_raise_while_peers_wait_names_the_rank_and_the_exception(culprit: int,
     assert outcome.cause.end is RankEnd.RAISED
     assert outcome.cause.cause == f"ValueError: planted on {culprit}"
     assert "raise_on" in outcome.cause.traceback
-    assert len(outcome.failures) == world_size, "every rank's end is told, not only the culprit's"
+    assert len(outcome.failures) == world_size, "every rank's end is reported, not only the culprit's"
 
 
-def signalled(culprit: int, number: int) -> None:
+def kill_self(culprit: int, number: int) -> None:
     if dist.get_rank() == culprit:
         os.kill(os.getpid(), number)
     dist.barrier()
@@ -84,14 +84,14 @@ def signalled(culprit: int, number: int) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
-def test_a_signal_is_named_and_not_blamed_on_the_peer(culprit: int, number: signal.Signals) -> None:
-    outcome = outcome_of(signalled, culprit, number)
+def test_death_by_a_signal_is_named_and_not_blamed_on_the_peer(culprit: int, number: signal.Signals) -> None:
+    outcome = outcome_of(kill_self, culprit, number)
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.SIGNALLED)
     assert number.name in outcome.cause.cause
 
 
-def leave_with(culprit: int, status: int) -> int:
+def exit_with(culprit: int, status: int) -> int:
     if dist.get_rank() == culprit:
         os._exit(status)
     dist.barrier()
@@ -101,7 +101,7 @@ def leave_with(culprit: int, status: int) -> int:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_exit_without_a_result_is_a_failure_whatever_its_status(culprit: int, status: int) -> None:
-    outcome = outcome_of(leave_with, culprit, status)
+    outcome = outcome_of(exit_with, culprit, status)
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.EXITED)
     assert f"exit status {status}" in outcome.cause.cause
@@ -111,8 +111,8 @@ def exit_by_exception() -> None:
     sys.exit(5)
 
 
-def test_sys_exit_is_told_as_the_exception_that_it_is() -> None:
-    outcome = outcome_alone(exit_by_exception)
+def test_sys_exit_is_reported_as_an_exception() -> None:
+    outcome = outcome_without_group(exit_by_exception)
     assert [rank.cause for rank in outcome.ranks] == ["SystemExit: 5", "SystemExit: 5"]
 
 
@@ -132,15 +132,15 @@ def test_a_hang_ends_at_the_deadline_with_the_stack_of_every_rank(culprit: int, 
     assert outcome.seconds < 2.0 + 3.0
 
 
-def hang_deaf(culprit: int) -> None:
+def hang_with_blocked_signals(culprit: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
     if dist.get_rank() == culprit:
         threading.Event().wait()
     dist.barrier()
 
 
-def test_a_hang_that_hears_no_signal_ends_all_the_same() -> None:
-    outcome = outcome_of(hang_deaf, 1, timeout=2.0)
+def test_a_hung_rank_that_blocks_signals_is_ended() -> None:
+    outcome = outcome_of(hang_with_blocked_signals, 1, timeout=2.0)
     assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG, RankEnd.HUNG]
 
 
@@ -153,8 +153,8 @@ def raise_unpicklable() -> None:
     raise Unpicklable("planted")
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_all_the_same() -> None:
-    outcome = outcome_alone(raise_unpicklable)
+def test_an_exception_that_cannot_be_pickled_is_reported() -> None:
+    outcome = outcome_without_group(raise_unpicklable)
     assert [rank.cause for rank in outcome.ranks] == ["Unpicklable: planted"] * 2
 
 
@@ -162,8 +162,8 @@ def return_unpicklable() -> object:
     return threading.Lock()
 
 
-def test_a_value_that_cannot_be_pickled_is_the_rank_s_failure() -> None:
-    outcome = outcome_alone(return_unpicklable)
+def test_a_return_value_that_cannot_be_pickled_is_the_rank_s_failure() -> None:
+    outcome = outcome_without_group(return_unpicklable)
     assert all("cannot pickle" in rank.cause for rank in outcome.ranks)
 
 
@@ -173,8 +173,8 @@ def print_much_then_raise() -> None:
     raise ValueError("planted")
 
 
-def test_much_output_is_cut_to_its_end() -> None:
-    outcome = outcome_alone(print_much_then_raise)
+def test_long_output_is_truncated_to_its_end() -> None:
+    outcome = outcome_without_group(print_much_then_raise)
     assert all(rank.output.endswith("the last words") for rank in outcome.ranks)
     assert all(len(rank.output) < 10_000 for rank in outcome.ranks)
 
@@ -185,7 +185,7 @@ def leave_a_child() -> int:
     return os.getpid()
 
 
-def test_a_child_that_a_rank_leaves_behind_is_ended_with_it() -> None:
+def test_a_child_that_a_rank_leaves_behind_is_killed_with_it() -> None:
     with RankServer() as server:
         pids = server.run(leave_a_child, world_size=2).values()
         assert all(process_group_is_gone(pid) for pid in pids)
@@ -193,7 +193,7 @@ def test_a_child_that_a_rank_leaves_behind_is_ended_with_it() -> None:
 
 def test_the_server_goes_on_after_a_fault() -> None:
     with RankServer() as server:
-        assert server.run(signalled, 0, signal.SIGSEGV, world_size=2).cause is not None
+        assert server.run(kill_self, 0, signal.SIGSEGV, world_size=2).cause is not None
         assert [total for _, total in server.run(sum_of_ranks, world_size=2).values()] == [1.0, 1.0]
 
 
@@ -206,16 +206,16 @@ def test_closing_the_server_ends_it_and_its_ranks() -> None:
     assert all(process_group_is_gone(pid) for pid in pids)
 
 
-def test_a_warm_up_that_fails_is_told_at_the_first_request() -> None:
-    words = "warm-up json:nothing_of_the_kind raised AttributeError"
+def test_a_failed_warm_up_is_reported_at_the_first_request() -> None:
+    message = "warm-up json:nothing_of_the_kind raised AttributeError"
     with (
         RankServer(RankEnvironment(warm_up="json:nothing_of_the_kind")) as server,
-        pytest.raises(WorldError, match=words),
+        pytest.raises(WorldError, match=message),
     ):
         server.run(sum_of_ranks, world_size=2)
 
 
-def test_values_raises_with_every_failed_rank_in_words() -> None:
+def test_values_raises_an_error_that_describes_every_failed_rank() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 raised: ValueError: planted on 1") as caught:
         run(raise_on, 1, world_size=2)
     assert isinstance(caught.value.outcome, GroupOutcome)

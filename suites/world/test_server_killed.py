@@ -1,4 +1,4 @@
-"""The rank server itself is killed, as the kernel does for want of memory: what becomes of the tests that follow."""
+"""If the rank server is killed, as by the kernel's out-of-memory killer, only the running test fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE = """
 
 
 @pytest.mark.parametrize("mode", ["fresh", "pooled"])
-def test_only_the_test_that_lost_its_server_fails_and_says_so(tmp_path: Path, mode: str) -> None:
+def test_only_the_test_that_lost_its_server_fails_with_that_cause(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, SOURCE, f"--isolation={mode}", "-p", "no:xdist")
     assert done.verdicts() == {
         "test_before[w2]": "passed",

@@ -1,4 +1,4 @@
-"""What ranks settle beside their collectives: exchanges, joint assertions, and that they call the same collectives."""
+"""Exchanges, joint assertions and the detection of mismatched collectives, all outside of the collectives."""
 
 import pytest
 import torch
@@ -25,23 +25,23 @@ def test_an_exchange_with_a_rank_that_has_ended_raises_and_names_it() -> None:
             return None
         with pytest.raises(WorldError, match="rank 0 ended before it took part"):
             exchange(1)
-        return "told"
+        return "raised"
 
-    assert run(body, world_size=2) == [None, "told"]
+    assert run(body, world_size=2) == [None, "raised"]
 
 
-def test_a_joint_assertion_fails_on_all_ranks_and_names_those_where_it_does_not_hold() -> None:
+def test_assert_together_fails_on_all_ranks_and_names_those_with_a_false_condition() -> None:
     def body():
         with pytest.raises(AssertionError, match=r"1 of 3 ranks: rank 1: got 1"):
             assert_together(dist.get_rank() != 1, f"got {dist.get_rank()}")
         assert_together(True)
-        dist.barrier()  # nobody is left behind in it
+        dist.barrier()  # all ranks are still in step
         return True
 
     assert run(body, world_size=3) == [True] * 3
 
 
-def test_outside_of_ranks_an_exchange_says_what_to_do() -> None:
+def test_an_exchange_outside_of_ranks_names_the_remedy() -> None:
     assert not is_rank()
     with pytest.raises(WorldError, match="world_size"):
         exchange(1)
@@ -60,21 +60,22 @@ def differ(culprit: int, what: str) -> None:
         comm.broadcast(torch.ones(4))
 
 
-TIMEOUT = 60.0  # seconds; one of 20 ranks on 2 busy cores may take 10 to be there
+TIMEOUT = 60.0  # seconds; on 2 busy cores the last of 20 ranks may need 10 to start
 
 
-# 20 ranks are more than TORCH_DISTRIBUTED_DEBUG=DETAIL is asked to compare.
+# 20 ranks are more than MAX_CHECKED_WORLD_SIZE.
 @pytest.mark.parametrize("world_size", [2, 20])
 @pytest.mark.parametrize(
-    ("what", "words"), [("shape", "float32[5]"), ("dtype", "float64[4]"), ("operation", "broadcast float32[4]")]
+    ("what", "operand"), [("shape", "float32[5]"), ("dtype", "float64[4]"), ("operation", "broadcast float32[4]")]
 )
-def test_collectives_that_differ_are_named_with_both_call_sites(world_size: int, what: str, words: str) -> None:
+def test_mismatched_collectives_are_named_with_both_call_sites(world_size: int, what: str, operand: str) -> None:
     with RankServer() as server:
         outcome = server.run(differ, 1, what, world_size=world_size, timeout=TIMEOUT)
     assert outcome.cause is not None
     assert outcome.cause.end is RankEnd.RAISED
     assert outcome.cause.cause.startswith("collective 2 differs: rank ")
-    told = outcome.describe()
-    assert f"rank 1 calls {words if what == 'operation' else f'all_reduce {words}'} (test_together.py, line " in told
-    assert "calls all_reduce float32[4] (test_together.py, line " in told
+    text = outcome.describe()
+    call = operand if what == "operation" else f"all_reduce {operand}"
+    assert f"rank 1 calls {call} (test_together.py, line " in text
+    assert "calls all_reduce float32[4] (test_together.py, line " in text
     assert outcome.seconds < TIMEOUT / 2, "long before the time-out; test_faults.py judges the bar of 2 s"

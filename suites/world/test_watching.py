@@ -1,4 +1,4 @@
-"""What a server makes of what its ranks print, of where they stand, and of how long they take."""
+"""How a server handles the output, the stacks and the deadlines of its ranks."""
 
 import os
 import sys
@@ -23,19 +23,20 @@ from zharness.world.stacks import (
 from zharness.world.streams import HEAD_BYTES, TAIL_BYTES, RankStream, phase_marker
 
 
-def streamed(*chunks: bytes) -> tuple[CapturedOutput, ...]:
+def stream_chunks(*chunks: bytes) -> tuple[CapturedOutput, ...]:
+    """Send the chunks through a pipe, one read each; return the captured output."""
     source, sink = os.pipe()
     stream = RankStream("stdout", source, None)
     for chunk in chunks:
         os.write(sink, chunk)
         stream.read_available()
     os.close(sink)
-    found = stream.take_output()
+    parts = stream.take_output()
     stream.close()
-    return found
+    return parts
 
 
-def test_what_is_printed_is_cut_into_phases_wherever_the_reads_fall() -> None:
+def test_output_is_split_into_phases_wherever_reads_end() -> None:
     whole = (
         b"before"
         + phase_marker("setup")
@@ -47,19 +48,19 @@ def test_what_is_printed_is_cut_into_phases_wherever_the_reads_fall() -> None:
     )
     expected = {"": "beforeafter", "setup": "one\n", "call": "two\0\x1eno marker"}
     for at in range(len(whole)):
-        assert {part.phase: part.text for part in streamed(whole[:at], whole[at:])} == expected
+        assert {part.phase: part.text for part in stream_chunks(whole[:at], whole[at:])} == expected
 
 
-def test_much_output_keeps_its_beginning_and_its_end() -> None:
+def test_long_output_keeps_its_beginning_and_its_end() -> None:
     chunks = [bytes([65 + number % 26]) * 60_000 for number in range(50)]
-    (part,) = streamed(*chunks)
+    (part,) = stream_chunks(*chunks)
     assert part.text.startswith("A" * HEAD_BYTES)
     assert part.text.endswith("X" * TAIL_BYTES)
     assert f"{50 * 60_000 - HEAD_BYTES - TAIL_BYTES:,} bytes left out" in part.text
 
 
-def test_output_that_is_no_text_is_no_fault() -> None:
-    assert streamed(b"\xff\xfe\n")[0].text == "\ufffd\ufffd\n"
+def test_output_that_is_not_utf_8_is_decoded_with_replacements() -> None:
+    assert stream_chunks(b"\xff\xfe\n")[0].text == "\ufffd\ufffd\n"
 
 
 STACK = """Thread 0x0000 (most recent call first):
@@ -76,21 +77,21 @@ Current thread 0x0001 (most recent call first):
 """
 
 
-def test_a_stack_says_which_collective_a_rank_waits_in_and_where_it_is_called() -> None:
+def test_a_stack_names_the_collective_in_which_a_rank_waits_and_its_call_site() -> None:
     frames = parse_main_thread(STACK)
     assert find_waiting_collective(frames) == "all_reduce (test_mine.py, line 21)"
     assert not is_building(frames)
 
 
-def test_a_stack_is_shown_without_the_frames_that_every_rank_has() -> None:
+def test_a_stack_is_shown_without_the_frames_of_the_harness() -> None:
     shown = strip_harness_frames(STACK)
     assert "test_it" in shown
     assert "run" in shown
-    for machinery in ("pluggy", "zharness"):
-        assert machinery not in shown
+    for package in ("pluggy", "zharness"):
+        assert package not in shown
 
 
-def test_a_stack_outside_of_collectives_names_the_innermost_call_and_the_user_s() -> None:
+def test_a_stack_outside_of_collectives_names_the_innermost_frame_and_the_user_s() -> None:
     frames = parse_main_thread(
         'Current thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 3 in wait\n'
         '  File "/home/me/test_mine.py", line 7 in test_it\n'
@@ -114,8 +115,8 @@ def test_a_first_import_is_not_counted_as_a_hang(tmp_path, monkeypatch) -> None:
     assert run(body, world_size=2, timeout=1.0) == [True, True]
 
 
-def test_an_import_that_does_nothing_is_a_hang_in_the_end(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "IDLE", 1.0)
+def test_an_import_that_does_not_compute_counts_as_a_hang(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "MAX_IDLE_SECONDS", 1.0)
     (tmp_path / "never_imported.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -129,7 +130,7 @@ def test_an_import_that_does_nothing_is_a_hang_in_the_end(tmp_path, monkeypatch)
     assert "never_imported.py, line 2" in outcome.ranks[1].cause
 
 
-def test_a_build_goes_on_while_it_computes_and_for_a_while_after(monkeypatch) -> None:
+def test_a_build_is_progressing_while_it_computes_and_for_some_time_after(monkeypatch) -> None:
     clock, used = [0.0], [1.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(progress, "processor_seconds", lambda groups: used[0])
@@ -138,12 +139,12 @@ def test_a_build_goes_on_while_it_computes_and_for_a_while_after(monkeypatch) ->
     clock[0], used[0] = 29.0, 1.0 + progress.MIN_CPU_SECONDS
     assert build.is_progressing([1])
     clock[0], used[0] = 58.0, 1.1 + progress.MIN_CPU_SECONDS
-    assert build.is_progressing([1]), "less than BUSY is nothing, but the time is not over"
+    assert build.is_progressing([1]), "less than MIN_CPU_SECONDS is no progress, but the time is not over"
     clock[0] = 59.0
     assert not build.is_progressing([1])
 
 
-def test_a_hang_behind_an_import_is_one(tmp_path, monkeypatch) -> None:
+def test_a_hang_after_an_import_counts_as_a_hang(tmp_path, monkeypatch) -> None:
     (tmp_path / "quite_slow_to_import.py").write_text("import threading\nthreading.Event().wait(1.5)\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -162,7 +163,7 @@ def test_a_hang_behind_an_import_is_one(tmp_path, monkeypatch) -> None:
     assert outcome.ranks[0].site.startswith("barrier (test_watching.py, line ")
 
 
-def test_a_deadline_is_off_while_a_person_looks() -> None:
+def test_a_deadline_is_suspended_while_a_debugger_holds_a_rank() -> None:
     def body():
         current_rank().channel.hold("debugging")
         threading.Event().wait(1.5)
@@ -172,12 +173,12 @@ def test_a_deadline_is_off_while_a_person_looks() -> None:
     assert run(body, world_size=2, timeout=0.5, group=Group.NONE) == [True, True]
 
 
-def test_building_puts_a_deadline_off_and_gives_the_time_back_afterwards() -> None:
+def test_building_extends_a_deadline_and_restores_the_time_out_afterwards() -> None:
     deadline = Deadline(0.0)
     assert deadline.is_over()
     assert deadline.extend(is_building=True)
     assert not deadline.is_over()
-    assert deadline.extend(is_building=False), "the time-out begins when the building is over"
+    assert deadline.extend(is_building=False), "the time-out begins again when the build is over"
     assert not deadline.extend(is_building=False)
 
 
@@ -189,33 +190,33 @@ def fill_memory() -> None:
     torch.empty(2**40, dtype=torch.uint8).fill_(1)
 
 
-def test_memory_that_cannot_be_had_is_told_as_the_exception_that_torch_raises() -> None:
+def test_a_failed_allocation_is_reported_as_the_exception_that_torch_raises() -> None:
     with RankServer() as server:
         outcome = server.run(fill_memory, world_size=2, group=Group.NONE)
     assert all("can't allocate memory" in rank.cause or "not enough memory" in rank.cause for rank in outcome.ranks)
 
 
-def test_a_kill_for_want_of_memory_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postmortem_module, "killed_for_memory", lambda: 4)
+def test_an_out_of_memory_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postmortem_module, "count_oom_kills", lambda: 4)
     assert "out of memory" in postmortem_module.explain_kill(9, oom_kills_before=3)
     assert postmortem_module.explain_kill(9, oom_kills_before=4) == ""
     assert postmortem_module.explain_kill(11, oom_kills_before=3) == ""
 
 
-def shut_the_pipes() -> None:
+def close_pipes_and_wait() -> None:
     os.closerange(3, 4096)
     threading.Event().wait()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the end of a process is seen by a pipe")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems detect the end of a process by a pipe")
 def test_a_rank_that_closes_its_pipes_and_goes_on_is_named() -> None:
     with RankServer() as server:
-        outcome = server.run(shut_the_pipes, world_size=2, group=Group.NONE)
+        outcome = server.run(close_pipes_and_wait, world_size=2, group=Group.NONE)
     assert all("closed the pipe on which it reports" in rank.cause for rank in outcome.ranks)
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
 
 
-def test_a_crash_that_is_known_says_what_to_do() -> None:
+def test_a_known_crash_names_the_remedy() -> None:
     stack = 'Fatal Python error: Segmentation fault\n\n  File "/x/distributed.py", line 1473 in _ddp_init_helper\n'
     died = RankOutcome(
         0, RankEnd.SIGNALLED, 0, cause="SIGSEGV", captured_output=(CapturedOutput("call", "stderr", stack),)

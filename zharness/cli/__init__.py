@@ -1,4 +1,4 @@
-"""The command line: each command a few lines that delegate."""
+"""The command line: each command is a few lines that call the package."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def cli() -> None:
     zharness check                                the reference engine, every law, stages 0-3
     zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
     zharness check 'torch_func.*' --engine my_package.my_module:factory
-    zharness model my_package.my_model:factory    your own model, every law that is stated for any
-    zharness list checks                          every law in words
-    zharness mutants                              engines broken on purpose, and who notices
-    zharness repro 7352                           a real bug, on the releases that have it and have it not
-    zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and where each flipped
-    zharness doctor                               whether this machine can run it, and what to do
+    zharness model my_package.my_model:factory    your own model, with every law that applies to any model
+    zharness list laws                            every law and its statement
+    zharness mutants                              engines broken on purpose, and which law finds each
+    zharness repro 7352                           a real bug, on a release that has it and one that does not
+    zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and what changed
+    zharness doctor                               whether this machine can run zharness, and what to fix
 
     Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
@@ -43,7 +43,11 @@ def cli() -> None:
     "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
 )
 @click.option(
-    "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; all the engine has."
+    "--stage",
+    "stages",
+    callback=parse_integer_option,
+    metavar="0,1,2,3",
+    help="ZeRO stages; by default all that the engine has.",
 )
 @click.option(
     "--world-size",
@@ -54,27 +58,35 @@ def cli() -> None:
 )
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option(
-    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; all of them."
+    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; by default all."
 )
-@click.option("--variant", "engine_variant", default="", help="Options of the engine by name, as it lists them.")
+@click.option("--variant", "engine_variant", default="", help="An engine variant: named options of the engine.")
 @click.option(
+    "--expected-failures",
     "--excuses",
+    "expected_failures",
     multiple=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Expected failures of your own (TOML), before those of the package; may be repeated.",
+    type=OUTPUT,
+    help="A file of your expected failures (TOML), which come before those of the package; may be repeated.",
 )
-@click.option("--probe-withheld", is_flag=True, help="Try what an engine does not claim, and say where the law holds.")
-@click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
+@click.option(
+    "--probe-withheld",
+    is_flag=True,
+    help="Also run cells that need a feature which the engine does not claim, and report where the law holds.",
+)
+@click.option("--seed", default=0, show_default=True, help="Changes the weights and data of every cell.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
 @click.option(
     "--isolation",
     type=click.Choice(["fresh", "pooled"]),
     default="fresh",
     show_default=True,
-    help="New ranks for every cell, or ranks that live on for the cells of one engine and stage.",
+    help="New ranks for every cell, or a pool of ranks for all cells of one engine and stage.",
 )
-@click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in another order, which follows from SEED.")
-@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, and then on that core alone.")
+@click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in an order that is shuffled by SEED.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, pinned to that core."
+)
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
@@ -86,7 +98,7 @@ def check(
     dtypes: tuple[str, ...],
     models: tuple[str, ...],
     engine_variant: str,
-    excuses: tuple[Path, ...],
+    expected_failures: tuple[Path, ...],
     probe_withheld: bool,
     seed: int,
     timeout: float,
@@ -97,16 +109,15 @@ def check(
     html: Path | None,
     junitxml: Path | None,
 ) -> int:
-    """Put an engine beside vanilla PyTorch and say which laws hold.
+    """Run an engine beside plain PyTorch and report which laws hold.
 
-    A PATTERN is a check (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report
-    of a failure prints it. Without one, every check runs.
+    A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
+    a failure prints it. Without a PATTERN, every law runs.
     """
     from zharness.releases.rank_environment import get_release_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
-    from zharness.run.check_loop import RunOptions
-    from zharness.run.check_loop import run_check as run
+    from zharness.run.check_loop import RunOptions, run_check
     from zharness.run.expected_failures import read_expected_failures
     from zharness.run.runner import WithheldPolicy
     from zharness.world import Isolation
@@ -115,52 +126,57 @@ def check(
     sizes = world_sizes or (default_world_size(),)
     request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    options = RunOptions(
-        timeout, seed, jobs or 0, Isolation(isolation), read_expected_failures(excuses), withheld, shuffle
-    )
-    return run(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
+    user_failures = read_expected_failures(expected_failures)
+    options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
+    return run_check(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
 
 
 @cli.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--contracts", is_flag=True, help="Where engines document that they differ, as a table in Markdown.")
+@click.option("--contracts", is_flag=True, help="Print the differences that engines document, as a table in Markdown.")
 @click.option(
     "--against",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="OLD.jsonl",
-    help="An earlier run: what differs from it comes first.",
+    help="The records of an earlier run: the differences from it are printed first.",
 )
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
 def report(
     files: tuple[Path, ...], contracts: bool, against: Path | None, html: Path | None, junitxml: Path | None
 ) -> int:
-    """Put the records of earlier runs (`zharness check --jsonl FILE`) into one table: laws x engines and stages.
+    """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
-    Lines that are no records are skipped and counted. The exit code is that of the runs, as of `zharness check`; 2
-    where they are as expected and a line was skipped, which may have been a failure.
+    Lines that are not records are skipped and counted. The exit code is that of the runs, as of `zharness check`; 2 if
+    they are as expected but a line was skipped, which may have been a failure.
     """
-    from zharness.report.command import run_report as run
+    from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
 
-    return run(files, against, contracts, Outputs(None, html, junitxml))
+    return run_report(files, against, contracts, Outputs(None, html, junitxml))
 
 
 @cli.command(name="list")
-@click.argument("what", type=click.Choice(["engines", "checks", "models", "mutants", "repros"]))
+@click.argument(
+    "what",
+    type=click.Choice(["engines", "laws", "checks", "models", "mutants", "repros"]),
+    metavar="[engines|laws|models|mutants|repros]",
+)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--long", is_flag=True, help="Of checks: with the mutants that each has to kill.")
+@click.option("--long", is_flag=True, help="With laws: also list the mutants that each law has to kill.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> int:
-    """Print what there is: engines and their versions, laws, models, mutants, reproductions.
+    """List engines and their versions, laws, models, mutants or reproductions.
 
-    A PATTERN is a name, a glob, or a group of checks.
+    A PATTERN is a name, a glob, or a group of laws. `checks` is an older name of `laws`.
     """
     from zharness.releases.repro_table import list_repro_rows
     from zharness.report.listing import ROW_BUILDERS, add_killed_mutants, filter_rows, render_rows
 
-    found = filter_rows({**ROW_BUILDERS, "repros": list_repro_rows}[what](), what, patterns)
-    click.echo(render_rows(add_killed_mutants(found) if long and what == "checks" else found, as_json))
+    rows = filter_rows({**ROW_BUILDERS, "repros": list_repro_rows}[what](), what, patterns)
+    if long and what in ("laws", "checks"):
+        rows = add_killed_mutants(rows)
+    click.echo(render_rows(rows, as_json))
     return 0
 
 
@@ -179,23 +195,33 @@ for command in (
 
 @cli.command()
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--check", "checks", multiple=True, help="A check, a group or a glob; all checks. May be repeated.")
+@click.option(
+    "--law",
+    "--check",
+    "checks",
+    multiple=True,
+    help="A law, a group or a glob; by default all laws. May be repeated.",
+)
 @click.option(
     "--scope",
     type=click.Choice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="Every check on every mutant, or on each the checks that it names as its killers: minutes, not hours.",
+    help="Every law on every mutant (hours), or on each mutant only the laws that it names as targets (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
 )
 @click.option(
-    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models; the first that each check takes."
+    "--model",
+    "models",
+    callback=parse_name_option,
+    metavar="NAME,...",
+    help="Models; by default the first of each law.",
 )
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell.")
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells at a time.")
-@click.option("--jsonl", type=OUTPUT, help="Read and write records: resumes.")
+@click.option("--jsonl", type=OUTPUT, help="Write records to this file, and skip cells whose records it already has.")
 def mutants(
     patterns: tuple[str, ...],
     checks: tuple[str, ...],
@@ -206,16 +232,17 @@ def mutants(
     jobs: int,
     jsonl: Path | None,
 ) -> int:
-    """Try the checks on engines broken on purpose, and say who kills whom.
+    """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A check stops at its first cell that
-    kills. Exit code 1 when a mutant survives, or a check kills nobody. `zharness list mutants` describes them.
+    A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A law stops at its first cell that
+    kills. Exit code 1 when a mutant survives, or a law kills no mutant. `zharness list mutants` describes the mutants.
     """
-    from zharness.kill_matrix.command import KillOptions, LawScope
-    from zharness.kill_matrix.command import run_mutants as run
+    from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
     from zharness.run.check_loop import run_cells
 
-    return run(patterns, KillOptions(checks, world_sizes, models, timeout, jobs, LawScope(scope)), jsonl, run_cells)
+    return run_mutants(
+        patterns, KillOptions(checks, world_sizes, models, timeout, jobs, LawScope(scope)), jsonl, run_cells
+    )
 
 
 @cli.command()
@@ -227,18 +254,33 @@ def mutants(
 )
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=click.Choice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
-@click.option("--clip", type=click.FloatRange(0, min_open=True), help="The norm to which gradients are clipped.")
 @click.option(
-    "--window", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches of an engine's step."
+    "--clip",
+    type=click.FloatRange(0, min_open=True),
+    help="The largest norm of the gradients; larger ones are clipped.",
 )
-@click.option("--reduction", type=click.Choice(["mean", "sum"]), default="mean", show_default=True, help="Over ranks.")
-@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Of 8 programs, to draw.")
-@click.option("--seed", default=0, show_default=True, help="Another number draws other programs.")
 @click.option(
-    "--without", callback=parse_name_option, metavar="i,tied,...", help="Layers, verbs and marks that none has."
+    "--window", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches of an optimizer step."
 )
-@click.option("--outputs", type=click.IntRange(1), help="Not more of them kept for backward at once.")
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one run.")
+@click.option(
+    "--reduction",
+    type=click.Choice(["mean", "sum"]),
+    default="mean",
+    show_default=True,
+    help="How gradients are combined over ranks.",
+)
+@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Batches of 8 programs to draw.")
+@click.option("--seed", default=0, show_default=True, help="Changes the programs that are drawn.")
+@click.option(
+    "--without",
+    callback=parse_name_option,
+    metavar="i,tied,...",
+    help="Layers, verbs and marks that no drawn program may have.",
+)
+@click.option(
+    "--outputs", type=click.IntRange(1), help="The most outputs that a drawn program keeps for backward at once."
+)
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one run.")
 def program(
     texts: tuple[str, ...],
     engine: str,
@@ -255,18 +297,18 @@ def program(
     outputs: int | None,
     timeout: float,
 ) -> int:
-    """Run a small model and an order of calls, as in 'x(3) linear(2) relu | f b:retain b s', or draw many.
+    """Run programs, small models and sequences of calls such as 'x(3) linear(2) relu | f b:retain b s', or draw many.
 
-    Several run one after the other in the same ranks. Without any, Hypothesis draws programs, and the smallest that
-    fails is printed as a command.
+    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and the
+    smallest that fails is printed as a command.
 
     \b
     Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),
             norm, relu, gelu, tied; residual[...], twice[...], sometimes[...], checkpoint[...], reentrant[...]
     Verbs:  f forward (f:few,kw), b backward (b:old,tensor,scale,other,retain,unseen), n both in no_sync, s step,
-            z zero_grad, e and i forwards under no_grad and inference_mode, v and vg in eval mode, vg with a graph,
-            g and t gradients of inputs by autograd.grad and torch.func.grad, l look at everything, xf and xb a
-            forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
+            z zero_grad, e and i forward under no_grad and inference_mode, v and vg in eval mode, vg with a graph,
+            g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
+            xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
     from zharness.releases.rank_environment import get_release_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
@@ -282,13 +324,13 @@ def program(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
         )
     if settings.with_default_settings != settings:
-        raise UsageError("--clip, --window and --reduction are for programs that are given; got none to run with them")
-    wanted = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
-    return run_program_search(engine, wanted, timeout, get_release_environment)
+        raise UsageError("--clip, --window and --reduction apply only to given programs; got no program")
+    search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
+    return run_program_search(engine, search, timeout, get_release_environment)
 
 
 def main() -> None:
-    """The console command: every error of the user's one sentence, every exit code as documented."""
+    """Run the command line; print expected errors as one sentence and exit with the documented codes."""
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         sys.exit(cli.main(standalone_mode=False) or 0)
@@ -306,12 +348,12 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("zharness: interrupted; every rank was ended", err=True)
         sys.exit(130)
-    except Exception:  # noqa: BLE001 - a bug of this package: shown whole, and never as exit code 1, "a law is broken"
+    except Exception:  # noqa: BLE001 - a bug of this package must not end with exit code 1, "a law is broken"
         traceback.print_exc()
         click.echo("zharness: the harness failed, see above; please report it", err=True)
         sys.exit(3)
 
 
 def exit_on_sigterm(_signal: int, _frame: object) -> None:
-    """Unwind on SIGTERM, so that ranks are ended and finished records take their name."""
+    """Raise SystemExit on SIGTERM, so that ranks are ended and finished records are kept."""
     raise SystemExit(143)

@@ -1,4 +1,4 @@
-"""Commands on one cell: as a script, and as the smallest that fails in the same way."""
+"""Commands on one cell: export it as a script, and shrink it to the smallest failure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("case", required=False, metavar="CASE_ID")
-@click.option("--seed", default=0, show_default=True, help="As `zharness check` was given it.")
-@click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
+@click.argument("cell_id", required=False, metavar="CELL_ID")
+@click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
+@click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of the cell.")
-@click.option("--list", "listing", is_flag=True, help="Say of each law whether its script is short, and why not.")
-def export(case: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
-    """Write a cell as a script that needs torch and the engine alone, and run it to see that it shows the same.
+@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of the cell.")
+@click.option("--list", "listing", is_flag=True, help="List for each law whether its script is short, or why not.")
+def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
+    """Write a cell as a script that needs only torch and the engine, and run the script to verify it.
 
-    CASE_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
+    CELL_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
     """
     from zharness.cell import Cell
     from zharness.export import command
@@ -34,43 +34,47 @@ def export(case: str | None, seed: int, output: Path | None, no_verify: bool, ti
     if listing:
         click.echo(command.render_law_table())
         return 0
-    if case is None:
+    if cell_id is None:
         raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
     options = command.ExportOptions(seed, timeout, output)
     return command.export(
-        case, options, get_release_environment, None if no_verify else make_script_runner(Cell.parse(case).engine)
+        cell_id,
+        options,
+        get_release_environment,
+        None if no_verify else make_script_runner(Cell.parse(cell_id).engine),
     )
 
 
 @click.command()
-@click.argument("case", metavar="CASE_ID")
-@click.option("--seed", default=0, show_default=True, help="As `zharness check` was given it.")
+@click.argument("cell_id", metavar="CELL_ID")
+@click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
 @click.option(
     "--seconds",
     type=SECONDS,
     default=45.0,
     show_default=True,
-    help="For the search, which ends with what it has by then.",
+    help="Seconds for the search; it ends with the smallest failure found by then.",
 )
-@click.option("-o", "--output", type=OUTPUT, help="Where the script goes; standard output without it.")
+@click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
-@click.option("--timeout", type=SECONDS, default=30.0, show_default=True, help="For the ranks of one cell or program.")
-def shrink(case: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
-    """Find the smallest that fails as a cell does, print the command that shows it, and export it as a script.
+@click.option(
+    "--timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds for the ranks of one cell or program."
+)
+def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
+    """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
 
-    Fewer ranks, a lower stage, fp32, a smaller model; then programs (see `zharness program`) that Hypothesis draws, cut
-    down to what the failure takes. A failure is the same where the verdict is, and the part of the step that is wrong
-    or the exception.
+    Tries fewer ranks, a lower stage, fp32 and smaller models; then programs (see `zharness program`) that Hypothesis
+    draws and shrinks. A failure is the same if the verdict is, and the wrong part of the step or the exception.
     """
     from zharness.export import command
     from zharness.releases.rank_environment import get_release_environment
 
     options = command.ExportOptions(seed, timeout, output)
-    return command.shrink(case, options, seconds, get_release_environment, None if no_verify else make_script_runner)
+    return command.shrink(cell_id, options, seconds, get_release_environment, None if no_verify else make_script_runner)
 
 
 def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
-    """Runs a script on the release of the engine ``name``, as those of repro/ are run."""
+    """Return a function that runs a script on the release of ``engine``, as reproductions are run."""
     from zharness import engines
     from zharness.engines import registry
     from zharness.export.verify import ScriptResult
@@ -81,16 +85,17 @@ def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
     seconds = repros.TIMEOUT_SECONDS
 
     def run(path: Path) -> ScriptResult:
-        found = (
+        """Run the script at ``path`` and return its verdict and evidence."""
+        environment = (
             ReleaseEnvironment("")
             if registry.is_factory_path(engine)
             else prepare_release(engine, engines.info(engine).distribution)
         )
-        running = CommandGroup()
+        commands = CommandGroup()
         try:
-            result = repros.run_repro(repros.parse_repro(path), engine, found, seconds, running)
+            result = repros.run_repro(repros.parse_repro(path), engine, environment, seconds, commands)
         finally:
-            running.terminate()
+            commands.terminate()
         return ScriptResult(result.verdict.value, result.evidence)
 
     return run

@@ -1,4 +1,4 @@
-"""`zharness model`: anyone's model, held to every law that is stated for it."""
+"""The command ``zharness model``: check a user's model against every law that applies to it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
 
 @click.command()
 @click.argument("factory", metavar="PACKAGE.MODULE:FACTORY")
-@click.option("--config", default="", metavar="FILE", help="DeepSpeed's JSON: optimizer, clipping, stage ...")
+@click.option(
+    "--config", default="", metavar="FILE", help="A DeepSpeed JSON configuration: optimizer, clipping, stage ..."
+)
 @click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
 @click.option(
-    "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="The configuration's, or all there are."
+    "--stage",
+    "stages",
+    callback=parse_integer_option,
+    metavar="0,1,2,3",
+    help="ZeRO stages; by default that of the configuration, or all that the engine has.",
 )
 @click.option("--world-size", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--dtype", default="", metavar="fp32", show_default="the configuration's, or fp32")
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Of the training as configured.")
-@click.option("--seed", default=0, show_default=True, help="Another number gives other weights and data.")
-@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="For the ranks of one cell.")
-@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, as far as memory allows.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps of the law model.configured."
+)
+@click.option("--seed", default=0, show_default=True, help="Changes the weights and data of every cell.")
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for the ranks of one cell.")
+@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, if memory allows.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
@@ -40,11 +48,11 @@ def model(
     html: Path | None,
     junitxml: Path | None,
 ) -> int:
-    """Train your model by an engine beside plain PyTorch and say which laws hold.
+    """Train your model with an engine beside plain PyTorch and report which laws hold.
 
-    FACTORY() returns a model; or (model, batch), or (model, batch, loss), where batch(generator) draws a tensor, a
-    tuple or a dict of tensors, the arguments of the model, with one row for each sample, and loss(output, batch) is a
-    scalar. A model of the transformers package needs neither.
+    FACTORY() returns a model; or (model, batch), or (model, batch, loss). batch(generator) draws the arguments of the
+    model: a tensor, or a tuple or dict of tensors, with one row for each sample. loss(output, batch) returns a scalar.
+    A model of the transformers package needs neither.
     """
     from zharness.errors import UsageError
     from zharness.releases.rank_environment import get_release_environment
@@ -57,10 +65,10 @@ def model(
 
     if detect_launch() is not None:
         raise UsageError(
-            "zharness model starts ranks of its own; run it without torchrun, or `zharness check` under it"
+            "zharness model starts its own ranks; run it without torchrun, or run `zharness check` under torchrun"
         )
     if not is_user_model(factory):
         raise UsageError(f"got {factory!r}; expected package.module:factory, importable from the current directory")
-    asked = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
+    check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
-    return run_model_command(asked, options, Outputs(jsonl, html, junitxml), get_release_environment)
+    return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), get_release_environment)

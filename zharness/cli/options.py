@@ -1,4 +1,4 @@
-"""Types of options that several commands share."""
+"""Types and parsers of options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
 def parse_integer_option(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """``0,1,2`` as integers. Raises click.BadParameter for anything else."""
+    """Parse ``0,1,2`` as integers. Raises click.BadParameter for anything else."""
     try:
         return () if value is None else parse_integers(value)
     except UsageError as error:
@@ -22,5 +22,5 @@ def parse_integer_option(_context: click.Context, _parameter: click.Parameter, v
 
 
 def parse_name_option(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """``fp32,bf16`` as names."""
+    """Parse ``fp32,bf16`` as names, each once."""
     return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))

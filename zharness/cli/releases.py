@@ -1,4 +1,4 @@
-"""The commands about releases of engines."""
+"""The commands on releases of engines."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "every", is_flag=True, help="Run every reproduction there is; with --on those of its engines.")
+@click.option("--all", "every", is_flag=True, help="Run every reproduction; with --on, those of its engines.")
 @click.option(
     "--on",
     "--engine",
     "on",
     multiple=True,
     metavar="NAME==RELEASE|NAME@CHECKOUT",
-    help="A release, installed into a folder of its own, or a source checkout; NAME alone is the installed release. "
-    "May be repeated.",
+    help="A release, which is installed into its own folder, or a source checkout; NAME alone is the installed "
+    "release. May be repeated.",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Runs at a time; one for each core.")
-@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="For one run.")
+@click.option("--jobs", type=click.IntRange(1), help="Runs at a time; by default one for each core.")
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for one run.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each run.")
 @click.option("--markdown", is_flag=True, help="Print bugs x releases as a table in Markdown.")
 def repro(
@@ -48,11 +48,11 @@ def repro(
     jsonl: Path | None,
     markdown: bool,
 ) -> int:
-    """Show real bugs of real engines, by the number of their issue.
+    """Reproduce real bugs of real engines, named by the number of their issue.
 
-    Each runs on the sides that its header names: a release with the bug, and where there is one a release with the fix.
-    The verdict is reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` says
-    which there are; each is a script in repro/ that runs under plain torchrun too.
+    Each script runs on the releases that its header names: one with the bug, and if there is one, one with the fix. The
+    verdict is reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` lists
+    the bugs; each is a script in repro/ that also runs under plain torchrun.
 
     Exit codes: 0 every release showed what it should, 1 one did not, 3 a run failed otherwise or its release could not
     be had.
@@ -64,33 +64,29 @@ def repro(
     began = time.monotonic()
     with ExitStack() as stack:
         file = stack.enter_context(_open_record_file(jsonl)) if jsonl else None
-        found = repro_runs.run_repros(runs, jobs, file.add if file else None, timeout)
-    if markdown:
-        click.echo(repro_table.render_markdown(found))
-    else:
-        click.echo(
-            f"{repro_table.render_repro_results(found)}\n\n{repro_table.render_summary(found, time.monotonic() - began)}"
-        )
-    step_summary.append_section(
-        "zharness repro",
-        repro_table.render_summary(found, time.monotonic() - began),
-        repro_table.render_markdown(found),
-    )
-    return repro_table.exit_code(found)
+        results = repro_runs.run_repros(runs, jobs, file.add if file else None, timeout)
+    summary = repro_table.render_summary(results, time.monotonic() - began)
+    table = repro_table.render_markdown(results)
+    click.echo(table if markdown else f"{repro_table.render_repro_results(results)}\n\n{summary}")
+    step_summary.append_section("zharness repro", summary, table)
+    return repro_table.exit_code(results)
 
 
 def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
-    """The file of records; apart, as torch comes with it, which takes longer to import than some bugs to show."""
+    """Open the file of records.
+
+    Imports torch, which takes longer than some reproductions, so only runs that write records pay for it.
+    """
     from zharness.run.record import open_record_file
 
     return open_record_file(path)
 
 
 def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
-    """The options that say which cells are run, and how, on every release."""
+    """Add the options that choose the cells and how they run, on every release."""
     options = (
         click.option(
-            "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; all there are."
+            "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; by default all."
         ),
         click.option(
             "--world-size",
@@ -104,18 +100,24 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             "--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16"
         ),
         click.option(
-            "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; all."
+            "--model",
+            "models",
+            callback=parse_name_option,
+            metavar="NAME,...",
+            help="Models of the workload; by default all.",
         ),
-        click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="For the ranks of one cell."),
+        click.option(
+            "--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell."
+        ),
         click.option(
             "--isolation",
             type=click.Choice(["fresh", "pooled"]),
             default="pooled",
             show_default=True,
-            help="New ranks for every cell, or ranks that live on for the cells of one release and stage.",
+            help="New ranks for every cell, or a pool of ranks for all cells of one release and stage.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(1), help="Cells at a time; one for each core, and then on that core alone."
+            "--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, pinned to that core."
         ),
         click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell."),
     )
@@ -126,7 +128,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
 
 @dataclass(frozen=True)
 class CellOptions:
-    """What those options gave."""
+    """The values of the options that ``add_cell_options`` adds; the fields have the names of the parameters."""
 
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]
@@ -138,9 +140,9 @@ class CellOptions:
     jsonl: Path | None
 
     def build_request(self, patterns: tuple[str, ...]) -> Request:
-        """The cells, of an engine that is filled in later.
+        """Build the request for the cells, without an engine.
 
-        Raises UsageError for what does not exist: a mistake is told before any release is fetched.
+        Raises UsageError for what does not exist, before any release is fetched.
         """
         from zharness.run import Request
         from zharness.run.plan import validate_request
@@ -150,9 +152,10 @@ class CellOptions:
         return request
 
     def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
-        """Runs the cells of a request; all records go to one file, which is closed with ``stack``.
+        """Return a function that runs the cells of a request.
 
-        Excuses that match nothing are told on standard error, each once.
+        All records go to one file, which is closed with ``stack``. Expected failures that match no cell are printed on
+        standard error, each once.
         """
         from zharness.releases.rank_environment import get_release_environment
         from zharness.run.check_loop import RunOptions, open_optional_record_file, run_request
@@ -161,20 +164,21 @@ class CellOptions:
         options = RunOptions(
             self.timeout, jobs=self.jobs or 0, isolation=Isolation(self.isolation), user_expected_failures=user_failures
         )
-        sink = cache(partial(open_optional_record_file, stack, self.jsonl))
-        tell = cache(partial(click.echo, err=True))
+        open_sink = cache(partial(open_optional_record_file, stack, self.jsonl))
+        print_once = cache(partial(click.echo, err=True))
 
         def measure(request: Request) -> list[Record]:
-            records, complaints = run_request(request, options, sink, get_release_environment)
-            for complaint in complaints:
-                tell(f"UNMATCHED {complaint}")
+            """Run the cells of ``request`` and return their records."""
+            records, unmatched_failures = run_request(request, options, open_sink, get_release_environment)
+            for description in unmatched_failures:
+                print_once(f"UNMATCHED {description}")
             return records
 
         return measure
 
 
 def reject_cell_options(identifier: str) -> None:
-    """Raises UsageError where the current command was given options that say which cells are run, and how."""
+    """Raise UsageError if the current command was given options that choose cells or how they run."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -184,27 +188,27 @@ def reject_cell_options(identifier: str) -> None:
     ]
     if given:
         raise UsageError(
-            f"got {', '.join(given)} for reproduction {identifier}, which has no cells; leave them out, or name a check"
+            f"got {', '.join(given)} for reproduction {identifier}, which has no cells; leave them out, or name a law"
         )
 
 
 @click.command(name="releases")
 @click.argument("engine", required=False)
 @click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
-@click.option("--check", "checks", multiple=True, help="A check, a group, a glob or a case id; may be repeated.")
-@click.option("--newest", is_flag=True, help="The newest release on the index, too.")
+@click.option("--law", "--check", "checks", multiple=True, help="A law, a group, a glob or a cell id; may be repeated.")
+@click.option("--newest", is_flag=True, help="Also run the newest release on the package index.")
 @click.option(
     "--compare-to",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="RECORDED.jsonl",
-    help="Print what changed since this record, and exit with 1 when anything did.",
+    help="Print what changed since these records, and exit with 1 if anything did.",
 )
-@click.option("--list", "listed", is_flag=True, help="Print what the cache holds, and run nothing.")
+@click.option("--list", "listed", is_flag=True, help="List what the cache holds, and run nothing.")
 @click.option(
     "--clean",
     is_flag=True,
-    help="Remove from the cache ENGINE==RELEASE, ENGINE@CHECKOUT, ENGINE, or every release and all kept of checkouts "
-    "(not what setup_repro.sh made). What runs on them at the moment breaks.",
+    help="Remove from the cache ENGINE==RELEASE, ENGINE@CHECKOUT or ENGINE, by default all releases and checkouts "
+    "(not what setup_repro.sh made). Runs that use them at the time will fail.",
 )
 @add_cell_options
 def releases(
@@ -217,58 +221,58 @@ def releases(
     clean: bool,
     **options: Any,
 ) -> int:
-    """Run the same cells on several releases of an engine, and say where each cell flipped.
+    """Run the same cells on several releases of an engine, and report where each cell changed.
 
     \b
-    zharness releases deepspeed 0.16.4 0.18.8 0.19.8 --check 'torch_func.*'
+    zharness releases deepspeed 0.16.4 0.18.8 0.19.8 --law 'torch_func.*'
     zharness releases deepspeed 0.19.8 @../DeepSpeed
     zharness releases deepspeed --newest --compare-to RECORDED.jsonl
     zharness releases --list
     zharness releases --clean deepspeed==0.18.8
 
-    Broken laws are what it reports, not what it fails on. Exit codes: 0, 1 something changed since the record, 2 no
-    release could be run or the record has none of the cells, 3 some could not be run, or not be removed, or the harness
-    itself failed.
+    A broken law does not change the exit code. Exit codes: 0, 1 something changed since --compare-to, 2 no release
+    could be run or the records have none of the cells, 3 a release could not be run or removed, or the harness itself
+    failed.
     """
     from zharness.releases import cache_entries, cache_table, compare_releases
     from zharness.run.record_reader import load_records
 
     named = tuple(text for text in (engine, *versions) if text)
     if listed and clean:
-        raise UsageError("got --list and --clean; --list says what --clean would remove: name one of them")
+        raise UsageError("got --list and --clean; --list shows what --clean would remove: give one of them")
     if listed:
         click.echo(cache_table.render_entries(named))
         return 0
     if clean:
-        done = list(cache_entries.clean_cache(named))
-        click.echo(cache_table.render_cleaned(done))
-        return 0 if all(what == cache_entries.REMOVED for _, what in done) else 3
+        cleaned = list(cache_entries.clean_cache(named))
+        click.echo(cache_table.render_cleaned(cleaned))
+        return 0 if all(outcome == cache_entries.REMOVED for _, outcome in cleaned) else 3
     if engine is None:
         raise UsageError("no engine was named; try: zharness releases deepspeed 0.18.8 0.19.8, or --list")
-    axes_ = CellOptions(**options)
-    request = axes_.build_request(checks)
-    texts = compare_releases.spell_releases(engine, versions, newest)
+    cell_options = CellOptions(**options)
+    request = cell_options.build_request(checks)
+    release_names = compare_releases.spell_releases(engine, versions, newest)
     recorded = load_records([compare_to]) if compare_to else None
     if recorded is not None and recorded.skipped_lines:
         click.echo(recorded.describe_skipped(), err=True)
     with ExitStack() as stack:
         return compare_releases.run_matrix(
-            texts, request, axes_.build_measure(stack), recorded.records if recorded is not None else ()
+            release_names, request, cell_options.build_measure(stack), recorded.records if recorded is not None else ()
         )
 
 
 @click.command()
 @click.argument("engine")
-@click.argument("check")
+@click.argument("check", metavar="LAW")
 @click.option("--good", required=True, metavar="RELEASE", help="A release on which the law holds.")
 @click.option("--bad", required=True, metavar="RELEASE", help="A release on which it is broken.")
 @add_cell_options
 def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
-    """Find the first release on which a law is broken, or, where the good release is the newer, holds again.
+    """Find the first release on which a law is broken, or holds again if the good release is the newer one.
 
-    CHECK is a check, a glob, or a case id; a release is bad when any of its cells is broken. Or it is the id of a
-    reproduction; a release is bad when it is reproduced there. Releases that cannot be run, or show neither, are
-    stepped over. As many runs as halving takes.
+    LAW is a law, a glob, or a cell id; a release is bad when any of its cells is broken. Or it is the id of a
+    reproduction; a release is bad when the bug is reproduced there. Releases that cannot be run, or show neither, are
+    skipped. Each run halves the range of releases.
 
     \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
@@ -276,40 +280,57 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     """
     from zharness.releases import compare_releases, repros
 
-    chosen = CellOptions(**options)
+    cell_options = CellOptions(**options)
     if repros.is_repro_id(check):
         reject_cell_options(check)
         return compare_releases.run_bisect(
             engine, good, bad, compare_releases.make_repro_trial(repros.find_repro(engine, check))
         )
     with ExitStack() as stack:
-        cells = compare_releases.make_cell_trial(engine, chosen.build_request((check,)), chosen.build_measure(stack))
-        return compare_releases.run_bisect(engine, good, bad, cells)
+        request, measure = cell_options.build_request((check,)), cell_options.build_measure(stack)
+        trial = compare_releases.make_cell_trial(engine, request, measure)
+        return compare_releases.run_bisect(engine, good, bad, trial)
 
 
 @click.command()
 @click.argument("base")
 @click.argument("change")
-@click.option("--check", "checks", multiple=True, help="A check, a group, a glob or a case id; all. May be repeated.")
-@click.option("--excuses", multiple=True, type=OUTPUT, help="Expected failures of the change (TOML); may be repeated.")
+@click.option(
+    "--law",
+    "--check",
+    "checks",
+    multiple=True,
+    help="A law, a group, a glob or a cell id; by default all laws. May be repeated.",
+)
+@click.option(
+    "--expected-failures",
+    "--excuses",
+    "expected_failures",
+    multiple=True,
+    type=OUTPUT,
+    help="A file of expected failures of the change (TOML); may be repeated.",
+)
 @add_cell_options
-def compare(base: str, change: str, checks: tuple[str, ...], excuses: tuple[Path, ...], **options: Any) -> int:
-    """Run the same cells on a base and on a change of it, and fail on what the change broke, on nothing else.
+def compare(
+    base: str, change: str, checks: tuple[str, ...], expected_failures: tuple[Path, ...], **options: Any
+) -> int:
+    """Run the same cells on a base and on a change of it, and fail only on what the change broke.
 
     Both are NAME@CHECKOUT, NAME==RELEASE or NAME. What the change breaks is run once more on both, and counts when it
-    breaks again. Exit codes: 0, 1 the change breaks what is not broken on the base, 2 one of them cannot be run or they
-    share no cell, 3 the harness itself failed.
+    breaks again. Exit codes: 0, 1 the change breaks what is not broken on the base, 2 base or change cannot be run or
+    they share no cell, 3 the harness itself failed.
 
     \b
-    zharness compare deepspeed@base deepspeed@change --excuses ci/excuses.toml
+    zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
     """
     from zharness.releases import compare_releases
     from zharness.releases.rank_environment import get_release_environment
     from zharness.run.expected_failures import read_expected_failures
 
-    chosen, own = CellOptions(**options), read_expected_failures(excuses)
-    request = chosen.build_request(checks)
-    for text in (base, change):
-        get_release_environment(text)  # whatever cannot be had is told before the other has run for a minute
+    cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
+    request = cell_options.build_request(checks)
+    for engine in (base, change):
+        get_release_environment(engine)  # raises before the other side has run for a minute
     with ExitStack() as stack:
-        return compare_releases.compare_releases(base, change, request, chosen.build_measure(stack, own), own)
+        measure = cell_options.build_measure(stack, user_failures)
+        return compare_releases.compare_releases(base, change, request, measure, user_failures)

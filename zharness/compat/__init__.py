@@ -1,1 +1,1 @@
-"""Test classes of other projects, with their names and manners, on the ranks of this one."""
+"""Drop-in replacements for the test classes of other projects, which run their tests on this package's ranks."""

@@ -1,19 +1,19 @@
-"""DeepSpeed's DistributedTest and DistributedFixture as drop-ins: its own test files run by swapping an import.
+"""Drop-in replacements for DeepSpeed's DistributedTest and DistributedFixture: change one import in its test files.
 
     from zharness.compat.deepspeed import DistributedFixture, DistributedTest, get_test_path, preferred_dtype
 
-A DistributedTest is a class of tests in ranks: its attributes are read as this package's markers when the class is
-made, so markers of one's own on a class or a method count as everywhere. A DistributedFixture is a fixture that runs
-on ranks of its own, before those of the test that asks for it by the name of the class.
+A DistributedTest is a class of tests on ranks. Its attributes become this package's markers when the class is created;
+markers on a class or a method override them. A DistributedFixture is a fixture that runs on ranks of its own before the
+ranks of the test start; a test requests it by the name of the class.
 
-What differs from DeepSpeed's own classes: fixtures are set up inside the ranks, in each of them; a list of world sizes
-is one test for each; a world size that the CPU accelerator counts no devices for is run and not skipped; a hang ends
-the test and not the session; ``non_daemonic_procs`` says nothing here, since ranks may start processes anyway; and a
-DistributedFixture is asked for by name only, never called.
+Differences from DeepSpeed's classes: fixtures are set up in every rank; a list of world sizes makes one test for each;
+a world size above the CPU accelerator's device count is run instead of skipped; a hang ends the test, not the session;
+``non_daemonic_procs`` has no effect, because ranks may always start processes; a DistributedFixture can be requested by
+name only, not called.
 
-Read from the environment, once, when this module is imported: ``DS_UNITTEST_TIMEOUT``, seconds for one test (600), and
-``DS_DISABLE_REUSE_DIST_ENV``, where 1 makes ``reuse_dist_env`` say nothing. DeepSpeed itself is imported by the ranks,
-and by helpers that ask it something; without it, tests run on torch.distributed alone.
+Two environment variables are read when this module is imported: ``DS_UNITTEST_TIMEOUT``, seconds for one test (600),
+and ``DS_DISABLE_REUSE_DIST_ENV``; 1 disables ``reuse_dist_env``. Only the ranks and the helpers that need it import
+DeepSpeed. If it is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def parse_timeout(environment: Mapping[str, str]) -> float:
-    """``DS_UNITTEST_TIMEOUT``, or DeepSpeed's own default. Raises UsageError for what is no number of seconds."""
+    """Return ``DS_UNITTEST_TIMEOUT`` or DeepSpeed's default, 600 s. Raises UsageError unless it is a number above 0."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -83,9 +83,9 @@ DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 
 class DistributedExec:
-    """The attributes that tests and fixtures have in common, with DeepSpeed's defaults.
+    """The attributes that DistributedTest and DistributedFixture share, with DeepSpeed's defaults.
 
-    ``backend`` empty is that of the ranks' device. ``exec_timeout`` is in seconds.
+    An empty ``backend`` selects the backend of the ranks' device. ``exec_timeout`` is in seconds.
     """
 
     world_size: ClassVar[Any] = 2
@@ -96,50 +96,53 @@ class DistributedExec:
     reuse_dist_env: ClassVar[bool] = False
     non_daemonic_procs: ClassVar[bool] = False
     exec_timeout: ClassVar[float] = DEEPSPEED_TEST_TIMEOUT
-    # DeepSpeed's tests/conftest.py closes these, and starts processes of its own for classes whose is_dist_test is set.
+    # DeepSpeed's tests/conftest.py closes the pools in this dictionary; ranks here belong to the rank server instead.
     _pool_cache: ClassVar[dict[int, Any]] = {}
 
     @classmethod
-    def _rank_settings(cls) -> DistributedSettings:
+    def rank_settings(cls) -> DistributedSettings:
+        """Return the attributes that matter inside the ranks."""
         return DistributedSettings(cls.backend, cls.init_distributed, cls.set_dist_env, cls.requires_cuda_env)
 
 
 class DistributedTest(DistributedExec):
-    """A class of tests, each of which runs with all its fixtures in ``world_size`` ranks.
+    """Base class of tests that run, with their fixtures, on ``world_size`` ranks.
 
-    ``world_size`` is a number or a list, and ``@pytest.mark.world_size(N)`` on a method comes before it, as does a
-    parameter of that name. ``tmpdir`` and ``tmp_path`` are one directory for all ranks of a test and for its
-    DistributedFixtures, ``class_tmpdir`` one for all tests of the class.
+    ``world_size`` is a number or a list; ``@pytest.mark.world_size(N)`` on a method overrides it, as does a parameter
+    of that name. All ranks of a test and its DistributedFixtures share ``tmpdir`` and ``tmp_path``; all tests of the
+    class share ``class_tmpdir``.
     """
 
     pytestmark: ClassVar[list[pytest.MarkDecorator | pytest.Mark]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Turn the attributes that differ from the base class's into markers."""
         super().__init_subclass__(**kwargs)
-        base = next(one for one in cls.__mro__[1:] if issubclass(one, DistributedTest))
-        own = cls.__dict__.get("pytestmark", [])
-        above = {} if base is DistributedTest else class_markers(base)
-        new = [mark for name, mark in class_markers(cls).items() if above.get(name) != mark]
-        if "isolation" in above and "isolation" not in class_markers(cls):
-            new.append(pytest.mark.isolation("fresh"))
-        # In front of the class's own, which therefore count more, and without those of its bases, which pytest adds.
-        cls.pytestmark = [*new, *(own if isinstance(own, Sequence) else [own])]
+        base = next(ancestor for ancestor in cls.__mro__[1:] if issubclass(ancestor, DistributedTest))
+        own_marks = cls.__dict__.get("pytestmark", [])
+        base_marks = {} if base is DistributedTest else class_markers(base)
+        new_marks = [mark for name, mark in class_markers(cls).items() if base_marks.get(name) != mark]
+        if "isolation" in base_marks and "isolation" not in class_markers(cls):
+            new_marks.append(pytest.mark.isolation("fresh"))
+        # The last marker of a class counts, so put the class's own markers last. pytest adds those of its bases.
+        cls.pytestmark = [*new_marks, *(own_marks if isinstance(own_marks, Sequence) else [own_marks])]
 
     @pytest.fixture(autouse=True)
     @staticmethod
-    def _in_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-        # A rank that is there for a DistributedFixture gets its readiness from that.
+    def _prepared_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+        """Prepare the rank as the attributes of the class say."""
+        # On the ranks of a DistributedFixture, the fixture itself prepares the rank with its own settings.
         if request.node.stash.get(remote_fixtures.RUNNING_FIXTURE, ""):
             yield
             return
         isolation, _ = parse_isolation(request.node)
-        with prepare_rank(request.cls._wishes(), reuses_rank=isolation is Isolation.POOLED):
+        with prepare_rank(request.cls.rank_settings(), is_pooled=isolation is Isolation.POOLED):
             yield
 
     @pytest.fixture(scope="class")
     @staticmethod
     def class_tmpdir(request: pytest.FixtureRequest, tmpdir_factory: Any) -> Any:
-        """A directory that all ranks of all tests of the class share, and so do the fixtures that run elsewhere."""
+        """A directory that all ranks of all tests of the class share with their DistributedFixtures."""
         return to_py_path(class_directory(request), tmpdir_factory)
 
     @pytest.fixture
@@ -151,17 +154,17 @@ class DistributedTest(DistributedExec):
     @pytest.fixture
     @staticmethod
     def tmpdir(tmp_path: Path, tmpdir_factory: Any) -> Any:
-        """``tmp_path`` as a path of the kind that pytest's own ``tmpdir`` is."""
+        """``tmp_path`` as a ``py.path.local``, the type of pytest's own ``tmpdir``."""
         return to_py_path(tmp_path, tmpdir_factory)
 
 
 def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
-    """``path`` as a py.path.local, which nothing public makes but pytest's own fixtures."""
+    """Convert ``path`` to the ``py.path.local`` type of ``tmpdir_factory``, which pytest does not export."""
     return type(tmpdir_factory.getbasetemp())(path)
 
 
 def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
-    """The attributes of the class as markers, by their names."""
+    """Return the markers that the attributes of a DistributedTest stand for, by marker name."""
     size = cls.world_size
     marks = {"rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout)}
     if size is not None:
@@ -176,14 +179,15 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
 
 
 class DistributedFixture(DistributedExec):
-    """A fixture that runs ``run`` on ``world_size`` ranks before the test that asks for it by the name of the class.
+    """Base class of fixtures that call ``run`` on ``world_size`` ranks of their own before the test.
 
-    ``run`` takes other fixtures as parameters, and its value is not handed on: what it leaves for the test it writes
-    into ``tmpdir`` or ``class_tmpdir``. It runs once for each test. A class whose ``world_size`` is None is a base of
-    others.
+    A test requests it by the name of the class. The parameters of ``run`` are fixtures, and its return value is
+    ignored: ``run`` passes data to the test as files in ``tmpdir`` or ``class_tmpdir``. It runs once for each test. A
+    class whose ``world_size`` is None defines no fixture and serves as a base class.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Define the pytest fixture in the class's module. Raises UsageError unless ``world_size`` is one integer."""
         super().__init_subclass__(**kwargs)
         if cls.world_size is None:
             return
@@ -192,31 +196,31 @@ class DistributedFixture(DistributedExec):
                 f"{cls.__qualname__}: got world_size {cls.world_size!r}; a DistributedFixture takes one whole number"
             )
         group = Group.DEFAULT if cls.init_distributed else Group.NONE
-        where = remote_fixtures.RemoteFixture(cls.__name__, cls.world_size, group, cls.exec_timeout)
-        # pytest finds the fixtures of a module among its attributes, and the name of the class is taken by the class.
+        remote = remote_fixtures.RemoteFixture(cls.__name__, cls.world_size, group, cls.exec_timeout)
+        # pytest finds fixtures among the attributes of a module, where the class itself already has its own name.
         module = sys.modules[cls.__module__]
-        setattr(module, f"fixture_{cls.__name__}", remote_fixtures.define_remote_fixture(cls._rank_function(), where))
+        setattr(module, f"fixture_{cls.__name__}", remote_fixtures.define_remote_fixture(cls._rank_function(), remote))
 
     @classmethod
     def _rank_function(cls) -> Any:
-        """What the ranks call: ``run`` with the same parameters, once they are ready for it."""
+        """Return the function that the ranks call: it prepares the rank and calls ``run`` with the same parameters."""
         run = cls.run.__get__(cls())
 
         def run_in_ranks(**fixtures: Any) -> None:
-            with prepare_rank(cls._rank_settings()):
+            with prepare_rank(cls.rank_settings()):
                 run(**fixtures)
 
         run_in_ranks.__doc__ = cls.__doc__
-        run_in_ranks.__wrapped__ = run  # type: ignore[attr-defined]  # inspect.signature looks there
+        run_in_ranks.__wrapped__ = run  # type: ignore[attr-defined]  # inspect.signature returns the signature of run
         return run_in_ranks
 
     def run(self, **fixtures: Any) -> None:
-        """What the fixture does, in each of its ranks."""
+        """Do the work of the fixture on each of its ranks; subclasses override it."""
         raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
-        """Raises UsageError: ranks cannot start ranks, so the test has to ask for the fixture by its name."""
+        """Always raises UsageError: ranks cannot start ranks, so the test has to request the fixture by name."""
         raise UsageError(
             f"got a call of the DistributedFixture {type(self).__name__}; a test that needs it takes a parameter named "
-            f"{type(self).__name__}, and it has run before the test's own ranks start"
+            f"{type(self).__name__}, and the fixture runs before the test's own ranks start"
         )

@@ -1,4 +1,4 @@
-"""The helpers that DeepSpeed's test files import beside its classes, with the same names and meanings."""
+"""Helper functions that DeepSpeed's test files import from ``unit.common``, with the same names and meanings."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.world import assert_together, exchange
 from zharness.world.rank import is_gpu_requested
 
-_assert_close = torch.testing.assert_close  # its tolerances come from the caller: here nobody knows what is computed
+_assert_close = torch.testing.assert_close  # the test that calls it chooses the tolerances
 
 
 def get_test_path(filename: str) -> str:
-    """The path of a file that lies beside the calling test file, or in the nearest directory above that has it.
+    """Return the path of a file beside the calling test file, or in the nearest directory above that contains it.
 
-    Where none has it, the path beside the caller.
+    If no directory contains it, return the path beside the caller.
     """
-    beside = Path(inspect.stack()[1].filename).parent
-    found = (folder / filename for folder in (beside, *beside.parents) if (folder / filename).exists())
-    return str(next(found, beside / filename))
+    folder = Path(inspect.stack()[1].filename).parent
+    existing = (path / filename for path in (folder, *folder.parents) if (path / filename).exists())
+    return str(next(existing, folder / filename))
 
 
 def get_xdist_worker_id() -> int | None:
-    """The number of this pytest-xdist worker; None outside of one."""
+    """Return the number of this pytest-xdist worker; None in other processes."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     return None if worker is None else int(worker.removeprefix("gw"))
 
 
 def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
-    """The first port that is free now, in a range of its own for each pytest-xdist worker.
+    """Return the first free port of a range that each pytest-xdist worker has for itself.
 
-    Raises OSError when none is. Ranks that ask at the same time are told the same port.
+    Raises OSError if no port is free. Ranks that call it at the same time get the same port.
     """
     first = base_port + port_range_size * (get_xdist_worker_id() or 0)
     for port in range(first, first + port_range_size):
@@ -56,7 +56,7 @@ def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
 
 
 def get_start_method_for_platform(preferred: str = "forkserver") -> str:
-    """The preferred way to start processes where the platform has it, else ``spawn``."""
+    """Return the preferred multiprocessing start method if the platform supports it, else ``spawn``."""
     return preferred if preferred in multiprocessing.get_all_start_methods() else "spawn"
 
 
@@ -66,29 +66,33 @@ def is_rocm_pytorch() -> bool:
 
 
 def set_accelerator_visible() -> None:
-    """Put another GPU first for each pytest-xdist worker, so that workers do not crowd on one."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = [str(index) for index in range(torch.cuda.device_count())] if listed is None else listed.split(",")
-    first = (get_xdist_worker_id() or 0) % max(len(found), 1)
-    if found:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*found[first:], *found[:first]])
+    """Rotate ``CUDA_VISIBLE_DEVICES`` by the number of the pytest-xdist worker, so that workers use different GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(index) for index in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    first = (get_xdist_worker_id() or 0) % max(len(devices), 1)
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*devices[first:], *devices[:first]])
 
 
-def accelerator() -> Any:
-    """DeepSpeed's accelerator. Raises MissingEngine where DeepSpeed is not installed."""
+def get_accelerator() -> Any:
+    """Return DeepSpeed's accelerator. Raises MissingEngine if DeepSpeed is not installed."""
     device = "cuda" if is_gpu_requested() else "cpu"
     return import_deepspeed(device).accelerator.get_accelerator()
 
 
 def preferred_dtype() -> torch.dtype:
-    """bfloat16, float16 or float32: the first that DeepSpeed's accelerator supports."""
-    if accelerator().is_bf16_supported():
+    """Return the first of bfloat16, float16 and float32 that DeepSpeed's accelerator supports."""
+    accelerator = get_accelerator()
+    if accelerator.is_bf16_supported():
         return torch.bfloat16
-    return torch.float16 if accelerator().is_fp16_supported() else torch.float32
+    return torch.float16 if accelerator.is_fp16_supported() else torch.float32
 
 
 class EnableDeterminism:
-    """Within it, random numbers follow from ``seed`` and the rank, and torch uses deterministic algorithms only."""
+    """Context manager that seeds all generators with ``seed`` plus the local rank and uses deterministic algorithms.
+
+    At the end it restores the generators, the setting and the environment variables.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed + int(os.environ.get("LOCAL_RANK", "0"))
@@ -117,14 +121,14 @@ class EnableDeterminism:
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set a variable of the environment; None removes it."""
+    """Set an environment variable; None removes it."""
     os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
 
 
 def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: the function runs within ``EnableDeterminism(seed)``."""
+    """Return a decorator that runs a function within ``EnableDeterminism(seed)``."""
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -138,18 +142,21 @@ def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
-    """``op`` of every rank's flag, the same on all; ``flag`` itself where there is no process group."""
+    """Return ``op`` of the flags of all ranks; without a process group return ``flag`` itself."""
     return op(exchange(bool(flag))) if dist.is_initialized() else flag
 
 
 def allclose_on_all_ranks(actual: Any, expected: Any, assert_message: str | None = None, **kwargs: Any) -> None:
-    """torch.testing.assert_close on which all ranks fail together. Raises AssertionError that names the ranks."""
-    trouble = ""
+    """Call ``torch.testing.assert_close`` on every rank and fail on all ranks if it fails on one.
+
+    Raises AssertionError that names the ranks on which it failed.
+    """
+    message = ""
     try:
         _assert_close(actual, expected, **kwargs)
     except AssertionError as error:
-        trouble = f"{assert_message or 'Tensors are not close on all ranks.'} {error}"
+        message = f"{assert_message or 'Tensors are not close on all ranks.'} {error}"
     if dist.is_initialized():
-        assert_together(not trouble, trouble)
-    elif trouble:
-        raise AssertionError(trouble)
+        assert_together(not message, message)
+    elif message:
+        raise AssertionError(message)

@@ -1,4 +1,4 @@
-"""What a rank needs before the body of a DeepSpeed test: variables, DeepSpeed's communication, shared directories."""
+"""Prepare a rank for a DeepSpeed test: environment variables, DeepSpeed's communication, shared directories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR
 from zharness.world import current_rank, exchange
 from zharness.world.rank import rank_device
 
-# What launchers set, and what a test with set_dist_env = False does not get.
+# Environment variables that launchers set; a test with set_dist_env = False must not see them.
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -38,7 +38,7 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class DistributedSettings:
-    """The attributes of a test class that matter inside its ranks."""
+    """The attributes of a DistributedTest or DistributedFixture that matter inside its ranks."""
 
     backend: str
     init_distributed: bool
@@ -47,17 +47,17 @@ class DistributedSettings:
 
 
 @contextmanager
-def prepare_rank(settings: DistributedSettings, *, reuses_rank: bool = False) -> Iterator[None]:
-    """This rank as a DeepSpeed test expects it, until the test is over. ``lives_on`` means for the test after as well.
+def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> Iterator[None]:
+    """Prepare this rank for a DeepSpeed test within the block.
 
-    A rank that lives on and keeps its group gets no port to form another: what changes its environment ends it.
+    A pooled rank that keeps its process group gets no new ``MASTER_PORT``: a changed environment would end its pool.
     """
     me = current_rank()
     device = rank_device(me.rank, me.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NCCL_DEBUG", raising=False)
-        if not (reuses_rank and settings.init_distributed):
-            patch.setenv("MASTER_PORT", master_port())
+        if not (is_pooled and settings.init_distributed):
+            patch.setenv("MASTER_PORT", find_common_port())
         deepspeed = import_deepspeed_if_installed(device.type)
         skip_without_devices(deepspeed, device, settings)
         if settings.init_distributed:
@@ -68,25 +68,25 @@ def prepare_rank(settings: DistributedSettings, *, reuses_rank: bool = False) ->
         yield
 
 
-def master_port() -> str:
-    """A port that was free a moment ago, the same on all ranks, for tests that form a group from the environment."""
+def find_common_port() -> str:
+    """Return a port that rank 0 found free, the same on all ranks, for tests that call ``init_process_group``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(exchange(probe.getsockname()[1])[0])
 
 
 def import_deepspeed_if_installed(device_type: str) -> Any:
-    """The deepspeed module, as talkative as the test files expect it; None where it is not installed."""
+    """Import deepspeed with the log level that its test files expect; return None if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     deepspeed = import_deepspeed(device_type)
-    wanted = os.environ.get("DEEPSPEED_LOG_LEVEL", os.environ.get("DLTS_LOG_LEVEL", "WARNING"))
-    logging.getLogger("DeepSpeed").setLevel(wanted.upper())
+    log_level = os.environ.get("DEEPSPEED_LOG_LEVEL", os.environ.get("DLTS_LOG_LEVEL", "WARNING"))
+    logging.getLogger("DeepSpeed").setLevel(log_level.upper())
     return deepspeed
 
 
 def skip_without_devices(deepspeed: Any, device: torch.device, settings: DistributedSettings) -> None:
-    """Skip on every rank alike where DeepSpeed's own classes do, for want of an accelerator or of enough devices."""
+    """Skip the test if there is no accelerator or fewer GPUs than ranks, as DeepSpeed's own classes do."""
     if deepspeed is None or not settings.requires_cuda_env:
         return
     if not deepspeed.accelerator.get_accelerator().is_available():
@@ -98,7 +98,7 @@ def skip_without_devices(deepspeed: Any, device: torch.device, settings: Distrib
 
 
 def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
-    """Have deepspeed.comm use the group of the ranks. Raises UsageError for a backend that it has not."""
+    """Make deepspeed.comm use the ranks' process group. Raises UsageError if the group has another backend."""
     backend = dist.get_backend()
     if settings.backend not in ("", backend):
         raise UsageError(f"got backend {settings.backend!r}; the group of these ranks is {backend!r}")
@@ -107,16 +107,16 @@ def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
 
 
 def test_directory(request: pytest.FixtureRequest) -> Path:
-    """The directory that the ranks of one test share."""
+    """Return the directory that the ranks of one test share."""
     return make_shared_tmp_path(request)
 
 
 def class_directory(request: pytest.FixtureRequest) -> Path:
-    """The directory that the ranks of all tests of one class share."""
+    """Return the directory that the ranks of all tests of one class share. Raises UsageError outside of a rank."""
     node = request.node
     base = node.config.stash.get(RANKS_BASE_DIR, None)
     if base is None:
-        raise UsageError("class_tmpdir is a directory of ranks; this test runs in pytest's own process")
+        raise UsageError("class_tmpdir exists only on ranks, but this test runs in pytest's own process")
     path: Path = base / f"{node.name}-{zlib.crc32(node.nodeid.encode()):08x}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path

@@ -1,1 +1,1 @@
-"""Whether this machine and this environment can run the harness, each point with what to do."""
+"""``zharness doctor``: inspect whether this machine and environment can run the harness, with a remedy per problem."""

@@ -1,4 +1,4 @@
-"""The doctor's visit: ranks first, since none can be forked from a process that has run a tensor operation."""
+"""Run all inspections of ``zharness doctor`` and print their findings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ MAX_COLUMN_WIDTH = 60  # characters of a column
 
 
 def run_doctor(cache: Path, as_json: bool) -> int:
-    """Print every finding; 1 where one is a problem. ``cache`` is where releases of engines are kept."""
-    ranks = inspect_two_ranks()
+    """Run every inspection, print the findings as a table or as JSON, and return the exit code.
+
+    ``cache`` is the folder of engine releases.
+    """
+    ranks = inspect_two_ranks()  # first: no rank can be forked once this process has run a tensor operation
     findings = [*inspect_versions(), *inspect_machine(cache), *inspect_fork_support(), ranks, *inspect_torch_settings()]
     click.echo(
         json.dumps([finding.as_json() for finding in findings], indent=2) if as_json else render_findings(findings)
@@ -28,12 +31,12 @@ def run_doctor(cache: Path, as_json: bool) -> int:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 where something keeps the harness from running or from proving anything; warnings do not."""
+    """Return 1 if any finding is a problem, else 0; warnings do not count."""
     return int(any(finding.severity is Severity.PROBLEM for finding in findings))
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """A table, what to do behind what is amiss, and one line to end it."""
+    """Return the findings as a table, each warning and problem with its remedy, and a line of counts."""
     rows = [
         (
             finding.severity.value,
@@ -42,6 +45,6 @@ def render_findings(findings: Sequence[Finding]) -> str:
         )
         for finding in findings
     ]
-    counts = {state: sum(finding.severity is state for finding in findings) for state in Severity}
+    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
     table = tabulate(rows, tablefmt="plain", maxcolwidths=[None, None, MAX_COLUMN_WIDTH], disable_numparse=True)
     return f"{table}\n\n{counts[Severity.PROBLEM]} problems, {counts[Severity.WARNING]} warnings"

@@ -1,4 +1,4 @@
-"""One line of the doctor's."""
+"""One result of an inspection of ``zharness doctor``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Severity(Enum):
     """How much a finding matters."""
 
     OK = "ok"
-    WARNING = "warning"  # runs, but slower, or with less than there could be
-    PROBLEM = "problem"  # ranks do not run, or what they compute proves nothing
+    WARNING = "warning"  # the harness runs, but slower or with fewer features
+    PROBLEM = "problem"  # ranks cannot run, or their results cannot be trusted
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it where it is not as it should be."""
+    """What was inspected, how severe the result is, what was observed, and the remedy unless it is fine."""
 
     title: str
     severity: Severity
@@ -24,22 +24,22 @@ class Finding:
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Plain data."""
+        """Return the finding as a JSON object."""
         return {"what": self.title, "state": self.severity.value, "found": self.observation, "remedy": self.remedy}
 
 
 def ok_finding(title: str, observation: object) -> Finding:
-    """A finding that asks for nothing."""
+    """Return a finding without a problem."""
     return Finding(title, Severity.OK, str(observation))
 
 
 def make_finding(title: str, observation: object, severity: Severity, is_bad: bool, remedy: str) -> Finding:
-    """``fine``, or where it is ``bad`` a finding of state ``trouble`` with its ``remedy``."""
+    """Return a finding with ``severity`` and ``remedy`` if ``is_bad``, else one without a problem."""
     return Finding(title, severity, str(observation), remedy) if is_bad else ok_finding(title, observation)
 
 
 def format_bytes(byte_count: float) -> str:
-    """Bytes for a person: ``1.5 GiB``."""
+    """Return a number of bytes with its unit: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if byte_count < 1024:
             return f"{byte_count:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""What the machine gives: cores, memory, limits, devices, the loopback interface, room on disks."""
+"""Inspect the machine: cores, memory, limits, devices, the loopback interface, disk space."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zharness.doctor.finding import Finding, Severity, format_bytes, make_findin
 from zharness.world.limits import CGROUP_ROOT, RANK_BYTES, cgroup_memory_left, free_memory, largest_world_size
 
 GIB = 2**30
-LOW_MEMORY_BYTES = 2 * GIB  # the server, a judge and two ranks of the real DeepSpeed, each with its modules imported
+LOW_MEMORY_BYTES = 2 * GIB  # for the rank server, a judge and two ranks of DeepSpeed, each with its modules imported
 LOW_RESOURCE_LIMIT = 256
 LOW_DISK_BYTES = GIB
-LOW_SHARED_MEMORY_BYTES = 64 * 2**20  # what a container has where nobody asked for more
+LOW_SHARED_MEMORY_BYTES = 64 * 2**20  # the default size in a container
 
 
 def inspect_machine(cache_dir: Path) -> Iterator[Finding]:
-    """Every finding on the machine; ``cache`` is where releases of engines are kept."""
+    """Yield every finding about the machine; ``cache_dir`` is the folder of engine releases."""
     yield inspect_cores()
     yield inspect_memory()
     yield inspect_largest_world_size()
@@ -39,87 +39,85 @@ def inspect_machine(cache_dir: Path) -> Iterator[Finding]:
 
 
 def inspect_cores() -> Finding:
-    """Those that this process may use, and what its control group allows of their time."""
+    """Inspect the cores that this process may use, and the CPU quota of its cgroup."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = parse_cpu_quota((CGROUP_ROOT / "cpu.max").read_text() if (CGROUP_ROOT / "cpu.max").exists() else "max")
     allowed = usable if quota is None else min(usable, quota)
-    words = f"{usable} usable of {os.cpu_count()}" + ("" if quota is None else f", {quota:g} allowed by the cgroup")
-    remedy = "two ranks share one core, so deadlines come sooner: allow more, or pass a longer --timeout"
-    return make_finding("cores", words, Severity.WARNING, allowed < 2, remedy)
+    text = f"{usable} usable of {os.cpu_count()}" + ("" if quota is None else f", {quota:g} allowed by the cgroup")
+    remedy = "two ranks share one core, so they may exceed their time limit: allow more cores or raise --timeout"
+    return make_finding("cores", text, Severity.WARNING, allowed < 2, remedy)
 
 
 def parse_cpu_quota(text: str) -> float | None:
-    """Cores that a ``cpu.max`` of the cgroup allows (``QUOTA PERIOD`` in microseconds); None for no limit."""
+    """Return the cores that a cgroup's ``cpu.max`` allows (``QUOTA PERIOD`` in microseconds); None for no limit."""
     quota, *period = text.split()
     return None if quota == "max" or not period else int(quota) / int(period[0])
 
 
 def inspect_memory() -> Finding:
-    """What new processes can have: free memory, and what the control group leaves of its own limit."""
+    """Inspect the memory that new processes can use: the machine's free memory and the rest of the cgroup's limit."""
     free, limit = free_memory(), cgroup_memory_left()
-    words = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} left by the cgroup")
-    least = free if limit is None else min(free, limit)
+    text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} left by the cgroup")
+    available = free if limit is None else min(free, limit)
     remedy = "end other programs or raise the limit; --jobs 1 runs one cell at a time"
-    state = Severity.PROBLEM if least < 4 * RANK_BYTES else Severity.WARNING
-    return make_finding("memory", words, state, least < LOW_MEMORY_BYTES, remedy)
+    severity = Severity.PROBLEM if available < 4 * RANK_BYTES else Severity.WARNING
+    return make_finding("memory", text, severity, available < LOW_MEMORY_BYTES, remedy)
 
 
 def inspect_largest_world_size() -> Finding:
-    """The largest world size."""
-    most, reason = largest_world_size()
+    """Inspect the largest world size that this machine can start."""
+    largest, reason = largest_world_size()
     remedy = f"raise {reason}"
-    return make_finding("largest world size", f"{most} ({reason})", Severity.PROBLEM, most < 2, remedy)
+    return make_finding("largest world size", f"{largest} ({reason})", Severity.PROBLEM, largest < 2, remedy)
 
 
 def inspect_open_files() -> Finding:
-    """File descriptors: a rank server raises its own limit to the hard one."""
+    """Inspect the hard limit on open files: a rank server raises its soft limit to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = hard != resource.RLIM_INFINITY and hard < LOW_RESOURCE_LIMIT
+    is_low = hard != resource.RLIM_INFINITY and hard < LOW_RESOURCE_LIMIT
     return make_finding(
         "open files",
         f"{format_limit(soft)}, at most {format_limit(hard)}",
         Severity.WARNING,
-        few,
+        is_low,
         "raise it: ulimit -Hn 4096",
     )
 
 
 def inspect_processes() -> Finding:
-    """Processes of this user."""
+    """Inspect the limit on this user's processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = soft != resource.RLIM_INFINITY and soft < LOW_RESOURCE_LIMIT
-    return make_finding("processes", format_limit(soft), Severity.WARNING, few, "raise it: ulimit -u 4096")
+    is_low = soft != resource.RLIM_INFINITY and soft < LOW_RESOURCE_LIMIT
+    return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise it: ulimit -u 4096")
 
 
 def format_limit(value: int) -> str:
-    """A resource limit in words."""
+    """Return a resource limit as text: a number or ``unlimited``."""
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
 def inspect_temporary_folder(path: Path) -> Finding:
-    """Room in the temporary folder, where ranks leave for the judge what they saw."""
+    """Inspect the free space of the temporary folder, where ranks write evidence for the judge."""
     free = shutil.disk_usage(path).free
-    remedy = "free some, or set TMPDIR to a folder with more: ranks leave copies of weights and gradients there"
-    state = Severity.PROBLEM if free < LOW_SHARED_MEMORY_BYTES else Severity.WARNING
+    remedy = "free some, or set TMPDIR to a folder with more: ranks write copies of weights and gradients there"
+    severity = Severity.PROBLEM if free < LOW_SHARED_MEMORY_BYTES else Severity.WARNING
     return make_finding(
-        "temporary folder", f"{format_bytes(free)} free at {path}", state, free < LOW_DISK_BYTES, remedy
+        "temporary folder", f"{format_bytes(free)} free at {path}", severity, free < LOW_DISK_BYTES, remedy
     )
 
 
 def inspect_shared_memory(path: Path) -> Finding:
-    """Room in shared memory, where NCCL and loaders with workers put their buffers; gloo needs none."""
+    """Inspect the free shared memory, which NCCL and data loaders with workers need; gloo does not."""
     if not path.is_dir():
-        return Finding(
-            "shared memory", Severity.WARNING, f"no {path}", "mount a tmpfs there; gloo does without, NCCL not"
-        )
+        return Finding("shared memory", Severity.WARNING, f"no {path}", "mount a tmpfs there: NCCL needs it, gloo not")
     usage = shutil.disk_usage(path)
-    remedy = "give the container more (docker run --shm-size=1g); gloo does without, NCCL not"
-    words = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} at {path}"
-    return make_finding("shared memory", words, Severity.WARNING, usage.free < LOW_SHARED_MEMORY_BYTES, remedy)
+    remedy = "give the container more (docker run --shm-size=1g): NCCL needs it, gloo not"
+    text = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} at {path}"
+    return make_finding("shared memory", text, Severity.WARNING, usage.free < LOW_SHARED_MEMORY_BYTES, remedy)
 
 
 def inspect_loopback() -> Finding:
-    """The interface on which ranks meet, by a connection to ourselves."""
+    """Inspect the loopback interface, over which ranks connect, by opening a connection to 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -130,30 +128,28 @@ def inspect_loopback() -> Finding:
 
 
 def inspect_backends() -> Iterator[Finding]:
-    """torch's collectives."""
+    """Inspect whether torch has torch.distributed, gloo and NCCL."""
     if not dist.is_available():
         yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch that has it")
         return
     gloo = dist.is_gloo_available()
     remedy = "ranks on CPU need it: install a torch of PyPI or of download.pytorch.org"
     yield make_finding("gloo", "available" if gloo else "not available", Severity.PROBLEM, not gloo, remedy)
-    yield ok_finding(
-        "nccl", "available" if dist.is_nccl_available() else "not available, so ranks on GPUs need not apply"
-    )
+    yield ok_finding("nccl", "available" if dist.is_nccl_available() else "not available, so ranks cannot use GPUs")
 
 
 def inspect_devices() -> Finding:
-    """Accelerators, counted without a context on any: ranks could not be forked from this process after that."""
-    count, asked = torch.cuda.device_count(), os.environ.get("ZHARNESS_DEVICE", "cpu")
-    words = f"cpu, {count} GPUs; ranks use {asked} (ZHARNESS_DEVICE)"
+    """Inspect the GPUs and ``ZHARNESS_DEVICE`` without initialising CUDA, after which no rank could be forked."""
+    count, device = torch.cuda.device_count(), os.environ.get("ZHARNESS_DEVICE", "cpu")
+    text = f"cpu, {count} GPUs; ranks use {device} (ZHARNESS_DEVICE)"
     remedy = "unset ZHARNESS_DEVICE, or make GPUs visible to this process (CUDA_VISIBLE_DEVICES)"
-    return make_finding("devices", words, Severity.PROBLEM, asked == "cuda" and count == 0, remedy)
+    return make_finding("devices", text, Severity.PROBLEM, device == "cuda" and count == 0, remedy)
 
 
 def inspect_release_cache(folder: Path) -> Finding:
-    """The cache of engine releases, and how much it holds."""
-    near = next(path for path in (folder, *folder.parents) if path.exists())
+    """Inspect the cache of engine releases: its size, the free space, and whether it can be written."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
-    words = f"{folder}, {format_bytes(used)}, {format_bytes(shutil.disk_usage(near).free)} free"
-    remedy = "set ZHARNESS_CACHE to a folder that can be written; only releases that are not installed need it"
-    return make_finding("cache of releases", words, Severity.WARNING, not os.access(near, os.W_OK), remedy)
+    text = f"{folder}, {format_bytes(used)}, {format_bytes(shutil.disk_usage(existing).free)} free"
+    remedy = "set ZHARNESS_CACHE to a writable folder; only engine releases that are not installed need it"
+    return make_finding("cache of releases", text, Severity.WARNING, not os.access(existing, os.W_OK), remedy)

@@ -1,4 +1,4 @@
-"""What this process is: versions, engines, torch's settings and functions, and whether ranks can be forked from it."""
+"""Inspect this process: versions, engines, torch's settings and functions, and whether ranks can be forked from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.parity.contamination import ProcessConditions, read_process_condit
 from zharness.world.launch import detect_launch
 
 SUPPORTED_PYTHONS = ((3, 10), (3, 13))
-# What the settings of ``conditions`` have to be; the rest has no wrong value.
+# The expected value of each setting of ``read_process_conditions``, and the remedy; other settings may have any value.
 EXPECTED_SETTINGS = {
     "the default dtype": ("torch.float32", "call torch.set_default_dtype(torch.float32)"),
     "the precision of float32 products": ("highest", "call torch.set_float32_matmul_precision('highest')"),
@@ -30,52 +30,52 @@ EXPECTED_SETTINGS = {
 
 
 def inspect_versions() -> Iterator[Finding]:
-    """Python, torch, this package, and every engine that is registered."""
-    (least, most), here = SUPPORTED_PYTHONS, sys.version_info[:2]
-    spoken = f"{platform.python_version()} on {platform.platform()}"
-    remedy = "take Python 3.10 to 3.13, which this package is tested on"
-    yield make_finding("python", spoken, Severity.WARNING, not least <= here <= most, remedy)
+    """Inspect the versions of Python, this package, torch and every registered engine."""
+    (oldest, newest), current = SUPPORTED_PYTHONS, sys.version_info[:2]
+    text = f"{platform.python_version()} on {platform.platform()}"
+    remedy = "use Python 3.10 to 3.13, with which this package is tested"
+    yield make_finding("python", text, Severity.WARNING, not oldest <= current <= newest, remedy)
     yield ok_finding("zharness", zharness.__version__)
     yield ok_finding("torch", torch.__version__)
     for info in registered_engines().values():
-        version = info.version()
-        words = version or f"not installed; to test it: {info.install}"
-        yield ok_finding(f"engine {info.name}", words)
+        yield ok_finding(f"engine {info.name}", info.version() or f"not installed; to test it: {info.install}")
 
 
 def inspect_fork_support() -> Iterator[Finding]:
-    """What a rank server asks of the process that it is forked from."""
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    words = "available" if forks else "not available"
-    yield make_finding(
-        "fork", words, Severity.PROBLEM, not forks, "ranks are forked: run on Linux, or in WSL on Windows"
-    )
-    watched = hasattr(os, "pidfd_open")
-    words = "can be watched" if watched else "cannot be watched: no pidfd_open"
-    yield make_finding("child processes", words, Severity.PROBLEM, not watched, "take Linux 5.3 or newer")
-    touched = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    words = "initialised in this process" if touched else "not initialised"
-    remedy = "no rank can be forked after that: find who touches a GPU while it is imported (a sitecustomize, a plugin)"
-    yield make_finding("CUDA", words, Severity.PROBLEM, touched, remedy)
+    """Inspect whether a rank server can be forked from this process: fork, pidfd_open, CUDA, torchrun."""
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    text = "available" if can_fork else "not available"
+    remedy = "ranks are forked: run on Linux, or in WSL on Windows"
+    yield make_finding("fork", text, Severity.PROBLEM, not can_fork, remedy)
+    can_watch = hasattr(os, "pidfd_open")
+    text = "can be watched" if can_watch else "cannot be watched: no pidfd_open"
+    yield make_finding("child processes", text, Severity.PROBLEM, not can_watch, "use Linux 5.3 or newer")
+    is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    text = "initialised in this process" if is_initialized else "not initialised"
+    remedy = "no rank can be forked now: find the import that uses a GPU (a sitecustomize, a plugin) and remove it"
+    yield make_finding("CUDA", text, Severity.PROBLEM, is_initialized, remedy)
     launch = detect_launch()
-    words = "none" if launch is None else "RANK, WORLD_SIZE and MASTER_ADDR are set"
-    remedy = "`zharness check` joins that launcher's ranks and starts none; unset them where that is not meant"
-    yield make_finding("launcher", words, Severity.WARNING, launch is not None, remedy)
+    text = "none" if launch is None else "RANK, WORLD_SIZE and MASTER_ADDR are set"
+    remedy = "`zharness check` uses torchrun's ranks and forks none; unset these variables if that is not intended"
+    yield make_finding("launcher", text, Severity.WARNING, launch is not None, remedy)
 
 
 def inspect_torch_settings() -> Iterator[Finding]:
-    """What numbers depend on beside the code. Runs tensor operations: no rank can be forked after it."""
-    here = read_process_conditions()
-    for name, value in here.settings.items():
-        wanted, remedy = EXPECTED_SETTINGS.get(name, (value, ""))
-        words = {"True": "yes", "False": "no"}.get(value, value)
-        yield make_finding(name.removeprefix("the "), words, Severity.WARNING, value != wanted, remedy)
-    yield inspect_replaced_functions(here)
+    """Inspect torch's global settings that change numbers, and whether its functions were replaced.
+
+    Runs tensor operations, so no rank can be forked afterwards.
+    """
+    conditions = read_process_conditions()
+    for name, value in conditions.settings.items():
+        expected, remedy = EXPECTED_SETTINGS.get(name, (value, ""))
+        text = {"True": "yes", "False": "no"}.get(value, value)
+        yield make_finding(name.removeprefix("the "), text, Severity.WARNING, value != expected, remedy)
+    yield inspect_replaced_functions(conditions)
 
 
 def inspect_replaced_functions(current_conditions: ProcessConditions) -> Finding:
-    """Whether torch's functions are torch's."""
+    """Inspect whether functions of torch were replaced by another package."""
     if not current_conditions.replacements:
         return ok_finding("functions of torch", "all torch's own")
-    remedy = "a baseline cannot run beside them: find who replaces them while it is imported, and run without it"
+    remedy = "a baseline cannot run with them: find the import that replaces them, and run without it"
     return Finding("functions of torch", Severity.PROBLEM, "; ".join(current_conditions.replacements), remedy)

@@ -1,4 +1,4 @@
-"""Whether two ranks start here, meet and compute together."""
+"""Inspect whether two ranks start on this machine, connect and complete a collective."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from zharness.world import RankServer
 
 WORLD_SIZE = 2
 REMEDY = (
-    "see the loopback interface, memory and processes; a wrong host name in /etc/hosts and a firewall on 127.0.0.1 "
-    "keep ranks apart too"
+    "see the loopback interface, memory and processes; also check /etc/hosts for a wrong host name, and for a firewall "
+    "on 127.0.0.1"
 )
-TIMEOUT_SECONDS = 30.0  # for what takes one: beyond it something waits for what does not come
+TIMEOUT_SECONDS = 30.0  # a loaded machine needs about half of it to start two ranks
 
 
 def sum_over_ranks() -> float:
-    """In a rank: the sum over ranks of rank + 1."""
+    """Return the all-reduced sum over ranks of rank + 1; runs on each rank."""
     tensor = torch.tensor(dist.get_rank() + 1.0)
     dist.all_reduce(tensor)
     return float(tensor)
 
 
 def inspect_two_ranks(timeout: float = TIMEOUT_SECONDS) -> Finding:
-    """One all-reduce over two ranks. To be asked before any tensor operation of this process."""
-    what, began = f"{WORLD_SIZE} ranks", time.monotonic()
+    """Run one all-reduce on two ranks; call it before any tensor operation of this process."""
+    title, started_at = f"{WORLD_SIZE} ranks", time.monotonic()
     try:
         with RankServer() as server:
             outcome = server.run(sum_over_ranks, world_size=WORLD_SIZE, timeout=timeout)
     except (ZHarnessError, OSError) as error:
-        return Finding(what, Severity.PROBLEM, f"did not start: {error}", REMEDY)
+        return Finding(title, Severity.PROBLEM, f"did not start: {error}", REMEDY)
     if outcome.cause is not None:
-        return Finding(what, Severity.PROBLEM, outcome.cause.describe(), REMEDY)
+        return Finding(title, Severity.PROBLEM, outcome.cause.describe(), REMEDY)
     sums = outcome.values()
     if sums != [sum(range(WORLD_SIZE + 1))] * WORLD_SIZE:
         return Finding(
-            what, Severity.PROBLEM, f"their all-reduce gives {sums}", "this torch's gloo is broken: reinstall"
+            title, Severity.PROBLEM, f"their all-reduce gives {sums}", "gloo of this torch is broken: reinstall torch"
         )
-    return ok_finding(what, f"started, met and reduced in {time.monotonic() - began:.1f} s")
+    return ok_finding(title, f"started, connected and reduced in {time.monotonic() - started_at:.1f} s")

@@ -1,4 +1,4 @@
-"""Engines behind one protocol: the baseline, the reference, torch's own, DeepSpeed, and anyone's by its factory."""
+"""Engines behind one protocol: plain PyTorch, the reference, torch's own, DeepSpeed, and users' engines."""
 
 from zharness.engines.protocol import (
     Absent,
@@ -14,6 +14,10 @@ from zharness.engines.protocol import (
     Piece,
     Reduction,
     Resources,
+    SupportsFullStateDict,
+    SupportsGathered,
+    SupportsLoadUniversal,
+    SupportsUneven,
     Traffic,
 )
 from zharness.engines.registry import EngineInfo, capabilities, get, info, registered_engines, require
@@ -33,6 +37,10 @@ __all__ = [
     "Piece",
     "Reduction",
     "Resources",
+    "SupportsFullStateDict",
+    "SupportsGathered",
+    "SupportsLoadUniversal",
+    "SupportsUneven",
     "Traffic",
     "capabilities",
     "get",

@@ -1,4 +1,4 @@
-"""Source checkouts as releases: what ``NAME@PATH`` is a checkout of, and how its state is called."""
+"""Source checkouts of engines, written ``NAME@PATH``, and the version that names their state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NO_VERSION = "0"  # sorts before every release
 
 @dataclass(frozen=True)
 class Checkout:
-    """A folder that holds the package ``module``.
+    """A folder that contains the package ``module``.
 
-    ``version`` is its own version with the commit behind it, as in ``0.19.9+1a2b3c4d5e6f-dirty`` (PEP 440 calls that a
-    local version); without the commit where git knows none, ``0`` where the package tells no version.
+    ``version`` is the package's version and the git commit, as in ``0.19.9+1a2b3c4d5e6f-dirty`` (a local version of
+    PEP 440). Without git it has no commit; a package without a version gets ``0``.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Checkout:
 
 
 def read_checkout(path: Path, module: str) -> Checkout:
-    """The checkout at ``path``, as it was when this process asked first. Raises UsageError where there is none."""
+    """Read the checkout at ``path``, once per process. Raises UsageError if the folder does not contain ``module``."""
     return _read_checkout(path.expanduser().resolve(), module)
 
 
@@ -41,35 +41,35 @@ def read_checkout(path: Path, module: str) -> Checkout:
 def _read_checkout(path: Path, module: str) -> Checkout:
     if not (path / module / "__init__.py").is_file():
         raise UsageError(
-            f"got {str(path)!r}; expected a source checkout, a folder with {module}/__init__.py in it; "
+            f"got {str(path)!r}; expected a source checkout, a folder with {module}/__init__.py; "
             f"for a release write NAME==RELEASE"
         )
     version, commit = _read_version(path, module), _describe_commit(path, module)
-    # A version that names its build has its "+" already.
-    joint = "." if "+" in version else "+"
-    return Checkout(path, module, f"{version}{joint}{commit}" if commit else version)
+    # A local version has its one "+" already.
+    separator = "." if "+" in version else "+"
+    return Checkout(path, module, f"{version}{separator}{commit}" if commit else version)
 
 
 def _read_version(path: Path, module: str) -> str:
-    """What the sources say: DeepSpeed's ``version.txt``, else a literal ``__version__``."""
-    told = path / "version.txt"
-    if told.is_file():
-        return told.read_text(encoding="utf-8", errors="replace").strip() or _NO_VERSION
+    """Return the version in DeepSpeed's ``version.txt``, else a literal ``__version__``, else ``0``."""
+    version_file = path / "version.txt"
+    if version_file.is_file():
+        return version_file.read_text(encoding="utf-8", errors="replace").strip() or _NO_VERSION
     found = _VERSION_LITERAL.search((path / module / "__init__.py").read_text(encoding="utf-8", errors="replace"))
     return found[1] if found else _NO_VERSION
 
 
 def _describe_commit(path: Path, module: str) -> str:
-    """The commit, with ``-dirty`` where tracked files differ from it; empty where git does not track the package."""
+    """Return the commit, with ``-dirty`` if tracked files differ from it; empty if git does not track the package."""
     tracked = _git(path, "ls-files", "--error-unmatch", f"{module}/__init__.py")
     return _git(path, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else ""
 
 
 def _git(path: Path, *arguments: str) -> str:
-    # Optional locks are for what writes the index: nothing is written into somebody's checkout.
+    # Without optional locks git does not write its index, so the user's checkout stays as it is.
     command = ["git", "--no-optional-locks", "-C", str(path), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""``torch.nn.parallel.DistributedDataParallel`` behind the Engine protocol: stage 0, everything whole on every rank."""
+"""``torch.nn.parallel.DistributedDataParallel`` behind the Engine protocol: stage 0, nothing is sharded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.paralle
 REFUSES = {
     **TORCH_REFUSES,
     Feature.RANK_BUFFERS: (
-        "one rank saves for all: 'save the model in only one process and then load it on all processes' "
+        "one rank saves the buffers for all: 'save the model in only one process and then load it on all processes' "
         "(https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html)"
     ),
     Feature.ENGINE_ACCUMULATION: (
@@ -40,13 +40,15 @@ REFUSES = {
         f"accumulated in .grad attributes of parameters)' ({DOCUMENTATION})"
     ),
     Feature.UNFREEZING: (
-        "its constructor registers what reduces gradients: 'if you change the model's parameters afterwards, gradient "
-        f"reduction functions no longer match the correct set of parameters' ({DOCUMENTATION})"
+        "its constructor registers the hooks that reduce gradients: 'if you change the model's parameters afterwards, "
+        f"gradient reduction functions no longer match the correct set of parameters' ({DOCUMENTATION})"
     ),
-    Feature.EDITS: f"'Parameters are never broadcast between processes', so all ranks edit alike ({DOCUMENTATION})",
+    Feature.EDITS: (
+        f"'Parameters are never broadcast between processes', so all ranks must make the same edit ({DOCUMENTATION})"
+    ),
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     Feature.RESOURCES: (
-        "it does not count its buckets, a second copy of the gradients unless gradient_as_bucket_view is set "
+        "its buckets, a second copy of the gradients without gradient_as_bucket_view, are not counted "
         f"({DOCUMENTATION})"
     ),
 }
@@ -56,13 +58,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
 }
-# What has accumulated is in each further mean, so over three ranks a sum of several backwards comes a bit off.
-SCALED_SUM_REASON = "it averages, whatever its caller wants; the sum is its mean of gradients times the number of ranks"
+# Each backward averages what accumulated before, so over three ranks the sum of several backwards is rounded.
+SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"
 CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED_SUM_REASON)
 
 OPTIONS = {
-    "broadcast_buffers": "rank 0's buffers before each forward; default true",
-    "bucket_cap_mb": "bytes of a bucket in MiB",
+    "broadcast_buffers": "broadcast rank 0's buffers before each forward; default true",
+    "bucket_cap_mb": "size of a bucket in MiB",
     "find_unused_parameters": "look for parameters without gradient in each forward",
     "gradient_as_bucket_view": "gradients are views of the buckets",
     "static_graph": "the graph never changes",
@@ -71,23 +73,23 @@ OPTIONS = {
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """DDP around ``model`` over the default group, on the device of its parameters. Collective.
+    """Wrap ``model`` in DDP over the default process group, on the device of its parameters. Collective.
 
-    Raises ConfigError for a configuration that DDP does not honour.
+    Raises ConfigError for an unsupported configuration.
     """
     validate_config(config, CAPABILITIES, OPTIONS)
     return TorchEngine(model, CAPABILITIES, config, wrap_in_ddp(model, config))
 
 
 def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
-    """``model`` wrapped by DDP, and what an engine has to know of it."""
-    own = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
-    wrapped = DistributedDataParallel(model, **own)
-    # Not a communication hook: DDP reduces what has accumulated, and would sum what is a sum already.
+    """Wrap ``model`` in DDP and return its parts as an EngineAdapter."""
+    ddp_options = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
+    wrapped = DistributedDataParallel(model, **ddp_options)
+    # Not a communication hook: DDP reduces accumulated gradients, so a hook would sum earlier sums once more.
     summed = trainable_parameters(model) if config.reduction is Reduction.SUM else []
     hooks = [parameter.register_hook(multiply_by_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
     return EngineAdapter(
-        # Held by the engine alone: when it goes, the reducer's destructor takes its hooks off the parameters.
+        # The only reference to the wrapper: when the engine drops it, the reducer's destructor removes its hooks.
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
         params=leaf_parameters(model),
@@ -100,16 +102,19 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
 
 
 def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
-    """At the engine's end, or a later gradient of the same parameters would be N times its own."""
+    """Remove ``hooks``, which would otherwise multiply later gradients of the same parameters by the world size."""
     for hook in hooks:
         hook.remove()
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What DDP reduces: the parameters that require a gradient when it is made."""
+    """Return the parameters that DDP reduces: those that require a gradient when it is built."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def multiply_by_world_size(gradient: Tensor | None) -> Tensor | None:
-    """What DDP's mean turns into the sum; None where a static graph's first iteration has no gradient yet."""
+    """Scale a local gradient so that DDP's mean becomes the sum.
+
+    ``gradient`` is None in the first iteration of a static graph.
+    """
     return None if gradient is None else gradient * dist.get_world_size()

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO stages 0 to 3 behind the Engine protocol, through DeepSpeed's documented verbs.
 
-The deviations that DeepSpeed documents are reasons in ``capabilities_at``; what it does not document is claimed, so
-that a check can show it. Nothing of DeepSpeed is imported before a factory or ``warm_up`` runs.
+``capabilities_at`` refuses what DeepSpeed documents as unsupported. Everything else is claimed, so that a law can show
+where it fails. DeepSpeed is imported when a factory or ``warm_up`` runs, not with this module.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from zharness.engines.options import merge_options
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
 from zharness.errors import ConfigError, EngineContractError, UsageError
 
-# An option of this adapter: one ``coalesce_grad_reduction()`` block around everything between two steps. DeepSpeed
-# documents that of several backwards before one step only 'the final forward/backward should have the boundary state
-# set to True' (set_gradient_accumulation_boundary). Which is the final one no adapter knows; the block need not know:
-# 'every backward inside leaves grads locally on params', and its end reduces them.
+# An option of this adapter: put everything between two steps into one ``coalesce_grad_reduction()`` block. If a step
+# has several backwards, DeepSpeed documents that only 'the final forward/backward should have the boundary state set to
+# True' (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. In the block it
+# need not know: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
 COALESCE = "coalesce_grad_reduction"
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
-    """A DeepSpeed engine over ``model``; collective. Raises ConfigError, MissingEngine."""
+    """Build a DeepSpeed engine around ``model``. Collective.
+
+    Raises ConfigError for an unsupported configuration, and MissingEngine if DeepSpeed is not installed.
+    """
     if config.dtype not in CAPABILITIES.dtypes:
         raise ConfigError.unknown_name("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
     if config.stage not in CAPABILITIES.stages:
@@ -44,15 +47,15 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
 
 
 def json_config(config: EngineConfig) -> dict[str, Any]:
-    """DeepSpeed's JSON for ``config``, with ``config.options`` merged in last and deep."""
-    owned = config.accumulation_owner is AccumulationOwner.ENGINE
+    """Return DeepSpeed's JSON for ``config``, with ``config.options`` merged over it recursively."""
+    engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "gradient_accumulation_steps": config.accumulation_steps if owned else 1,
-        # Written always: the default became 1.0 in 0.19.3, which silently clips.
+        "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
+        # Always written, because since 0.19.3 the default is 1.0, which clips.
         "gradient_clipping": 0.0 if config.clip is None else config.clip,
         "zero_allow_untested_optimizer": True,
-        # The default of 5e8 elements is a buffer of 2 GB on every rank.
+        # The default of 5e8 elements would allocate a buffer of 2 GB on every rank.
         "zero_optimization": {"stage": config.stage, "reduce_bucket_size": 1_000_000},
     }
     if config.dtype == "bf16":
@@ -60,16 +63,15 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.reduction is Reduction.SUM:
         base["gradient_allreduce_op"] = "sum"
     if config.stage == 3:
-        # With the default of 100,000 elements every small model stays whole on every rank.
+        # The default of 100,000 elements would leave small models unsharded.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
 class DeepSpeedEngine:
-    """One deepspeed.initialize on this rank.
+    """An engine of ``deepspeed.initialize``, with a torch.optim optimizer and a LambdaLR schedule.
 
-    The LR schedule is torch's LambdaLR handed to DeepSpeed, the optimizer torch.optim's (DeepSpeed's own "Adam" is
-    AdamW with a decay of 0.01 under other names).
+    DeepSpeed's own "Adam" is not used: it is AdamW with a weight decay of 0.01.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -84,24 +86,24 @@ class DeepSpeedEngine:
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
         trained = {name: param for name, param in params.items() if param.requires_grad}
         optimizer = optimizers.build(trained, config.optimizer)
-        asked = json_config(config)
-        self._global_state = DeepSpeedGlobalState(autocast=bool(asked.get("torch_autocast", {}).get("enabled")))
+        ds_config = json_config(config)
+        self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
         try:
             self._engine: Any = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
-                config=asked,
+                config=ds_config,
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as refused:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed refuses {json_config(config)}: {refused}") from refused
+            raise ConfigError(f"DeepSpeed refuses {ds_config}: {refused}") from refused
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
             self.close()
             raise ConfigError(
-                f"got options by which DeepSpeed builds {type(zero).__name__} at stage {config.stage}; its gradients "
-                "cannot be read here: leave data_types.grad_accum_dtype out"
+                f"got options with which DeepSpeed builds {type(zero).__name__} at stage {config.stage}, whose "
+                "gradients this adapter cannot read; leave data_types.grad_accum_dtype out"
             )
         self.module: nn.Module = self._engine.module
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
@@ -124,8 +126,8 @@ class DeepSpeedEngine:
     def step(self) -> None:
         if self._caller_owns_accumulation and self._backward_count == 0:
             raise EngineContractError(
-                "got step() before any backward; with accumulation owned by the caller, spell it engine.backward(loss) "
-                "or engine.scale(loss).backward(): a plain loss.backward() cannot be counted"
+                "got step() before any backward; if the caller owns accumulation, call engine.backward(loss) or "
+                "engine.scale(loss).backward(): this adapter cannot count a plain loss.backward()"
             )
         self._coalesce_block.close()
         self._engine.step()
@@ -135,7 +137,7 @@ class DeepSpeedEngine:
     def zero_grad(self) -> None:
         self._coalesce_block.close()
         self._backward_count = 0
-        # Both: the optimizer's clears the accumulated partitions, the engine's the parameters' own gradients.
+        # Both: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
         self._engine.optimizer.zero_grad()
         self._engine.zero_grad()
 
@@ -153,12 +155,12 @@ class DeepSpeedEngine:
         return self._reader.optimizer_state()
 
     def grad_norm(self) -> float | None:
-        """DeepSpeed's get_global_grad_norm(); it computes none in fp32 at stage 0 (#7255)."""
+        """Return DeepSpeed's get_global_grad_norm(), which is None in fp32 at stage 0 (#7255)."""
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Where DeepSpeed put the fp32 masters, as each rank reported it when the engine was built."""
+        """Return the owner of each piece of the fp32 masters, read when the engine was built."""
         return self._layout
 
     def observe(self) -> Observations:
@@ -176,16 +178,16 @@ class DeepSpeedEngine:
     def load(self, path: Path) -> None:
         found, _ = self._engine.load_checkpoint(str(path))
         if found is None:
-            raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and number of ranks there")
+            raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._reader.state_dict(self.module)
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """A block in which full weights may be edited, by name; afterwards every rank has rank 0's.
+        """Return a context that yields full weights by name and gives every rank those of rank 0 at its end.
 
-        By GatheredParameters at stage 3, and by safe_set_full_fp32_param for the fp32 copies that the optimizer keeps.
+        Uses GatheredParameters at stage 3, and safe_set_full_fp32_param for the optimizer's fp32 masters.
         """
         with self._reader.edit_weights(names) as weights:
             yield weights
@@ -196,8 +198,9 @@ class DeepSpeedEngine:
         self._global_state.restore()
 
     def _prepare_accumulation(self) -> None:
-        """The documented styles for a caller who owns the boundary: state it before each forward and backward, or put
-        all of them into one block.
+        """Set the accumulation boundary before a forward or backward, or enter the block of the option ``COALESCE``.
+
+        Both are styles that DeepSpeed documents for callers that own accumulation.
         """
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
@@ -207,13 +210,16 @@ class DeepSpeedEngine:
 
 
 def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
-    """Import in this process, which will fork the ranks, what DeepSpeed imports lazily; the names."""
+    """Import in the rank server the modules that DeepSpeed imports lazily, and return their names."""
     import_deepspeed(device_type)
     return preload_imports.preload_imports_of(partial(_train_one_step, device_type))
 
 
 def _train_one_step(device_type: str) -> None:
-    """One step of every stage on one rank; stage 3 first, because it imports most and no release here fails at it."""
+    """Run one step at every stage on one rank.
+
+    Stage 3 is first, because it imports most and works on every supported release: a later failure costs little.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for stage in sorted(CAPABILITIES.stages, reverse=True):

@@ -1,4 +1,4 @@
-"""What DeepSpeed claims, stage by stage, and in its own words what it does not."""
+"""The features that DeepSpeed claims and refuses at each stage, with quotes from its documentation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _NO_SYNC_INCOMPATIBLE = (
     "no_sync is incompatible with ZeRO stage 2/3, which rely on reduction for partitioning (its docstring)"
 )
 _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
-    Feature.RESHARD: "a checkpoint is loaded at its own stage and number of ranks; others take a universal one "
+    Feature.RESHARD: "a checkpoint loads only at its own stage and world size; others need a universal checkpoint "
     "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
-    Feature.UNIVERSAL_CHECKPOINT: "load_universal reads what ds_to_universal wrote, the model's weights among it, "
-    "which the files of this law lack",
-    Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize makes none of the meta device "
-    f"real ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
+    Feature.UNIVERSAL_CHECKPOINT: "it loads only what ds_to_universal wrote, which includes the model's weights; "
+    "the files of this law have none",
+    Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize does not materialize models of "
+    f"the meta device ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
     Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section: 'Type fp16 is not supported on your device.' "
     "(engine.py, _do_sanity_check)",
-    Feature.WIRES: "its comms_logger counts calls and bytes of each collective, and no dtypes "
+    Feature.WIRES: "its comms_logger counts calls and bytes of each collective, but not by dtype "
     "(https://www.deepspeed.ai/tutorials/comms-logging/)",
-    Feature.NO_GRADIENT: "missing gradients are filled with zeros for the flat partition; parameters.branch asks for "
-    "none all the same, and is excused",
+    Feature.NO_GRADIENT: "missing gradients are filled with zeros for the flat partition; parameters.branch still "
+    "requires None, and is an expected failure",
     Feature.SPARSE_GRADIENTS: "'deepspeed/runtime/zero/ contains no sparse handling at all' "
     "(https://github.com/deepspeedai/DeepSpeed/pull/8504)",
-    Feature.REDUCED_WEIGHT_GRADIENTS: "its hooks reduce gradients beside autograd's graph, not in it",
-    Feature.RESOURCES: "it does not count the bytes that it holds by what they are",
-    Feature.TRAFFIC: "it does not count what it gathers, and its comms_logger no bytes that a rank has to send",
+    Feature.REDUCED_WEIGHT_GRADIENTS: "its hooks reduce gradients outside the autograd graph",
+    Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
+    Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",
 }
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
@@ -46,8 +46,8 @@ _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
         Feature.SUM: "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
         Feature.TRANSFORMS: "torch.func is supported on the engine at stages 0 to 2, not yet at 3 "
         "(https://github.com/deepspeedai/DeepSpeed/pull/8026)",
-        Feature.OUTSIDE_FORWARD: "a parameter that is read outside its module's forward has to be gathered by the "
-        f"caller, or registered ({_DOCUMENTATION}/zero3.html#registering-external-parameters)",
+        Feature.OUTSIDE_FORWARD: "the caller has to gather or register a parameter that is read outside its module's "
+        f"forward ({_DOCUMENTATION}/zero3.html#registering-external-parameters)",
     },
 }
 
@@ -61,5 +61,5 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """What DeepSpeed claims at one stage: CAPABILITIES and the stage's own refusals."""
+    """Return CAPABILITIES with the refusals of ``stage``."""
     return replace(CAPABILITIES, refuses={**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})})

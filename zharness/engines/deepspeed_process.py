@@ -1,4 +1,7 @@
-"""What DeepSpeed needs of a process, and leaves in it. Nothing of it is imported before ``imported`` is called."""
+"""Prepare a process for DeepSpeed, and restore the global state that DeepSpeed changes.
+
+DeepSpeed is imported by ``import_deepspeed``, not with this module.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,21 @@ import torch.distributed as dist
 
 from zharness.errors import EngineContractError, MissingEngine
 
-# torch 2.13 renames the collectives that DeepSpeed calls, and says so once per call site and rank.
+# torch 2.13 deprecates the collectives that DeepSpeed calls, and warns once per call site and rank.
 _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 
 class DeepSpeedGlobalState:
-    """What DeepSpeed sets for the whole process and ``engine.destroy()`` leaves: its own torch.nn.functional.linear at
-    stage 3, and that torch_autocast is on, after which every later engine scales and communicates as if it were.
+    """The process-wide state that a DeepSpeed engine changes and ``engine.destroy()`` does not restore.
 
-    What was there before the first engine is put back, the function by the engine that is closed last and autocast by
-    the last of those that ask for it (``autocast``), whichever was built first: one that lives on computes and
-    communicates as it asked to. An engine that is forgotten and never closed counts no more, but what was there before
-    it is not forgotten.
+    That is ``torch.nn.functional.linear``, replaced at stage 3, and the flags of torch_autocast, which later engines
+    would read. The original values are saved before the first engine. The last engine to close restores the function;
+    the last engine with ``autocast`` to close restores the flags, so that open engines keep what they were built with.
+    An engine that is garbage-collected without being closed no longer counts as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
-    _originals: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two flags of autocast
+    _originals: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two autocast flags
 
     def __init__(self, autocast: bool) -> None:
         self._uses_autocast = autocast
@@ -41,7 +43,7 @@ class DeepSpeedGlobalState:
         DeepSpeedGlobalState._open_engines.add(self)
 
     def restore(self) -> None:
-        """Put back what was there before, unless another engine that is open needs it; a second call does nothing."""
+        """Restore the original values that no other open engine needs. A second call does nothing."""
         DeepSpeedGlobalState._open_engines.discard(self)
         if DeepSpeedGlobalState._originals is None:
             return
@@ -54,35 +56,38 @@ class DeepSpeedGlobalState:
 
 
 def prepare_deepspeed(device_type: str) -> Any:
-    """The deepspeed module, with the process made ready for deepspeed.initialize on ``device_type``."""
+    """Import DeepSpeed, set the environment variables that it reads, and return the module.
+
+    Raises EngineContractError if DeepSpeed was imported for another device type.
+    """
     deepspeed = import_deepspeed(device_type)
     local = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-    # Read by DeepSpeed instead of the process group: the local rank by its argument check, the number of ranks on this
-    # machine by its CPU accelerator. A rank is a process of its own, so nobody else sees them.
+    # DeepSpeed reads these instead of the process group: LOCAL_RANK in its argument check, LOCAL_SIZE in its CPU
+    # accelerator. Each rank is a process, so the change is not visible elsewhere.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() % int(local)))
     os.environ["LOCAL_SIZE"] = local
     name = deepspeed.accelerator.get_accelerator().device_name()
     if name != device_type:
         raise EngineContractError(
-            f"DeepSpeed was imported for {name}, the model lives on {device_type}; set DS_ACCELERATOR={device_type}"
+            f"DeepSpeed was imported for {name}, but the model is on {device_type}; set DS_ACCELERATOR={device_type}"
         )
     return deepspeed
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """The deepspeed module, without the build that ranks would race for. Raises MissingEngine."""
-    os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare names a decision for another device
+    """Import DeepSpeed without its C++ build, and return the module. Raises MissingEngine if it does not import."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare_deepspeed checks it
     try:
         import deepspeed
 
-        # By name: the attribute deepspeed.comm.torch is torch itself.
+        # Not `deepspeed.comm.torch`: that attribute is the torch package.
         backend: Any = importlib.import_module("deepspeed.comm.torch")
     except ImportError as missing:
         raise MissingEngine(
             f"deepspeed does not import ({missing}); install it with: pip install 'zharness[deepspeed]'"
         ) from missing
-    # init_distributed compiles a shared-memory all-reduce on first use: half a minute in which ranks race for one build
-    # folder and a deadline takes it for a hang. Without it DeepSpeed uses torch.distributed, as on every other device.
+    # init_distributed compiles a shared-memory all-reduce on first use. That takes half a minute, in which ranks race
+    # for one build folder and time out. Without it DeepSpeed uses torch.distributed, as on every other device.
     backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)

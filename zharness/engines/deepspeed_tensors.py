@@ -1,4 +1,4 @@
-"""DeepSpeed's gradients, weights, optimizer state and shards as whole tensors by original name."""
+"""Read DeepSpeed's gradients, weights, optimizer state and shards as full tensors by original name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from zharness.engines.torch_engine import snapshot
 
 @dataclass(frozen=True)
 class DeepSpeedTensorReader:
-    """Reads ``engine``, a DeepSpeedEngine at ``stage``; ``params`` by original name. Collective."""
+    """Reads the tensors of a deepspeed.DeepSpeedEngine at ``stage``; ``params`` by original name.
+
+    Every method that returns tensors is collective.
+    """
 
     engine: Any
     params: Mapping[str, nn.Parameter]
     stage: int
 
     def grads(self) -> dict[str, Tensor]:
-        """The gradients that ``step`` is about to apply; where none were reduced, each rank's own."""
+        """Return the unscaled gradients that ``step`` will apply; before any reduction, this rank's local ones."""
         found = {}
         for name, param in self.params.items():
             grad = self._full_grad(param) if param.requires_grad else None
@@ -33,7 +36,10 @@ class DeepSpeedTensorReader:
         return found
 
     def loss_scale(self) -> float | None:
-        """By which the gradients are too large: torch's scaler under torch_autocast in fp16, else DeepSpeed's own."""
+        """Return the loss scale: of torch's GradScaler under torch_autocast in fp16, else of DeepSpeed.
+
+        None if there is no scaler.
+        """
         zero = self.engine.optimizer
         at_stage_0 = self.engine.torch_autocast_z0_gradscaler
         scaler = getattr(zero, "torch_autocast_gradscaler", None) if at_stage_0 is None else at_stage_0
@@ -41,12 +47,15 @@ class DeepSpeedTensorReader:
         return None if scale is None else float(scale)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that the next forward uses (not the fp32 masters, which a broken copy-back would leave apart)."""
+        """Return the weights that the next forward uses.
+
+        Not the fp32 masters: those would hide an error in copying them back to the parameters.
+        """
         with self.gather_params(list(self.params.values())):
             return {name: snapshot(param) for name, param in self.params.items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """The weights that the optimizer works on under bf16; nothing where the parameters are as wide."""
+        """Return the fp32 masters of low-precision parameters; empty if the optimizer updates the parameters."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         found = {}
@@ -57,15 +66,15 @@ class DeepSpeedTensorReader:
         return found
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """``module.state_dict()`` with whole tensors; a tied weight is one tensor under each of its names."""
+        """Return ``module.state_dict()`` with full tensors; the names of a tied weight share one tensor."""
         with self.gather_params(list(self.params.values())):
-            held = module.state_dict(keep_vars=True)
-            copies = {id(tensor): snapshot(tensor) for tensor in held.values()}
-            return {name: copies[id(tensor)] for name, tensor in held.items()}
+            state = module.state_dict(keep_vars=True)
+            copies = {id(tensor): snapshot(tensor) for tensor in state.values()}
+            return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     @contextmanager
     def edit_weights(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """A block in which whole weights may be edited; rank 0's edits are every rank's, in the masters too."""
+        """Yield full weights to edit; at the end every rank has rank 0's values, in parameters and masters."""
         from deepspeed.utils import safe_set_full_fp32_param
 
         chosen = [self.params[name] for name in names]
@@ -79,22 +88,24 @@ class DeepSpeedTensorReader:
             safe_set_full_fp32_param(param, value)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's, by parameter and key; above stage 0 there is none to be read before the first step."""
+        """Return the optimizer state by parameter and key; empty before the first step."""
         if self.engine.global_steps == 0 and self.stage > 0:
             return {}
-        read = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
-        return {name: read[self.stage](param) for name, param in self.params.items() if param.requires_grad}
+        readers = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
+        return {name: readers[self.stage](param) for name, param in self.params.items() if param.requires_grad}
 
     def _full_grad(self, param: Any) -> Tensor | None:
-        """safe_get_full_grad without its shortcut: it returns ``param.grad`` where one is set, and above stage 0 that
-        is a gradient that was never reduced, while ``step`` applies the partitions.
+        """Return the reduced gradient of ``param``, or its local one if nothing was reduced.
+
+        Not always safe_get_full_grad: that returns ``param.grad`` if it is set. Above stage 0 this is an unreduced
+        gradient, while ``step`` applies the reduced partitions.
         """
         from deepspeed.utils import safe_get_full_grad
 
         if not self._has_reduced_gradients():
             return cast("Tensor | None", param.grad)
-        # Both ways run the same collective, so ranks that differ in having a param.grad do not wait for each other. A
-        # parameter that was frozen when the engine was built has no partitions.
+        # Both branches run the same collective, so it does not matter if only some ranks have a param.grad. A parameter
+        # that was frozen when the engine was built has no partitions.
         if self.stage == 0 or param.grad is None or not (hasattr(param, "_hp_mapping") or hasattr(param, "ds_id")):
             return cast("Tensor | None", safe_get_full_grad(param))
         if self.stage == 3:
@@ -102,18 +113,18 @@ class DeepSpeedTensorReader:
         return cast(Tensor, param.get_full_hp_grad())
 
     def _has_reduced_gradients(self) -> bool:
-        """Whether every group has reduced gradients. The same answer on all ranks: the groups are.
+        """Return whether every parameter group has reduced gradients; the same on all ranks, as the groups are.
 
-        Asked for first because a rank that owns a part of a parameter raises where a rank that owns none goes on into
-        the collective, and waits.
+        Without this check a rank that owns a part of a parameter would raise, and ranks that own none would hang in
+        the collective.
         """
         if self.stage in (0, 3) or self.engine.zero_cpu_offload():
             return True
-        held = self.engine.optimizer.averaged_gradients
-        return all(held.get(index) is not None for index in range(len(self.engine.optimizer.bit16_groups)))
+        averaged = self.engine.optimizer.averaged_gradients
+        return all(averaged.get(index) is not None for index in range(len(self.engine.optimizer.bit16_groups)))
 
     def _master_dtype(self, tensor: Tensor) -> torch.dtype:
-        """The dtype of masters and their gradients, which DeepSpeed's own functions give in fp32 whatever it is."""
+        """Return the dtype of masters and their gradients; DeepSpeed's functions convert both to fp32."""
         zero = self.engine.optimizer
         if self.stage == 0:
             return tensor.dtype
@@ -123,13 +134,13 @@ class DeepSpeedTensorReader:
         return flats[0].dtype
 
     def _stage0_master(self, param: nn.Parameter) -> Tensor:
-        """What the optimizer of stage 0 works on: the parameter, or its fp32 copy in DeepSpeed's low-precision one."""
+        """Return the tensor that stage 0's optimizer updates: the parameter, or its fp32 master."""
         groups = getattr(self.engine.optimizer, "fp16_groups", None)
         if groups is None:
             return param
         masters: list[list[Tensor]] = self.engine.optimizer.fp32_groups
-        places = ((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
-        i, j = next(places)
+        indices = ((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
+        i, j = next(indices)
         return masters[i][j]
 
     def _stage0_state(self, param: nn.Parameter) -> dict[str, Tensor]:
@@ -137,8 +148,8 @@ class DeepSpeedTensorReader:
         return {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def _stage12_state(self, param: nn.Parameter) -> dict[str, Tensor]:
-        # Not safe_get_full_optimizer_state: stages 1 and 2 link the states to the parameters when the first group has
-        # stepped and never again, so it raises for the parameters of every other group.
+        # Not safe_get_full_optimizer_state: stages 1 and 2 link states to parameters once, after the first group has
+        # stepped, so it raises for parameters of every other group.
         zero = self.engine.optimizer
         index = next(i for i, group in enumerate(zero.bit16_groups) if any(member is param for member in group))
         flat = zero.single_partition_of_fp32_groups[index]
@@ -149,12 +160,12 @@ class DeepSpeedTensorReader:
         return {**found, **_scalar_states(state)}
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
-        """The original shape of one state of ``param``; every rank contributes the elements it owns."""
+        """Return one optimizer state of ``param`` in its original shape. Each rank contributes the elements it owns."""
         whole = torch.zeros(param.numel(), dtype=flat_state.dtype, device=flat_state.device)
         mapping = param._hp_mapping
         if mapping is not None:
-            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-            whole[here.start : here.start + here.numel] = flat_state.narrow(0, there.start, there.numel)
+            target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
+            whole[target.start : target.start + target.numel] = flat_state.narrow(0, source.start, source.numel)
         dist.all_reduce(whole)
         return snapshot(whole.reshape(param.shape))
 
@@ -170,7 +181,7 @@ class DeepSpeedTensorReader:
 
     @contextmanager
     def gather_params(self, params: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
-        """A block in which ``params`` are whole; what ``modifier_rank`` writes in it is every rank's afterwards."""
+        """Gather ``params`` during the block; afterwards every rank has what ``modifier_rank`` wrote to them."""
         if self.stage < 3:
             yield
             return
@@ -180,16 +191,17 @@ class DeepSpeedTensorReader:
             yield
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
+        """Return the pieces of each trained parameter's master that ranks own; empty at stage 0."""
         if self.stage == 0:
             return {}
-        mine = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
+        local = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
         ranks: list[dict[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, mine)
-        return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in mine}
+        dist.all_gather_object(ranks, local)
+        return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in local}
 
 
 def _local_piece(param: Any) -> Piece | None:
-    """The part of ``param`` whose master lives here, from DeepSpeed's own records; None when there is none."""
+    """Return the piece of ``param`` whose master this rank owns, from DeepSpeed's records; None if it owns none."""
     rank = dist.get_rank()
     if hasattr(param, "ds_tensor"):
         size = param.ds_tensor.ds_numel
@@ -198,8 +210,8 @@ def _local_piece(param: Any) -> Piece | None:
     mapping = getattr(param, "_hp_mapping", None)
     if mapping is None:
         return None
-    at = mapping.lp_fragment_address
-    return Piece(rank, at.start, at.start + at.numel) if at.numel else None
+    fragment = mapping.lp_fragment_address
+    return Piece(rank, fragment.start, fragment.start + fragment.numel) if fragment.numel else None
 
 
 def _is_shaped_like(value: object, flat: Tensor) -> bool:
@@ -207,6 +219,6 @@ def _is_shaped_like(value: object, flat: Tensor) -> bool:
 
 
 def _scalar_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an optimizer keeps one number of: the count of steps, the product of momenta."""
+    """Return the scalar entries of an optimizer state, such as the step count, as tensors."""
     found = {key: torch.as_tensor(value) for key, value in state.items() if isinstance(value, (int, float, Tensor))}
     return {key: snapshot(value) for key, value in found.items() if value.dim() == 0}

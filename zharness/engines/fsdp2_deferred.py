@@ -1,4 +1,4 @@
-"""Models of the meta device under FSDP2, which shards them as they are: what a caller does to give them values."""
+"""Give values to models of the meta device, which FSDP2 shards without materializing them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.errors import ConfigError
-from zharness.reference.meta_init import find_deferred_modules
+from zharness.reference.client.meta_init import find_deferred_modules
 
 
 def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:
-    """The state that the constructor of ``model`` would have given it, on rank 0, and nothing on the others.
+    """Initialize a copy of a model of the meta device on rank 0 and return its state; empty on other ranks.
 
-    None where no part of it is on the meta device. Raises ConfigError for a module that cannot give its tensors values,
-    a model of which a part alone is on the meta device, and buffers that no state dict holds.
+    None if nothing is on the meta device. Raises ConfigError for a module that cannot initialize its tensors, for a
+    model that is only partly on the meta device, and for buffers that are not in the state dict.
     """
     meta = find_deferred_modules(model)
     if not meta:
@@ -25,21 +25,24 @@ def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[st
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     real = [name for name, tensor in tensors.items() if not tensor.is_meta]
     unsaved = sorted(tensors.keys() - model.state_dict().keys())
-    for names, reason in ((real, "is not on the meta device, as the rest is"), (unsaved, "is in no state dict")):
+    for names, problem in (
+        (real, "is not on the meta device, but other tensors are"),
+        (unsaved, "is not in the state dict"),
+    ):
         if names:
-            raise ConfigError(f"{names[0]!r} {reason}; build the whole model on one device, with persistent buffers")
+            raise ConfigError(f"{names[0]!r} {problem}; build the whole model on one device, with persistent buffers")
     if dist.get_rank() != 0:
         return {}
-    whole = copy.deepcopy(model)
-    for module in find_deferred_modules(whole):
+    initialized = copy.deepcopy(model)
+    for module in find_deferred_modules(initialized):
         module.materialise(device)
-    return whole.state_dict()
+    return initialized.state_dict()
 
 
 def materialize_and_load(model: nn.Module, device: torch.device, values: Mapping[str, Tensor]) -> None:
-    """Memory for the shards of ``model``, and rank 0's ``values`` in them. Collective.
+    """Allocate the shards of ``model`` and load rank 0's ``values`` into them. Collective.
 
-    As https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html loads a full state dict.
+    Loads a full state dict as in https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

@@ -1,4 +1,4 @@
-"""The bytes that FSDP2 holds on this rank: its shards, what it gathered of them, gradients, optimizer state."""
+"""Count the bytes that FSDP2 allocated on this rank: shards, unsharded weights, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zharness.engines.protocol import Resources
 def measure_resources(
     sharded: Iterable[Any], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Resources:
-    """Bytes of all storages on this rank; one that several tensors share counts once, a freed one nothing.
+    """Count the bytes of all storages on this rank; a shared storage counts once, a freed one not at all.
 
-    ``sharded`` are the modules that ``fully_shard`` was applied to. What they have gathered, and the gradients on it,
-    no public function of torch shows.
+    ``sharded`` are the modules that ``fully_shard`` was applied to. Their unsharded weights and unreduced gradients
+    are read from private attributes, as torch has no public function for them.
     """
     groups = [param for module in sharded for param in iter_fsdp_params(module)]
     gathered = [tensor for param in groups for tensor in param.all_gather_outputs]
@@ -31,7 +31,7 @@ def measure_resources(
 
 
 def iter_fsdp_params(module: Any) -> Iterator[Any]:
-    """FSDP2's own record of each parameter that ``module`` gathers. Older releases of torch have one group at most."""
+    """Yield the ``FSDPParam`` of each parameter that ``module`` gathers. Older torch has one group at most."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     for group in [state._fsdp_param_group] if several is None else several:
@@ -39,21 +39,21 @@ def iter_fsdp_params(module: Any) -> Iterator[Any]:
 
 
 def unreduced_gradients(param: Any) -> Iterator[Tensor]:
-    """Gradients on a gathered weight, which are not reduced yet."""
-    whole = getattr(param, "_unsharded_param", None)  # not there before it was first gathered
+    """Yield the gradients on an unsharded weight, which are not reduced yet."""
+    whole = getattr(param, "_unsharded_param", None)  # not set before the first all-gather
     for tensor in (param.unsharded_accumulated_grad, None if whole is None else whole.grad):
         if tensor is not None:
             yield tensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of ``tensors`` on this rank, padding included."""
+    """Return the bytes of the storages of ``tensors`` on this rank, including padding."""
     storages = (local_tensor(tensor.detach()).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Options of DeepSpeed's JSON that say how much travels when, and from which memory: none may change a number."""
+"""Variants of DeepSpeed's JSON: bucket sizes, overlap and memory layout, none of which may change a number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 def zero_optimization(**options: Any) -> Mapping[str, Any]:
-    """One variant: options of the section ``zero_optimization``."""
+    """Return a variant that sets ``options`` in the section ``zero_optimization``."""
     return {"zero_optimization": options}
 
 
-# The buckets are smaller than a parameter, and of a few. The limits are the least and more than any model here has.
+# One bucket is smaller than a parameter, one takes a few parameters. The limits are the smallest allowed values, and
+# values above the size of every model here.
 JSON_VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "tiny_buckets": zero_optimization(reduce_bucket_size=1),
     "small_buckets": zero_optimization(reduce_bucket_size=100),

@@ -1,4 +1,4 @@
-"""An OptimizerSpec made real: the torch.optim optimizer and the learning-rate schedule that every engine shares."""
+"""Build torch.optim optimizers and learning-rate schedules from an OptimizerSpec, the same for every engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import UsageError
 
-# torch's elementwise ones: the update of a shard is the shard of the update.
+# torch's elementwise optimizers: updating a shard gives the shard of the updated tensor.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     kind.__name__.lower(): kind
     for kind in (
@@ -24,7 +24,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict[str, Any]]:
-    """torch.optim's list of groups: the unmatched parameters first, then one group for each pattern that matched."""
+    """Return torch.optim's parameter groups: the unmatched parameters first, then a group for each matching pattern."""
     rest = dict(params)
     groups: list[dict[str, Any]] = []
     for group in spec.groups:
@@ -36,19 +36,19 @@ def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict
 
 
 def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """The optimizer that ``spec`` describes, over ``params`` (name to leaf). Raises UsageError for an unknown name."""
+    """Build the optimizer of ``spec`` over ``params``, leaves by name. Raises UsageError for an unknown optimizer."""
     return optimizer_class(spec.name)(param_groups(params, spec), **spec.args)
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """torch.optim's class of that name. Raises UsageError for an unknown one."""
+    """Return torch.optim's class for the lower-case ``name``. Raises UsageError for an unknown one."""
     if name not in ELEMENTWISE:
         raise UsageError.unknown_name("optimizer", name, sorted(ELEMENTWISE))
     return ELEMENTWISE[name]
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of ``spec`` as torch's own scheduler; call its ``step()`` after each optimizer step."""
+    """Build the schedule of ``spec`` as a LambdaLR; call its ``step()`` after each optimizer step."""
     factors = spec.schedule
 
     def factor(step: int) -> float:

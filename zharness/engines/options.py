@@ -1,4 +1,4 @@
-"""Options of an engine, laid one over the other."""
+"""Merging of nested engine options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Options = Mapping[str, Any]
 
 
 def merge_options(base: Options, overrides: Options) -> dict[str, Any]:
-    """``base`` with other options laid over it, section by section."""
+    """Return ``base`` updated with ``overrides``, where nested sections are merged recursively."""
     deep = {
         key: merge_options(base[key], value)
         for key, value in overrides.items()

@@ -1,4 +1,4 @@
-"""The unwrapped model on one process: the baseline, behind the protocol of the engines it judges."""
+"""Plain PyTorch behind the Engine protocol: the unwrapped model on one process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CAPABILITIES = Capabilities(
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """The baseline for ``config``; a world of one that never touches ``torch.distributed``.
+    """Build the baseline for ``config``: one process that does not use ``torch.distributed``.
 
-    It takes the very configuration of the engine it is laid beside, so it ignores what must not change a number (stage,
-    options) and what has no meaning for one process (reduction). Where the engine owns accumulation, ``backward`` and
-    ``scale`` divide the loss; a bare ``loss.backward()`` is the caller's, and divides nothing.
+    It takes the configuration of the engine under test, so it ignores what must not change a number (stage, options)
+    and what means nothing on one process (reduction). If the engine owns accumulation, ``backward`` and ``scale``
+    divide the loss, and a plain ``loss.backward()`` does not.
     """
     validate_dtype(config, CAPABILITIES)
-    parts = EngineAdapter(
+    adapter = EngineAdapter(
         forward=model.__call__,
         no_sync=nullcontext,
         params=leaf_parameters(model),
@@ -40,4 +40,4 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         drop_gradients=do_nothing,
         release=do_nothing,
     )
-    return TorchEngine(model, CAPABILITIES, config, parts)
+    return TorchEngine(model, CAPABILITIES, config, adapter)

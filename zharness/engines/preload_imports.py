@@ -1,4 +1,4 @@
-"""Lazy imports of a foreign engine, learned in a throw-away child and done in the process that will fork the ranks."""
+"""Import in the rank server the modules that an engine imports lazily, so that no rank imports them itself."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from zharness.world.orphans import die_with_parent
 
 
 def preload_imports_of(use: Callable[[], None]) -> tuple[str, ...]:
-    """Import in this process every module that ``use`` makes a forked child import; their names.
+    """Run ``use`` in a forked child, import in this process the modules that it imported, and return their names.
 
-    ``use`` may run tensor operations, this process may not: a fork of a process that has used torch's thread pool
-    hangs. A ``use`` that fails half-way has still told what it imported; the failure is for the ranks to show.
+    ``use`` may run tensor operations; this process must not, because ranks forked from a process that has used torch's
+    thread pool hang. If ``use`` fails, the modules imported until then count; the failure will show in the ranks.
     """
     names = _record_imports(use)
     for name in names:
-        # Some packages put modules into sys.modules that no file stands for, and some import only from within others.
-        # Either comes with its package; a module that is left out here costs each rank its import, and nothing else.
+        # Some names in sys.modules have no file, and some modules can be imported only by their own package. Both come
+        # with that package. A module that is skipped here costs each rank the time of its import, nothing else.
         with suppress(ImportError):
             importlib.import_module(name)
     return names
 
 
 def _record_imports(use: Callable[[], None]) -> tuple[str, ...]:
+    """Run ``use`` in a forked child and return the names of the modules that it imported."""
     before = set(sys.modules)
     reader, writer = os.pipe()
     parent = os.getpid()
@@ -39,10 +40,10 @@ def _record_imports(use: Callable[[], None]) -> tuple[str, ...]:
         finally:
             with os.fdopen(writer, "w") as pipe:
                 pipe.write("\n".join(sorted(set(sys.modules) - before)))
-            # Not an ordinary exit: atexit handlers and buffers belong to the parent.
+            # os._exit, because atexit handlers and buffered output belong to the parent.
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        told = pipe.read()
+        names = pipe.read()
     os.waitpid(child, 0)
-    return tuple(told.splitlines())
+    return tuple(names.splitlines())

@@ -1,4 +1,8 @@
-"""The Engine protocol: the verbs through which every engine is tested, and the frozen facts that describe one."""
+"""The Engine protocol: the methods through which every engine is tested, and the data that describes an engine.
+
+``Engine`` has the methods that every engine needs. The ``Supports...`` protocols declare optional methods; laws find
+them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists what each may raise.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
+
+from zharness.errors import EngineContractError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 class AccumulationOwner(Enum):
-    """Who divides by the number of micro-batches and decides where the boundary is."""
+    """Who divides the loss by the number of micro-batches and decides where the accumulation boundary is."""
 
     ENGINE = "engine"
     CALLER = "caller"
@@ -28,7 +34,7 @@ class Reduction(Enum):
 
 
 class Feature(Enum):
-    """What an engine may or may not claim; a claim is tested, the absence of one needs a reason."""
+    """What an engine claims or refuses. Claims are tested; a refusal needs a reason."""
 
     ENGINE_BACKWARD = "engine.backward(loss)"
     TENSOR_BACKWARD = "loss.backward()"
@@ -47,7 +53,7 @@ class Feature(Enum):
     RESHARD = "a checkpoint of one stage loaded at every other"
     UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
     AUTOGRAD = "every way in which torch runs a backward"
-    TRANSFORMS = "every transform of torch.func, from outside and from within the model"
+    TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
     OUTSIDE_FORWARD = "weights read outside the model's own forward"
@@ -59,15 +65,15 @@ class Feature(Enum):
     UNFREEZING = "parameters unfrozen after construction"
     EDITS = "full weights edited by one rank and seen by all"
     DEFERRED = "a model built on the meta device"
-    AUTOCAST = "a section under which forwards run in torch.autocast's dtypes"
+    AUTOCAST = "a configuration section that runs forwards under torch.autocast"
     LOSS_SCALER = "a dynamic loss scale, and steps skipped at an overflow"
     AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
-    MASTERS = "masters, gradients and optimizer state in the dtype that is asked for"
-    WIRES = "a wire in the dtype that is asked for, counted by the engine"
-    VARIATIONS = "training told by varying one thing"
-    VARIANTS = "options that must not change a number, by name"
-    STEADINESS = "a process left as it was found, and no memory read before it is written"
-    RESOURCES = "bytes held by this rank, counted by the engine"
+    MASTERS = "masters, gradients and optimizer state in configured dtypes"
+    WIRES = "a configured reduce dtype, and elements sent per dtype, counted by the engine"
+    VARIATIONS = "training in which one setting varies"
+    VARIANTS = "named sets of options that must not change a number"
+    STEADINESS = "global state restored at close, and no read of uninitialized memory"
+    RESOURCES = "bytes allocated on this rank, counted by the engine"
     TRAFFIC = "bytes sent and gathered, counted by the engine"
 
 
@@ -75,15 +81,18 @@ class Feature(Enum):
 class Capabilities:
     """What an engine claims.
 
-    Every feature without an entry in ``refuses`` is claimed; the entry is the reason, in the engine's own words where
-    it has any. ``own_kernels`` maps a stage to the reason why local gradients there do not come from torch's kernels
-    (then only exact arithmetic and tier C can judge them). ``wires`` maps a dtype to the one in which gradients of such
-    a training are reduced, where that is another: it sets the bound that the reduction is held to. ``variants`` are
-    further options of the engine, by name, that must not change a number. ``absent`` says why the engine cannot be
-    built here at all, where it cannot: then no cell is run. ``own_model`` are options for a model of anyone's.
-    ``junctions(model, options)`` are the modules of a plain model at whose inputs the engine puts a node into
-    autograd's graph, by which gradients are added in another order than the plain model's. ``scaled_sum`` says where a
-    sum over ranks is their mean times their number, which rounds unless that is a power of two.
+    - ``refuses``: the reason for each feature that the engine refuses, quoting its documentation if possible. Every
+      other feature is claimed.
+    - ``own_kernels``: by stage, why local gradients do not come from torch's kernels. Only tiers X and C judge those.
+    - ``wires``: by dtype of the model, the dtype in which gradients are reduced, if it differs. It sets the bound of
+      the reduction.
+    - ``variants``: named sets of engine options that must not change a number.
+    - ``absent``: why the engine cannot be built in this environment; no cell runs then. Empty if it can.
+    - ``own_model``: engine options for users' models (``--model package.module:factory``).
+    - ``junctions(model, options)``: the modules of the plain model at whose inputs the engine inserts a node into the
+      autograd graph. Autograd adds gradients in another order there.
+    - ``scaled_sum``: why the engine's sum over ranks is a mean times the world size, which rounds unless the world size
+      is a power of two. Empty if it sums.
     """
 
     stages: frozenset[int]
@@ -98,15 +107,15 @@ class Capabilities:
     scaled_sum: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
-        """Why ``feature`` is not claimed; None when it is."""
+        """Return why ``feature`` is not claimed, or None if it is claimed."""
         if feature is Feature.VARIANTS and not self.variants:
-            return "it names none"
+            return "the engine names no variants"
         return self.refuses.get(feature)
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A parameter group: the parameters whose name matches the glob ``pattern``, with these overrides."""
+    """A parameter group: the parameters whose names match the glob ``pattern``, and their optimizer arguments."""
 
     pattern: str
     overrides: Mapping[str, Any]
@@ -114,10 +123,10 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A torch.optim optimizer by name, its arguments, its groups, and a factor on the learning rate for each step.
+    """A torch.optim optimizer: its name, arguments, parameter groups and learning-rate schedule.
 
-    Parameters that match no group form the first group, with ``args`` alone. ``schedule[t]`` multiplies every group's
-    learning rate in step t; the last factor holds for all later steps.
+    Parameters that match no group form the first group, which takes ``args`` without overrides. ``schedule[t]``
+    multiplies every group's learning rate in step t; the last factor holds for all later steps.
     """
 
     name: str = "sgd"
@@ -128,10 +137,10 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a check may ask of an engine; the same object configures the baseline.
+    """Everything that a law configures; the same object configures the baseline.
 
-    ``dtype`` is that of parameters, gradients and wire: under bf16 and fp16 the optimizer works on fp32 masters, and
-    under fp16 ``loss_scale`` is the static loss scale.
+    ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
+    master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own.
     """
 
     stage: int = 0
@@ -148,14 +157,14 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Absent:
-    """An observation that an engine does not offer, and why."""
+    """The value of an observation that an engine does not offer, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes allocated on this rank for parameters, gathered copies of them included, gradients and optimizer state."""
+    """Bytes allocated on this rank. ``parameters`` includes unsharded copies."""
 
     parameters: int
     gradients: int
@@ -164,10 +173,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on this rank that were asked of the collectives.
+    """Bytes that this rank moved through collectives since the engine was built.
 
-    ``sent`` is what this rank had to send since the engine was made: full bytes x passes x (N-1)/N of each collective.
-    ``peak_gathered`` is the most that gathered copies of sharded parameters ever took.
+    ``sent``: the sum over all collectives of full bytes x passes x (N-1)/N, where N is the world size.
+    ``peak_gathered``: the largest number of bytes that unsharded copies of sharded parameters took at one time.
     """
 
     sent: float
@@ -176,11 +185,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine says about itself between steps; identical on all ranks. Asking is collective.
+    """What an engine reports about itself between steps; identical on all ranks.
 
-    ``gathered_bytes`` are those of gathered copies of sharded parameters that are alive now. ``wire`` counts elements
-    sent since the engine was made, by collective and dtype: ``"reduce_scatter bfloat16"``. ``masters`` are the weights
-    that the optimizer works on, where those are not the parameters themselves.
+    - ``gathered_bytes``: bytes of the unsharded copies of sharded parameters that exist now.
+    - ``wire``: elements sent since the engine was built, by collective and dtype, as in ``"reduce_scatter bfloat16"``.
+    - ``masters``: the weights that the optimizer updates, if they are not the parameters themselves.
     """
 
     loss_scale: float | Absent
@@ -195,7 +204,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` (flat, of the original tensor) live on ``rank``."""
+    """Elements ``start`` to ``stop`` of the flattened original tensor, which ``rank`` owns."""
 
     rank: int
     start: int
@@ -204,70 +213,148 @@ class Piece:
 
 @runtime_checkable
 class Engine(Protocol):
-    """A training engine that holds ``module`` on this rank. Constructed on every rank, default process group ready.
+    """A training engine around ``module`` on this rank. Every rank builds one, with the default process group ready.
 
-    Dictionaries of tensors use the original parameter names and shapes, on CPU, identical on every rank; tied
-    parameters appear once, under the name that ``named_parameters()`` of the original gives them. They are copies,
-    which the caller may write over. Methods that return such dictionaries are collective.
+    Methods that return dictionaries of tensors are collective. The dictionaries have the original parameter names and
+    shapes and are identical on every rank; a tied parameter appears once, under the name that ``named_parameters()`` of
+    the original model gives it. The tensors are copies on CPU, which the caller may overwrite.
     """
 
     module: nn.Module
     capabilities: Capabilities
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of this rank's micro-batch."""
+        """Run the forward of this rank's micro-batch."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Backward of a scalar; divided by the accumulation steps where the engine owns them."""
+        """Run backward on a scalar loss, divided by the accumulation steps if the engine owns accumulation."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The tensor whose ``backward()`` does what ``engine.backward(loss)`` does."""
+        """Return a tensor whose ``backward()`` does what ``engine.backward(loss)`` does."""
 
     def step(self) -> None:
-        """One optimizer step at an accumulation boundary; before it, only counts the micro-batch."""
+        """Run the optimizer at an accumulation boundary; anywhere else only count the micro-batch."""
 
     def zero_grad(self) -> None:
-        """Forget every gradient accumulated so far, wherever the engine keeps it."""
+        """Drop every accumulated gradient, including those that are not in ``.grad``."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Backwards inside accumulate without reduction."""
+        """Return a context in which backwards accumulate gradients without reducing them."""
 
     def full_grads(self) -> dict[str, Tensor]:
-        """After the boundary's backward and before step: reduced, unscaled, unclipped. None-gradients are left out."""
+        """Return the reduced, unscaled, unclipped gradients, between the boundary's backward and ``step()``.
+
+        Parameters whose gradient is None are left out.
+        """
 
     def full_params(self) -> dict[str, Tensor]:
-        """The current weights."""
+        """Return the current weights."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter and torch.optim's names (exp_avg, step, momentum_buffer ...); empty before the first step."""
+        """Return the optimizer state by parameter and torch.optim's keys (``exp_avg``, ``step``, ``momentum_buffer``).
+
+        Empty before the first step.
+        """
 
     def grad_norm(self) -> float | None:
-        """The global norm before clipping that the last step computed; None where it computed none."""
+        """Return the global gradient norm before clipping that the last step computed, or None if it computed none."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Who owns which elements of the master weights, each in one piece; without entry: whole on every rank."""
+        """Return the piece of each master weight that each rank owns. A missing name is whole on every rank."""
 
     def observe(self) -> Observations:
-        """What the engine says about itself."""
+        """Return loss scale, learning rates, counters and memory. Collective."""
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint that ``load`` continues from. Collective."""
+        """Write a checkpoint from which ``load`` continues. Collective; raises an error on every rank if it cannot."""
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of ``save``. Collective."""
+        """Continue from a checkpoint of ``save``. Collective.
+
+        Raises an error on every rank, and changes nothing, if a file is missing, damaged or contains code.
+        """
 
     def close(self) -> None:
-        """Release everything; the engine is unusable afterwards."""
+        """Free everything that the engine allocated; the engine cannot be used afterwards."""
 
 
-class CheckpointingEngine(Protocol):
-    """What an engine has beyond Engine's verbs: the first with CHECKPOINT, the second with UNIVERSAL_CHECKPOINT."""
+class SupportsUneven(Protocol):
+    """An engine that has to know when ranks use different parameters. Other engines need no such block."""
+
+    def uneven(self) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may use different parameters, as branches on data do.
+
+        Collective at its end. Raises an error on every rank if the block raised on any rank.
+        """
+
+
+class SupportsGathered(Protocol):
+    """An engine whose full weights one rank may edit; required by ``Feature.EDITS``."""
+
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Return a context that yields full weights by name and gives every rank, at its end, those of rank 0.
+
+        Collective at both ends; master weights change too. Raises an error for an unknown name.
+        """
+
+
+class SupportsFullStateDict(Protocol):
+    """An engine that exports a plain state dict; required by ``Feature.CHECKPOINT``."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """``state_dict()`` of the plain model, which loads it: copies on CPU, tied weights one tensor. Collective."""
+        """Return a state dict that the plain model loads: copies on CPU, one tensor per tied weight. Collective."""
+
+
+class SupportsLoadUniversal(Protocol):
+    """An engine that reads DeepSpeed's universal checkpoints; required by ``Feature.UNIVERSAL_CHECKPOINT``."""
 
     def load_universal(self, path: Path) -> None:
-        """Continue from a checkpoint in DeepSpeed's universal layout. Collective."""
+        """Continue training from a checkpoint in DeepSpeed's universal layout. Collective.
+
+        Raises an error on every rank, and changes nothing, if a file is missing or damaged.
+        """
+
+
+def supports_uneven(engine: Engine) -> TypeGuard[SupportsUneven]:
+    """Return whether ``engine`` has the optional method ``uneven``."""
+    return _has_method(engine, "uneven")
+
+
+def supports_gathered(engine: Engine) -> TypeGuard[SupportsGathered]:
+    """Return whether ``engine`` has the optional method ``gathered``."""
+    return _has_method(engine, "gathered")
+
+
+def require_gathered(engine: Engine) -> SupportsGathered:
+    """Return ``engine``. Raises EngineContractError if it has no method ``gathered``."""
+    _require_method(engine, "gathered", Feature.EDITS)
+    return cast(SupportsGathered, engine)
+
+
+def require_full_state_dict(engine: Engine) -> SupportsFullStateDict:
+    """Return ``engine``. Raises EngineContractError if it has no method ``full_state_dict``."""
+    _require_method(engine, "full_state_dict", Feature.CHECKPOINT)
+    return cast(SupportsFullStateDict, engine)
+
+
+def require_load_universal(engine: Engine) -> SupportsLoadUniversal:
+    """Return ``engine``. Raises EngineContractError if it has no method ``load_universal``."""
+    _require_method(engine, "load_universal", Feature.UNIVERSAL_CHECKPOINT)
+    return cast(SupportsLoadUniversal, engine)
+
+
+def _require_method(engine: Engine, name: str, feature: Feature) -> None:
+    if not _has_method(engine, name):
+        raise EngineContractError(
+            f"{type(engine).__name__} claims Feature.{feature.name} and has no method {name}(); "
+            "add it, or refuse the feature (docs/your-engine.md)"
+        )
+
+
+def _has_method(engine: Engine, name: str) -> bool:
+    # Not isinstance with a runtime protocol: from Python 3.12 on it does not see methods that a wrapper forwards by
+    # __getattr__, and engines around an engine forward these.
+    return callable(getattr(engine, name, None))
 
 
 EngineFactory = Callable[["nn.Module", EngineConfig], Engine]

@@ -31,18 +31,18 @@ CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
 )
 NO_SYNC_REFUSES = {
-    Feature.NO_SYNC: "a stage that shards gradients has no room for unreduced ones; accumulate over step() instead"
+    Feature.NO_SYNC: "a stage that shards gradients cannot keep unreduced ones; accumulate over step() instead"
 }
 WHOLE_WEIGHTS_REFUSES = {
-    Feature.REDUCED_WEIGHT_GRADIENTS: "weights are whole, so autograd.grad gives a rank its own; a backward is reduced"
+    Feature.REDUCED_WEIGHT_GRADIENTS: "weights are whole, so autograd.grad returns local gradients; backward reduces"
 }
 SHARDED_WEIGHTS_REFUSES = {
-    Feature.OWN_WEIGHT_GRADIENTS: "weights are shards, so autograd.grad gives a rank its shard of the reduced gradient",
+    Feature.OWN_WEIGHT_GRADIENTS: "weights are sharded, so autograd.grad returns a shard of the reduced gradient",
 }
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """What the engine claims at one stage."""
+    """Return CAPABILITIES with the refusals of ``stage``."""
     refuses = {
         **(NO_SYNC_REFUSES if stage > 1 else {}),
         **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),
@@ -51,7 +51,7 @@ def capabilities_at(stage: int) -> Capabilities:
 
 
 class ReferenceEngine:
-    """``zharness.reference.Engine`` in the protocol's words."""
+    """``zharness.reference.Engine`` with the methods of the Engine protocol."""
 
     def __init__(self, engine: reference.Engine) -> None:
         self.engine = engine
@@ -95,26 +95,26 @@ class ReferenceEngine:
         }
 
     def uneven(self) -> AbstractContextManager[None]:
-        """A block in which ranks may use other parameters than their peers."""
+        """Return a context in which ranks may use different parameters."""
         return self.engine.uneven()
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """A block in which full weights may be edited, by name; afterwards every rank has rank 0's."""
+        """Return a context that yields full weights by name and gives every rank those of rank 0 at its end."""
         return self.engine.gathered(names)
 
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
         engine = self.engine
-        held, traffic = (
-            Resources(**engine.held_bytes()),
-            Traffic(engine.comm.logical_bytes(), engine.peak_gathered_bytes()),
-        )
-        wire = {
-            f"{kind.value} {_dtype_name(dtype)}": seen.elements for (kind, dtype), seen in engine.comm.tallies.items()
+        resources = Resources(**engine.held_bytes())
+        traffic = Traffic(engine.comm.logical_bytes(), engine.peak_gathered_bytes())
+        sent_elements = {
+            f"{kind.value} {_dtype_name(dtype)}": tally.elements for (kind, dtype), tally in engine.comm.tallies.items()
         }
         masters = engine.full_masters() or Absent("the optimizer works on the parameters themselves")
         gathered = engine.gathered_bytes()
-        return Observations(engine.loss_scale, engine.skipped_steps, rates, gathered, wire, masters, held, traffic)
+        return Observations(
+            engine.loss_scale, engine.skipped_steps, rates, gathered, sent_elements, masters, resources, traffic
+        )
 
     def save(self, path: Path) -> None:
         self.engine.save_checkpoint(path)
@@ -133,10 +133,10 @@ class ReferenceEngine:
 
 
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """The reference engine over ``model``. Called on every rank with the default process group ready."""
+    """Build the reference engine around ``model`` over the default process group. Collective."""
     if config.dtype not in CAPABILITIES.dtypes:
         raise UsageError.unknown_name(
-            "dtype", config.dtype, sorted(CAPABILITIES.dtypes), "and a low one has fp32 masters"
+            "dtype", config.dtype, sorted(CAPABILITIES.dtypes), "bf16 and fp16 train fp32 masters"
         )
     engine, *_ = reference.initialize(
         model=model,
@@ -152,9 +152,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _build_json_config(config: EngineConfig) -> dict[str, Any]:
-    """DeepSpeed's JSON for ``config``; ``config.options`` are laid over it, section by section."""
+    """Return DeepSpeed's JSON for ``config``, with the sections of ``config.options`` merged over it."""
     engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
-    written: dict[str, Any] = {
+    base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
         "gradient_clipping": config.clip or 0.0,
@@ -162,10 +162,10 @@ def _build_json_config(config: EngineConfig) -> dict[str, Any]:
         "zero_optimization": {"stage": config.stage},
     }
     if config.dtype == "bf16":
-        written["bf16"] = {"enabled": True}
+        base["bf16"] = {"enabled": True}
     if config.dtype == "fp16":
-        written["fp16"] = {"enabled": True, "loss_scale": config.loss_scale}
+        base["fp16"] = {"enabled": True, "loss_scale": config.loss_scale}
     for key, value in config.options.items():
-        section = written.get(key)
-        written[key] = {**section, **value} if isinstance(section, dict) else value
-    return written
+        section = base.get(key)
+        base[key] = {**section, **value} if isinstance(section, dict) else value
+    return base

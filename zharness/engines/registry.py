@@ -17,7 +17,7 @@ from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 
 ENTRY_POINTS = "zharness.engines"
-# Imported in every process that forks ranks, so that no other release of them can be put in front.
+# Imported in every process that forks ranks, so no other release of them can be selected.
 ALREADY_IMPORTED = ("torch", "zharness")
 _FACTORY_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
@@ -27,9 +27,9 @@ _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<ch
 class EngineInfo:
     """Where an engine comes from.
 
-    ``target`` is ``module:factory``. ``distribution`` is the installed package whose version is the engine's;
-    ``install`` the command that brings it. ``warm_up`` (``module``, or ``module:function``) is run once in a rank
-    server, so that each rank is forked with the engine's modules imported.
+    ``target`` is ``module:factory``. ``distribution`` is the package whose version is the engine's version;
+    ``install`` is the command that installs it. ``warm_up`` (``module``, or ``module:function``) runs once in the rank
+    server, so that ranks are forked with the engine's modules imported.
     """
 
     name: str
@@ -41,17 +41,17 @@ class EngineInfo:
 
     @property
     def module(self) -> str:
-        """The top-level module of the package."""
+        """The name of the package's top-level module."""
         return self.distribution.replace("-", "_")
 
     def version(self) -> str | None:
-        """The installed version; None when it is not installed."""
+        """Return the installed version; None if it is not installed."""
         return _installed_version(self.distribution, tuple(sys.path))
 
 
 @cache
 def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
-    """The version of a distribution; a release may be put in front of the path at any time, and then is the one."""
+    """Return the version of a distribution; cached per sys.path, as an overlay may be put before it later."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -64,14 +64,14 @@ BUILT_IN: dict[str, EngineInfo] = {
         EngineInfo(
             name="plain",
             target="zharness.engines.plain:factory",
-            summary="the unwrapped model, which every other engine is compared with",
+            summary="the unwrapped model, the baseline of every other engine",
             distribution="torch",
             install="pip install torch",
         ),
         EngineInfo(
             name="reference",
             target="zharness.engines.reference:factory",
-            summary="this package's own ZeRO 0-3, to be read in one sitting",
+            summary="this package's own ZeRO 0-3, written to be read",
             distribution="zharness",
             install="pip install zharness",
         ),
@@ -109,33 +109,33 @@ BUILT_IN: dict[str, EngineInfo] = {
 
 
 def registered_engines() -> dict[str, EngineInfo]:
-    """The built-in engines and those of installed packages, by name. A built-in name cannot be taken over."""
+    """Return the built-in engines and those of installed packages, by name. Built-in names take precedence."""
     return dict(_load_registered_engines(tuple(sys.path)))
 
 
 @cache
 def _load_registered_engines(_path: tuple[str, ...]) -> dict[str, EngineInfo]:
-    """``registered`` with this sys.path: to read what every package there says takes some 5 ms."""
-    found = dict(BUILT_IN)
+    """Return ``registered_engines()`` for one sys.path; cached, as reading all entry points takes some 5 ms."""
+    engines = dict(BUILT_IN)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist is not None else ""
-        found.setdefault(
+        engines.setdefault(
             point.name,
             EngineInfo(point.name, point.value, f"from {package}", package, f"pip install {package}"),
         )
-    return found
+    return engines
 
 
 def split_release(text: str) -> tuple[str, str | None]:
-    """``NAME==RELEASE`` as name and release; the release is None where none is asked for, and of a checkout."""
+    """Split ``NAME==RELEASE`` into name and release. The release is None for ``NAME`` and ``NAME@PATH``."""
     match = _parse_engine_name(text)
     return match["name"], match["release"]
 
 
 def find_checkout(text: str) -> Checkout | None:
-    """The checkout that ``NAME@PATH`` speaks of; None for any other spelling.
+    """Return the checkout that ``NAME@PATH`` names; None for any other spelling.
 
-    Raises UsageError where there is none at PATH, and for an engine of which this process has a release in use.
+    Raises UsageError if PATH is no checkout, and for engines whose package this process has already imported.
     """
     path = _parse_engine_name(text)["checkout"]
     if path is None:
@@ -144,48 +144,49 @@ def find_checkout(text: str) -> Checkout | None:
     if found.distribution in ALREADY_IMPORTED:
         raise UsageError(
             f"got {text!r}, but {found.name} is part of {found.distribution}, which is imported already; "
-            f"install that checkout in an environment of its own: pip install -e {path}"
+            f"install that checkout in a separate environment: pip install -e {path}"
         )
     return read_checkout(Path(path), found.module)
 
 
 def is_checkout(text: str) -> bool:
-    """Whether ``text`` is spelled as a checkout, be there one or not."""
+    """Return whether ``text`` has the form ``NAME@PATH``. The path need not exist."""
     return _parse_engine_name(text)["checkout"] is not None
 
 
 def resolve_version(text: str) -> str | None:
-    """The release that ``text`` speaks of: its checkout's, the one asked for, or the installed one, if there is any."""
+    """Return the version that ``text`` selects: the checkout's, the named release, or the installed one, if any."""
     found = find_checkout(text)
     return found.version if found is not None else split_release(text)[1] or info(text).version()
 
 
 @cache
 def _parse_engine_name(text: str) -> re.Match[str]:
+    """Match the parts of an engine's name. Raises UsageError for any other text."""
     match = _ENGINE_NAME.fullmatch(text)
     if match is None:
         raise UsageError(
             f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory "
-            "(a checkout's path has none of []{}, for it becomes part of case ids)"
+            "(a checkout's path must not contain []{}, as it becomes part of cell ids)"
         )
     return match
 
 
 def info(text: str) -> EngineInfo:
-    """What is known of the engine that ``text`` names. Raises UsageError for an unknown one."""
+    """Return the registry entry of the engine that ``text`` names. Raises UsageError for an unknown engine."""
     name, _ = split_release(text)
     known = registered_engines()
     if name in known:
         return known[name]
     if _FACTORY_PATH.fullmatch(name):
-        return EngineInfo(name, name, "given by its factory", name.partition(".")[0].partition(":")[0], "")
+        return EngineInfo(name, name, "named by its factory's path", name.partition(".")[0].partition(":")[0], "")
     raise UsageError.unknown_name(
-        "engine", name, [*known, "package.module:factory"], "`zharness list engines` says which are installed"
+        "engine", name, [*known, "package.module:factory"], "`zharness list engines` shows which are installed"
     )
 
 
 def is_factory_path(text: str) -> bool:
-    """Whether ``text`` names an engine by its factory."""
+    """Return whether ``text`` names an engine by the path of its factory."""
     return (
         _FACTORY_PATH.fullmatch(split_release(text)[0]) is not None
         and split_release(text)[0] not in registered_engines()
@@ -193,7 +194,7 @@ def is_factory_path(text: str) -> bool:
 
 
 def require(text: str) -> EngineInfo:
-    """``info`` of an engine whose package is installed. Raises MissingEngine with the command that installs it."""
+    """Return the registry entry of an installed engine. Raises MissingEngine with the command that installs it."""
     found = info(text)
     if not is_factory_path(text) and resolve_version(text) is None:
         raise MissingEngine(
@@ -204,9 +205,9 @@ def require(text: str) -> EngineInfo:
 
 
 def get(text: str) -> EngineFactory:
-    """The factory of the engine that ``text`` names.
+    """Return the factory of the engine that ``text`` names.
 
-    Raises UsageError for an unknown name, or a path that does not import, or holds nothing that can be called.
+    Raises UsageError for an unknown name, and for a path that cannot be imported or is not callable.
     """
     target = require(text).target
     path, _, attribute = target.partition(":")
@@ -217,9 +218,10 @@ def get(text: str) -> EngineFactory:
 
 
 def _import_module(path: str, target: str) -> ModuleType:
+    """Import the module of the engine ``target``. Raises UsageError if the import fails."""
     try:
         return importlib.import_module(path)
-    except Exception as error:  # whatever a foreign module raises while it is imported, the sentence is the same
+    except Exception as error:  # importing a user's module may raise anything
         raise UsageError(
             f"cannot import {path!r} for engine {target!r}: {type(error).__name__}: {error}; "
             "expected package.module:factory, importable from the current directory"
@@ -227,11 +229,11 @@ def _import_module(path: str, target: str) -> ModuleType:
 
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
-    """What a registered engine claims at ``stage``, without building it; None where only building it tells."""
+    """Return what a registered engine claims at ``stage``; None if it declares this only when it is built."""
     if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])
     if hasattr(module, "capabilities_at"):
-        claims: Capabilities = module.capabilities_at(stage)
-        return claims
+        at_stage: Capabilities = module.capabilities_at(stage)
+        return at_stage
     return getattr(module, "CAPABILITIES", None)

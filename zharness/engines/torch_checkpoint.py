@@ -1,6 +1,6 @@
-"""How torch's own engines keep their state: one file of torch.save, or torch.distributed.checkpoint for shards.
+"""Checkpoints of torch's own engines: one file by torch.save, or shards by torch.distributed.checkpoint.
 
-Whatever interrupts a save, the checkpoint before it is whole and is found; whatever fails on one rank fails on all.
+An interrupted save leaves the previous checkpoint complete. A failure on one rank raises on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
-from zharness.reference.rank_errors import raise_on_all_ranks
+from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
 
 FILE_NAME, FOLDER_NAME = "engine.pt", "engine"
 PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"
@@ -26,7 +26,7 @@ PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"
 
 @dataclass(frozen=True)
 class EngineState:
-    """What a checkpoint holds: the model, its optimizer and the optimizer's schedule."""
+    """The content of a checkpoint: a model, its optimizer and the learning-rate schedule."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -35,20 +35,20 @@ class EngineState:
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """How an engine saves into a folder, and loads from it. Both are collective."""
+    """The functions that save into a folder and load from it. Both are collective."""
 
     save: Callable[[Path, EngineState], None]
     load: Callable[[Path, EngineState], None]
 
 
 def save_file(path: Path, engine_state: EngineState) -> None:
-    """Rank 0 writes everything, which every rank has whole; until it is complete the checkpoint before it stays.
+    """Write the full state from rank 0. The previous checkpoint is replaced when the new one is complete.
 
-    Raises CheckpointError, on every rank, where it cannot be written.
+    Raises CheckpointError on every rank if the file cannot be written.
     """
     comm = Comm()
     if (consolidate := getattr(engine_state.optimizer, "consolidate_state_dict", None)) is not None:
-        consolidate(to=0)  # of ZeroRedundancyOptimizer
+        consolidate(to=0)  # a ZeroRedundancyOptimizer keeps its state on all ranks
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             content = {
@@ -62,10 +62,10 @@ def save_file(path: Path, engine_state: EngineState) -> None:
 
 
 def load_file(path: Path, engine_state: EngineState) -> None:
-    """Read on every rank, with weights_only; nothing is loaded before all ranks have read all of it, and it fits.
+    """Read the file on every rank with ``weights_only``, and load it after all ranks have read and checked it.
 
-    Raises CheckpointError, on every rank, when there is no checkpoint, or one that is damaged, carries code or is
-    another model's.
+    Raises CheckpointError on every rank if there is no checkpoint, or if it is damaged, contains code or belongs to
+    another model.
     """
     with raise_on_all_ranks(Comm()):
         if not (path / FILE_NAME).is_file():
@@ -78,33 +78,36 @@ def load_file(path: Path, engine_state: EngineState) -> None:
 
 
 def require_matching_state(content: Any, engine_state: EngineState, file: Path) -> None:
-    """Raises CheckpointError unless ``content`` is of this model and optimizer: torch copies what fits, then raises."""
-    # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has none before its ranks have consolidated it.
+    """Raise CheckpointError unless ``content`` fits this model and optimizer.
+
+    torch's own loading copies the tensors that fit before it raises.
+    """
+    # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has none before it was consolidated.
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Mapping[str, Any]], object]], ...] = (
         ("model", engine_state.module.state_dict(), tensor_shapes),
         ("optimizer", {"param_groups": engine_state.optimizer.param_groups}, param_group_sizes),
         ("schedule", engine_state.schedule.state_dict(), sorted),
     )
-    for part, own, facts in parts:
+    for part, expected, summarize in parts:
         got = content.get(part) if isinstance(content, Mapping) else None
-        if not isinstance(got, Mapping) or facts(got) != facts(own):
+        if not isinstance(got, Mapping) or summarize(got) != summarize(expected):
             raise CheckpointError(f"load from {file}: its {part} is not this engine's; expected what this engine saved")
 
 
 def tensor_shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's state has to have in common with the model."""
+    """Return the shape of every entry of a model's state dict, None for entries without one."""
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def param_group_sizes(state: Mapping[str, Any]) -> list[int]:
-    """How many parameters each group of an optimizer's state has."""
+    """Return the number of parameters in each group of an optimizer's state dict."""
     return [len(group["params"]) for group in state["param_groups"]]
 
 
 def save_shards(path: Path, engine_state: EngineState) -> None:
-    """Every rank writes its shards by torch.distributed.checkpoint; the folder appears when all are written.
+    """Write each rank's shards by torch.distributed.checkpoint. The folder gets its name when all are written.
 
-    Raises CheckpointError, on every rank, where they cannot be written.
+    Raises CheckpointError on every rank if they cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -116,7 +119,7 @@ def save_shards(path: Path, engine_state: EngineState) -> None:
             shutil.rmtree(partial, ignore_errors=True)
     try:
         save(sharded_state_dict(engine_state), checkpoint_id=partial)
-    except CheckpointException as error:  # no Exception of Python's: it would pass every handler of a caller
+    except CheckpointException as error:  # a BaseException: it would pass `except Exception` of a caller
         raise CheckpointError(f"save to {path}: {error}") from error
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -124,41 +127,39 @@ def save_shards(path: Path, engine_state: EngineState) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give the complete folder its name. Of the checkpoint before, one or the other is always there."""
-    place, previous = path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX)
-    if place.exists():
+    """Rename ``partial`` to the checkpoint's folder. At every moment there is the new or the previous checkpoint."""
+    current, previous = path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX)
+    if current.exists():
         shutil.rmtree(previous, ignore_errors=True)
-        os.replace(place, previous)
-    os.replace(partial, place)
+        os.replace(current, previous)
+    os.replace(partial, current)
     shutil.rmtree(previous, ignore_errors=True)
 
 
 def load_shards(path: Path, engine_state: EngineState) -> None:
-    """Read what ``save_shards`` wrote, at any number of ranks; nothing is loaded before all ranks have read theirs.
+    """Read a checkpoint of ``save_shards`` at any world size, and load it after all ranks have read theirs.
 
-    Raises CheckpointError, on every rank, when there is none, or a damaged one. torch's own reader is what a user of
-    FSDP2 has, so it is what the laws are asked of: it reads ``.metadata`` with plain pickle (pytorch/pytorch#189308).
-    Load no checkpoint that you did not write.
+    Raises CheckpointError on every rank if there is none or it is damaged. It uses torch's own reader, as users of
+    FSDP2 do; that one reads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no checkpoint that you
+    did not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with raise_on_all_ranks(Comm()):
-        # The second after a save that died between two renames.
-        found = next(
-            (place for place in (path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX)) if place.is_dir()), None
-        )
+        # The second one exists if a save died between its two renames.
+        folders = (path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX))
+        found = next((folder for folder in folders if folder.is_dir()), None)
         if found is None:
             raise missing_checkpoint_error(path, FOLDER_NAME)
-    state = clone_tensors(
-        sharded_state_dict(engine_state)
-    )  # the engine's own tensors would be half read when a file turns out damaged
+    # Clones: a damaged file would leave the engine's own tensors partly overwritten.
+    state = clone_tensors(sharded_state_dict(engine_state))
     try:
         load(state, checkpoint_id=found)
     except CheckpointException as error:
         raise CheckpointError(
-            f"load from {path}: damaged, or of another kind ({error}); expected what this engine saved"
+            f"load from {path}: damaged, or another engine's ({error}); expected what this engine saved"
         ) from error
     set_state_dict(
         engine_state.module,
@@ -170,14 +171,14 @@ def load_shards(path: Path, engine_state: EngineState) -> None:
 
 
 def missing_checkpoint_error(path: Path, name: str) -> CheckpointError:
-    """That there is no checkpoint."""
+    """Return the error for a folder that contains no checkpoint."""
     return CheckpointError(
-        f"load from {path}: no {name} in there; expected the folder that an engine of this kind saved"
+        f"load from {path}: it contains no {name}; expected a folder that an engine of this kind saved"
     )
 
 
 def sharded_state_dict(engine_state: EngineState) -> dict[str, Any]:
-    """The state as torch.distributed.checkpoint takes it: shards, by the original names."""
+    """Return the state as torch.distributed.checkpoint takes it: shards by original name."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = get_state_dict(engine_state.module, engine_state.optimizer)
@@ -185,7 +186,7 @@ def sharded_state_dict(engine_state: EngineState) -> dict[str, Any]:
 
 
 def clone_tensors(value: Any) -> Any:
-    """``value``, a tensor or containers of them, with tensors of its own."""
+    """Return a copy of ``value``, a tensor or nested containers of tensors, with cloned tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

@@ -1,9 +1,8 @@
-"""The one engine class behind torch's own engines; an adapter hands it the parts in which it differs.
+"""The engine class that plain PyTorch, DDP, ZeroRedundancyOptimizer and FSDP2 share.
 
-[Note: what does not differ]
-Plain, DDP and FSDP2 all leave the update to ``torch.optim``, and keep gradients in ``.grad`` of leaf parameters that
-carry the original names. What differs is how the module is called, how synchronisation is put off, how a whole tensor
-is had from a shard, and who owns what: that is ``Parts``.
+All of them leave the update to ``torch.optim`` and keep gradients in ``.grad`` of leaf parameters with the original
+names. They differ in how the module is called, how gradient synchronization is disabled, how a full tensor is made from
+a shard, and which rank owns what: those are the fields of ``EngineAdapter``.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from zharness.engines.protocol import (
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
 from zharness.errors import ConfigError, UsageError
 
-STATE_LAWS_NOT_CLAIMED = "not held to the state laws yet, so no claim is made"
+STATE_LAWS_NOT_CLAIMED = "the state laws do not cover this engine yet, so it makes no claim"
 _CALLER_OWNS_SCALER = (
-    "the loss scale belongs to the caller's torch.amp.GradScaler, of which torch's engines know nothing "
+    "the loss scale belongs to the caller's torch.amp.GradScaler, which torch's engines do not see "
     "(https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
 )
-# What torch's own engines leave to their caller, or do not count.
+# Features that torch's own engines leave to the caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
-    Feature.REDUCED_WEIGHT_GRADIENTS: "what reduces is no part of autograd's graph, so autograd.grad reduces nothing",
-    Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, of which torch's engines know nothing",
+    Feature.REDUCED_WEIGHT_GRADIENTS: "the reduction is outside the autograd graph, so autograd.grad reduces nothing",
+    Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, which torch's engines cannot read",
     Feature.LOSS_SCALER: _CALLER_OWNS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLER_OWNS_SCALER,
-    Feature.WIRES: "torch's engines do not count what they send, by dtype or otherwise",
-    Feature.TRAFFIC: "torch's engines do not count what they send and gather",
+    Feature.WIRES: "torch's engines do not count the elements that they send",
+    Feature.TRAFFIC: "torch's engines do not count the bytes that they send and gather",
     Feature.MASTERS: (
-        "the sections that choose dtypes of masters, gradients and optimizer state are DeepSpeed's; torch's engines "
-        "keep them in the model's own (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
+        "only DeepSpeed has configuration sections for the dtypes of masters, gradients and optimizer state; torch's "
+        "engines keep the model's dtype (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
     ),
 }
 
@@ -56,25 +55,27 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 def replicated_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """State by parameter, of an optimizer that keeps that of every parameter on every rank."""
-    # Read with ``get``: the optimizer's own table is a defaultdict, where a look-up would create an entry.
+    """Return the state by parameter name of an optimizer that keeps every parameter's state on every rank."""
+    # ``get``, because the optimizer's state is a defaultdict, where indexing would create an entry.
     return {name: optimizer.state.get(param, {}) for name, param in params.items()}
 
 
 def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
-    """The resources of an engine that counts none."""
+    """Return the reason why the engine does not count its memory."""
     return Absent("torch's engines do not count them")
 
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """Where one engine differs from the others.
+    """The parts in which torch's engines differ.
 
-    ``whole`` turns a parameter, a gradient or an optimizer state into the tensor of the original's shape; it may be
-    collective. ``forget`` drops gradients that live elsewhere than in ``.grad``; ``release`` undoes at ``close``.
-    ``computed`` is the dtype that weights are rounded to where the model computes with another than the optimizer.
-    ``build`` makes the optimizer, and ``states`` is its state by parameter, which may be collective. ``resources``
-    are the bytes held. Without ``saving`` there is no save and no load.
+    - ``full_tensor`` makes the full tensor of a parameter, gradient or optimizer state. May be collective.
+    - ``drop_gradients`` drops gradients that are not in ``.grad``.
+    - ``release`` undoes at ``close()`` what building the engine changed.
+    - ``compute_dtype`` is the dtype in which the model computes, if it is not that of the optimizer.
+    - ``checkpoint_format`` saves and loads; None if the engine does neither.
+    - ``build_optimizer`` makes the optimizer; ``optimizer_states`` returns its state by parameter. May be collective.
+    - ``measure_resources`` counts the allocated bytes.
     """
 
     forward: Callable[..., Any]
@@ -94,33 +95,36 @@ class EngineAdapter:
 
 
 def do_nothing() -> None:
-    """A part that has nothing to do."""
+    """Do nothing: the default of parts without work."""
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """``whole`` of an engine that shards nothing."""
+    """Return ``tensor``: the ``full_tensor`` of an engine that shards nothing."""
     return tensor
 
 
 def leaf_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under its original name; a tied one once, under its first name."""
+    """Return the parameters by original name, a tied one once under its first name."""
     return dict(module.named_parameters())
 
 
 def validate_dtype(config: EngineConfig, capabilities: Capabilities) -> None:
-    """Raises ConfigError for a dtype that ``capabilities`` does not claim."""
+    """Raise ConfigError for a dtype that ``capabilities`` does not claim."""
     if config.dtype not in capabilities.dtypes:
         raise ConfigError.unknown_name("dtype", config.dtype, sorted(capabilities.dtypes))
 
 
 def validate_config(config: EngineConfig, capabilities: Capabilities, options: Mapping[str, str]) -> None:
-    """Raises ConfigError for a stage, dtype, accumulation owner or option (name to meaning) that is not honoured."""
+    """Raise ConfigError for an unsupported stage, dtype, accumulation owner or option.
+
+    ``options`` maps each allowed option to its description.
+    """
     validate_dtype(config, capabilities)
     if config.stage not in capabilities.stages:
         raise ConfigError.unknown_name("stage", config.stage, sorted(capabilities.stages))
     reason = capabilities.refusal(Feature.ENGINE_ACCUMULATION)
     if config.accumulation_owner is AccumulationOwner.ENGINE and reason is not None:
-        raise ConfigError(f"accumulation owned by the engine: {reason}; let the caller own it")
+        raise ConfigError(f"got accumulation owned by the engine: {reason}; let the caller own it")
     for name in config.options:
         if name not in options:
             raise ConfigError.unknown_name("option", name, [f"{key} ({meaning})" for key, meaning in options.items()])
@@ -131,7 +135,10 @@ AUTOCAST_OPTION = {"torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16
 
 
 def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What forwards run in: torch.autocast where the option asks for it. Raises ConfigError for an unknown setting."""
+    """Return a factory of the context for forwards: torch.autocast if the option enables it, else a null context.
+
+    Raises ConfigError for an unknown key or dtype.
+    """
     section = config.options.get("torch_autocast", {})
     for key in section:
         if key not in ("enabled", "dtype"):
@@ -145,16 +152,16 @@ def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[],
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A dense CPU copy that shares nothing with the engine."""
+    """Return a dense CPU copy that shares no memory with ``tensor``."""
     whole = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return whole.detach().to("cpu", copy=True)
 
 
 class TorchEngine:
-    """An engine whose update is ``torch.optim``'s over leaf parameters; see ``zharness.engines.protocol.Engine``.
+    """An engine that updates leaf parameters with ``torch.optim``; see ``zharness.engines.protocol.Engine``.
 
-    State: ``_window`` micro-batches make a step (1 where the caller owns accumulation), ``_seen`` of them have been
-    counted since the last boundary or ``zero_grad``, and ``_norm`` is what the last clipping step computed.
+    ``_steps_per_window`` micro-batches make an optimizer step (1 if the caller owns accumulation);
+    ``_micro_batches_counted`` counts them since the last boundary or ``zero_grad``.
     """
 
     def __init__(
@@ -193,11 +200,11 @@ class TorchEngine:
         self._schedule.step()
         self._micro_batches_counted = 0
         if self._steps_per_window > 1:
-            # The owner of the boundary begins the next window: callers of such engines do not call zero_grad.
+            # An engine that owns the boundary also begins the next window: its callers do not call zero_grad.
             self.zero_grad()
 
     def zero_grad(self) -> None:
-        # The window begins anew: its micro-batches are forgotten with their gradients.
+        # The window begins again: its micro-batches no longer count, as their gradients are gone.
         self._micro_batches_counted = 0
         self._optimizer.zero_grad(set_to_none=True)
         self._adapter.drop_gradients()
@@ -246,16 +253,16 @@ class TorchEngine:
         self._require_checkpoint_format(f"load from {path}").load(path, self._engine_state())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """``state_dict()`` of the plain model: on CPU, tied weights one tensor. Collective."""
+        """Return the plain model's ``state_dict()`` on CPU, one tensor for each tied weight. Collective."""
         tied = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
-        known: dict[int, Tensor] = {}
-        found = {}
+        copies: dict[int, Tensor] = {}
+        state = {}
         for name, tensor in self.module.state_dict().items():
             key = tied.get(name, id(tensor))
-            if key not in known:
-                known[key] = self._full_copy(tensor)
-            found[name] = known[key]
-        return found
+            if key not in copies:
+                copies[key] = self._full_copy(tensor)
+            state[name] = copies[key]
+        return state
 
     def _full_masters(self) -> dict[str, Tensor]:
         return {name: self._full_copy(param) for name, param in self._adapter.params.items()}
@@ -269,12 +276,12 @@ class TorchEngine:
         return self._adapter.checkpoint_format
 
     def close(self) -> None:
-        """Release everything; a second call does nothing, any other use fails on a missing attribute."""
-        held = vars(self)
-        if held:
+        """Free everything. A second call does nothing; any other use raises AttributeError."""
+        attributes = vars(self)
+        if attributes:
             self.zero_grad()
             self._adapter.release()
-            held.clear()
+            attributes.clear()
 
     def _full_copy(self, tensor: Tensor) -> Tensor:
         return snapshot(self._adapter.full_tensor(tensor.detach()))

@@ -17,12 +17,12 @@ from zharness.engines.torch_engine import TorchEngine, validate_config
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Gradients are DDP's, whole on every rank; each parameter's optimizer state lives on one rank, which updates the
-# parameter and broadcasts it.
+# Gradients are reduced by DDP and whole on every rank. Each parameter's optimizer state is on one rank, which updates
+# the parameter and broadcasts it.
 REFUSES = {
     **ddp.REFUSES,
     Feature.RESOURCES: (
-        "its shares are of uneven size: 'Each parameter belongs to a single rank and is not divided among ranks' "
+        "ranks own different amounts: 'Each parameter belongs to a single rank and is not divided among ranks' "
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
@@ -32,9 +32,9 @@ CAPABILITIES = Capabilities(
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """DDP around ``model`` with a sharded optimizer, over the default group. Collective.
+    """Wrap ``model`` in DDP with a ZeroRedundancyOptimizer over the default process group. Collective.
 
-    ``config.options`` are DDP's. Raises ConfigError for a configuration that DDP or the optimizer does not honour.
+    ``config.options`` are DDP's. Raises ConfigError for an unsupported configuration.
     """
     validate_config(config, CAPABILITIES, ddp.OPTIONS)
     return TorchEngine(
@@ -50,7 +50,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 def build_sharded_optimizer(params: Mapping[str, Tensor], spec: OptimizerSpec) -> ZeroRedundancyOptimizer:
-    """The sharded form of the optimizer that ``spec`` describes. Raises UsageError for an unknown name."""
+    """Build the ZeroRedundancyOptimizer of ``spec``. Raises UsageError for an unknown optimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = optimizers.param_groups(params, spec)
@@ -60,16 +60,16 @@ def build_sharded_optimizer(params: Mapping[str, Tensor], spec: OptimizerSpec) -
 def collect_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """State by parameter, from all ranks, by the optimizer's own consolidation. Collective."""
+    """Return the state by parameter name, consolidated from all ranks. Collective."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    assert isinstance(optimizer, ZeroRedundancyOptimizer), "made by build"
+    assert isinstance(optimizer, ZeroRedundancyOptimizer), "build_sharded_optimizer builds this class"
     found: dict[int, Mapping[str, Any]] = {}
     for rank in range(dist.get_world_size()):
-        # The next rank's consolidation drops this one's, so it is read at once.
+        # Consolidating to the next rank drops this rank's copy, so read it now.
         optimizer.consolidate_state_dict(to=rank)
         if rank == dist.get_rank():
             found = optimizer.state_dict()["state"]
     order = [param for group in optimizer.param_groups for param in group["params"]]
-    places = {id(param): index for index, param in enumerate(order)}
-    return {name: found.get(places[id(param)]) or {} for name, param in params.items()}
+    indices = {id(param): index for index, param in enumerate(order)}
+    return {name: found.get(indices[id(param)]) or {} for name, param in params.items()}

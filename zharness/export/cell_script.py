@@ -13,8 +13,9 @@ from zharness.errors import UsageError
 from zharness.export.collect import read_source
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
-from zharness.export.law_steps import SELF_COMPARING_LAWS, LawSteps, StepsKind, explain_long_script, get_law_steps
+from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
+from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer
 from zharness.laws import DTYPES, get_law
 from zharness.laws.torch_func import align_weights, measure_weight_alignment
@@ -36,7 +37,7 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
     """
     cell = record.cell
     law = get_law(cell.law)
-    steps = get_law_steps(law)
+    steps = law.steps
     ok = f"repro: {cell.law} on {cell.engine_label} at stage {cell.stage} OK."
     if steps is None or is_judged_by_law(cell, claims):
         signature = extract_signature(record, is_judged=True)
@@ -52,7 +53,7 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
     if setting.has_junctions:
         writing.add_definition(insert_junction)
     head = render_cell_docstring(
-        record, law, signature, ok, name, SELF_EXPLANATION if law.name in SELF_COMPARING_LAWS else PLAIN_EXPLANATION
+        record, law, signature, ok, name, SELF_EXPLANATION if is_self_comparison(steps) else PLAIN_EXPLANATION
     )
     return writing.render_script(head, setting, model, observe_text, signature, ok, steps.comparison_part)
 
@@ -164,7 +165,7 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
     """Yield the text of the law's steps."""
     function = steps.function
     writing.add_definition(function)
-    if steps.kind in (StepsKind.STEPS, StepsKind.SELF_COMPARISON):
+    if steps.kind in (StepsKind.OBSERVER, StepsKind.SELF_COMPARISON):
         yield f"observe = {function.__name__}"
         return
     writing.collection.add(make_scenario_observer.__module__, "ZERO_LR_SGD")
@@ -188,10 +189,6 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
     yield writing.read_part("scenarios")
 
 
-# These laws divide by three, so later steps start from weights that are not integers.
-ROUNDED_LAWS = ("training.accumulation",)
-
-
 def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
     """Return whether the script compares bitwise: integer sums are exact, a mean only over a power of two of ranks."""
     scenario = steps.scenario
@@ -201,7 +198,7 @@ def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bo
         and cell.dtype == "fp32"
     ):
         return True
-    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and cell.law not in ROUNDED_LAWS
+    exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and not steps.rounds
     return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
 
 

@@ -12,8 +12,8 @@ from zharness.export.header import WRONG_NUMBER_PHRASE, render_docstring
 from zharness.export.judge_script import build_program_script_spec, render_judge_script
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
+from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.program_executor import observe_program
-from zharness.laws.training_trajectory import TRAJECTORY_OPTIMIZERS
 from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.models import ModelSpec

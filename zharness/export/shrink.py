@@ -12,10 +12,10 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners, models_without_modules, smaller_models
-from zharness.law_kit.program_executor import explain_unsupported
+from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
+from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.laws import get_law
-from zharness.laws.training_trajectory import STALE_FORWARD_HINT
 from zharness.run.plan import plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import PASS_OUTCOME, SearchOptions, SearchResult, search_programs, shrink_batch
@@ -220,7 +220,7 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
     if is_user_model(cell.model):  # an engine's fault shows in any model; one needs few tries
-        names = names[:MAX_OTHER_MODELS] if cell.variant in [name for name, _ in law.variants] else []
+        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     if cell.engine_variant:
         yield replace(cell, engine_variant="")

@@ -1,4 +1,4 @@
-"""The kill matrix: mutants x checks, and what follows from it for both."""
+"""The kill matrix: which law kills which mutant, and what that says about both."""
 
 from zharness.kill_matrix.cells import KillAttempts, make_target_cell, plan_kill_attempts
 from zharness.kill_matrix.mutant_runner import MutantRunner

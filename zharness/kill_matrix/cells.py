@@ -1,4 +1,4 @@
-"""Which cells try to kill which mutant."""
+"""Choose the cells that try to kill each mutant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.run.plan import unsupported_reason
 
 @dataclass(frozen=True)
 class KillAttempts:
-    """The cells of one check on one mutant, in the order in which they are tried, until one kills it."""
+    """The cells of one law on one mutant, in the order in which they run until one kills it."""
 
     mutant: Mutant
     law: str
@@ -24,37 +24,37 @@ class KillAttempts:
 
 
 def make_target_cell(mutant: Mutant, target: Target) -> Cell:
-    """The cell that ``target`` names."""
+    """Return the cell that ``target`` names."""
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Cell(target.check, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
+    return Cell(target.law, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
 
 
 def plan_kill_attempts(
     mutant: Mutant, law: Law, world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = ()
 ) -> KillAttempts:
-    """The cells of ``check`` on ``mutant``: the mutant's own targets, then its stages, in fp32.
+    """Return the cells of ``law`` on ``mutant``: first the mutant's own targets, then its stages in fp32.
 
-    ``models`` narrows the check's models; its first alone where none is named.
+    ``models`` selects among the law's models; without it, the first of them is used.
     """
-    own = [make_target_cell(mutant, target) for target in mutant.targets if target.check == law.name]
+    targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
-        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
+        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant.name)
         for world_size in world_sizes
         for model in chosen
         for stage in mutant.stages
-        for variant, _ in law.variants
+        for variant in law.variants
     ]
-    others = [case for case in dict.fromkeys(rest) if case not in own]
-    # A target names the part and the parameter that the engine around it, whatever is known of it there, has right.
-    claimed = [PlannedCell(case) for case in own if not unsupported_reason(law, case, mutant.claims(case.stage))]
+    others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
+    # A target is tried even where the right engine is known to fail: its part and parameter tell the two apart.
+    claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
     return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
 
 
 def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> Iterator[PlannedCell]:
-    """The cells in which the engine that the mutant is built around is right."""
-    for case in cells:
-        right = replace(case, engine=mutant.over)
+    """Return the cells that the engine around which the mutant is built supports and is not known to fail."""
+    for cell in cells:
+        right = replace(cell, engine=mutant.over)
         known = find_expected_failure(right, engines.info(mutant.over).version() or "")
-        if known is None and not unsupported_reason(law, case, mutant.claims(case.stage)):
-            yield PlannedCell(case)
+        if known is None and not unsupported_reason(law, cell, mutant.claims(cell.stage)):
+            yield PlannedCell(cell)

@@ -1,4 +1,4 @@
-"""The clean record: cells on engines that are right, in which every broken law is a false alarm."""
+"""The clean record: cells on engines without known bugs, where every broken law is a false alarm."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from zharness.run import Record, Verdict
 
 CONFIDENCE = 0.95
 BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
-BISECTION_STEPS = 60  # of an interval of length 1: below any float that matters here
+BISECTION_STEPS = 60  # halve an interval of length 1 below the precision of float64
 
 
 @dataclass(frozen=True)
 class CleanRecord:
-    """Counts over records: cells that were judged, those that gave a false alarm, and those that say nothing.
+    """Counts of judged cells, of false alarms among them, and of cells that decide nothing.
 
-    ``bounded`` of the judged ones were compared at tier X or S throughout, by a bound that follows from arithmetic.
+    ``bounded_count`` of the judged cells were compared at tier X or S throughout, by a bound that follows from
+    arithmetic.
     """
 
     judged_count: int
@@ -30,14 +31,15 @@ class CleanRecord:
 
     @property
     def false_alarm_rate_bound(self) -> float:
-        """The rate of false alarms is below this with a confidence of 95 %; see ``upper_bound``."""
+        """The upper bound of the rate of false alarms, at 95 % confidence; see ``upper_bound``."""
         return upper_bound(len(self.false_alarms), self.judged_count)
 
     def describe(self) -> str:
-        """One line, and one for each alarm and error."""
+        """Return a summary line, and two lines for each false alarm and error."""
         head = (
-            f"{len(self.false_alarms)} false alarms in {self.judged_count} clean cells: below {100 * self.false_alarm_rate_bound:.3g} % "
-            f"with 95 % confidence; {self.bounded_count} of them at tier X or S "
+            f"{len(self.false_alarms)} false alarms in {self.judged_count} clean cells: "
+            f"below {100 * self.false_alarm_rate_bound:.3g} % with 95 % confidence; "
+            f"{self.bounded_count} of them at tier X or S "
             f"({self.expected_failure_count} excused, {self.unsupported_count} unsupported, {len(self.errors)} errors)"
         )
         rest = [
@@ -47,9 +49,9 @@ class CleanRecord:
 
 
 def make_clean_record(records: Sequence[Record]) -> CleanRecord:
-    """What ``records`` say; an excused cell is a known bug of an engine, so neither clean nor an alarm."""
-    unknown = [record for record in records if not record.expected_failure]
-    judged = [r for r in unknown if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.is_broken]
+    """Count ``records``. A cell with an expected failure is a known bug: neither clean nor a false alarm."""
+    unexpected = [record for record in records if not record.expected_failure]
+    judged = [r for r in unexpected if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.is_broken]
     return CleanRecord(
         judged_count=len(judged),
         bounded_count=sum(record.tier in BOUNDED_TIERS for record in judged),
@@ -61,9 +63,10 @@ def make_clean_record(records: Sequence[Record]) -> CleanRecord:
 
 
 def upper_bound(events: int, trials: int) -> float:
-    """The largest rate at which so few events still have a probability of 5 % (Clopper and Pearson 1934, one-sided).
+    """Return the largest rate at which at most ``events`` in ``trials`` still have a probability of 5 %.
 
-    Without events it is close to 3 / trials, the rule of three.
+    This is the one-sided limit of Clopper and Pearson (1934). Without events it is close to 3 / trials, the rule of
+    three.
     """
     if events >= trials:
         return 1.0
@@ -78,7 +81,7 @@ def upper_bound(events: int, trials: int) -> float:
 
 
 def binomial_cdf(events: int, trials: int, rate: float) -> float:
-    """The probability of at most ``events`` among ``trials``, each with the probability ``rate``, 0 < rate < 1."""
+    """Return the probability of at most ``events`` in ``trials``, each with probability ``rate``, 0 < rate < 1."""
     logs = (
         math.lgamma(trials + 1)
         - math.lgamma(k + 1)

@@ -1,4 +1,4 @@
-"""``zharness mutants``: from patterns to the exit code."""
+"""The command ``zharness mutants``, from patterns to the exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RunCells = Callable[[Sequence[PlannedCell], Sequence[Runner]], Iterator[Record]]
 
 
 class LawScope(Enum):
-    """Which checks are tried on a mutant."""
+    """Which laws are tried on a mutant: all of them, or those of its targets."""
 
     EVERY_LAW = "every"
     TARGET_LAWS = "targets"
@@ -36,9 +36,9 @@ class LawScope(Enum):
 
 @dataclass(frozen=True)
 class KillOptions:
-    """What is tried on the mutants, and how: checks and models by name, seconds for a cell, cells at a time.
+    """What runs on the mutants: laws and models by name, world sizes, seconds for a cell, and cells at a time.
 
-    ``scope`` says whether a mutant is tried on every one of the checks, or on those among them that it names itself.
+    ``scope`` says whether a mutant is tried on all selected laws, or only on those among them that its targets name.
     """
 
     laws: tuple[str, ...] = ()
@@ -50,34 +50,36 @@ class KillOptions:
 
 
 def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | None, run_cells: RunCells) -> int:
-    """Try the checks on the mutants that match, print who kills whom; the exit code. Raises UsageError.
+    """Run the laws on the mutants that match, print the kill matrix, and return the exit code.
 
-    ``jsonl`` is read before it is written: cells that it holds are not run again. ``run_all`` runs cells on runners.
+    Cells whose records are in ``jsonl`` already are not run again. ``run_cells`` runs cells on runners.
+    Raises UsageError for a pattern, model or world size that does not exist.
     """
-    # Those of a model of one's own alone have none here to try a mutant on.
-    chosen, checks = find_mutants(patterns), [check for check in find_laws(options.laws) if check.models]
+    # A law without models holds for the user's own model only, on which no mutant can be tried.
+    chosen, laws = find_mutants(patterns), [law for law in find_laws(options.laws) if law.models]
     for model in options.models:
         model_spec(model)
     for world_size in options.world_sizes:
         check_world_size(world_size)
-    own = [(mutant, check) for mutant in chosen for check in checks if check.name in mutant.named_checks]
-    every = own if options.scope is LawScope.TARGET_LAWS else [(mutant, check) for mutant in chosen for check in checks]
-    # Those that a mutant names come first: a run that is stopped has the most to say then.
-    tries = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in dict.fromkeys([*own, *every])]
+    targets = [(mutant, law) for mutant in chosen for law in laws if law.name in mutant.named_laws]
+    pairs = targets if options.scope is LawScope.TARGET_LAWS else [(mutant, law) for mutant in chosen for law in laws]
+    # The laws that a mutant's targets name come first, so that an interrupted run has tried the likeliest killers.
+    pairs = list(dict.fromkeys([*targets, *pairs]))
+    attempts = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in pairs]
     known = index_mutant_records(load_finished_records(jsonl)) if jsonl is not None else {}
     with ExitStack() as stack:
         file = stack.enter_context(open_record_file(jsonl)) if jsonl is not None else None
         if file is not None:
             for record in known.values():
                 file.add(record)
-        bar = stack.enter_context(tqdm(total=len(tries), unit="pair", leave=False, disable=not sys.stderr.isatty()))
-        if any(select_remaining_cells(tried, known) for tried in tries):
+        bar = stack.enter_context(tqdm(total=len(attempts), unit="pair", leave=False, disable=not sys.stderr.isatty()))
+        if any(select_remaining_cells(each, known) for each in attempts):
             runners = [stack.enter_context(MutantRunner(options.timeout)) for _ in range(options.parallel_cells)]
             pin_runners_to_cores(
-                runners, [cell for tried in tries for cell in select_remaining_cells(tried, known)[:1]]
+                runners, [cell for each in attempts for cell in select_remaining_cells(each, known)[:1]]
             )
-        while cells := [cell for tried in tries for cell in select_remaining_cells(tried, known)[:1]]:
-            bar.update(len(tries) - len(cells) - bar.n)
+        while cells := [cell for each in attempts for cell in select_remaining_cells(each, known)[:1]]:
+            bar.update(len(attempts) - len(cells) - bar.n)
             for record in run_cells(cells, runners):
                 known[record.cell.id] = record
                 if file is not None:
@@ -86,13 +88,13 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
                 bar.update(record.verdict.is_broken)
     names = {mutant.engine for mutant in chosen}
     records = tuple(record for record in known.values() if record.cell.engine in names)
-    matrix = KillMatrix(tuple(chosen), tuple(check.name for check in checks), records)
+    matrix = KillMatrix(tuple(chosen), tuple(law.name for law in laws), records)
     click.echo(render_matrix(matrix))
     return matrix.exit_code()
 
 
 def select_remaining_cells(attempts: KillAttempts, records_by_id: dict[str, Record]) -> list[PlannedCell]:
-    """What is left to try of one check on one mutant: nothing once a cell killed it."""
+    """Return the cells that still have to run: none once a cell has killed the mutant."""
     records = [records_by_id[cell.cell.id] for cell in attempts.cells if cell.cell.id in records_by_id]
     if any(record.verdict.is_broken for record in records):
         return []

@@ -1,4 +1,4 @@
-"""A runner for mutants."""
+"""The runner of mutants' cells."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zharness.world import Isolation, RankServer
 
 
 class MutantRunner(Runner):
-    """One rank server for all mutants, whose claims are known without building any.
+    """A runner with one rank server for all mutants, whose claims are known without building any.
 
-    Mutants share pooled ranks, one after the other. Each breaks its own instance, or puts back what it exchanged when
-    it is closed, and a rank in which a cell raised, hung or died is not used again.
+    Mutants share pooled ranks, one after the other. That is safe because each breaks its own instance only, or
+    restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used again.
     """
 
     def __init__(self, timeout: float = 60.0, seed: int = 0) -> None:
@@ -24,6 +24,6 @@ class MutantRunner(Runner):
         return MUTANTS[engine.removeprefix(PATH)].claims(stage)
 
     def close(self) -> None:
-        """End both servers."""
+        """End the rank server and the judge server."""
         self._shared_server.close()
         self._judge_server.close()

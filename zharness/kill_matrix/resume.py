@@ -1,4 +1,4 @@
-"""Records on disk between two runs: what an earlier run finished need not be run again."""
+"""Load the records of an earlier run, so that its cells are not run again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zharness.run.record import parse_record
 
 
 def load_finished_records(path: Path) -> list[Record]:
-    """The records of an earlier run, also of one that was killed; ``path`` holds all of them afterwards.
+    """Return the records of an earlier run, even of a killed one, and write all of them to ``path``.
 
-    A line that a kill cut off is dropped. Raises UsageError for any other line that is no record.
+    An incomplete last line is dropped. Raises UsageError for any other line that is not a record.
     """
     partial = path.with_name(path.name + ".partial")
     lines = [line for file in (path, partial) if file.is_file() for line in read_complete_lines(file)]
@@ -28,7 +28,7 @@ def load_finished_records(path: Path) -> list[Record]:
 
 
 def read_complete_lines(file: Path) -> list[str]:
-    """The lines that end. Raises UsageError where the file is not text."""
+    """Return the lines that end with a newline. Raises UsageError if the file cannot be read as text."""
     try:
         return [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     except (OSError, UnicodeDecodeError) as error:

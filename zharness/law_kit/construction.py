@@ -1,4 +1,4 @@
-"""An engine as its factory hands it over: what it has to be, and what it must not have done to the model."""
+"""Check a new engine: that it implements the protocol, and that its factory did not change the model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Layout = Mapping[str, tuple[Piece, ...]]
 
 
 def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> tuple[Engine, Layout]:
-    """The engine that ``factory`` makes of ``model``, and who owns which elements of its parameters.
+    """Build an engine around ``model`` and return it with the layout of its parameters.
 
-    Raises EngineContractError, naming the method, module, parameter or buffer, when it is no Engine or the model was
-    changed.
+    Raises EngineContractError, which names the method, module, parameter or buffer, if the result is no Engine or the
+    model was changed.
     """
     given = ModelSnapshot.capture(model)
     engine = factory(model, config)
     require_engine(engine)
     layout = require_mapping("layout", engine.layout())
     if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
-        raise EngineContractError("layout: the engine returned something else than tuples of zharness.engines.Piece")
+        raise EngineContractError("layout: the engine did not return tuples of zharness.engines.Piece")
     owned = {name: tuple(pieces) for name, pieces in layout.items() if name in given.requires_grad}
     given.require_unchanged(model, owned)
     return engine, owned
 
 
 def require_engine(candidate: object) -> None:
-    """Raises EngineContractError that names what an object lacks to be an Engine."""
+    """Raise EngineContractError, which names everything that is missing, unless ``candidate`` is an Engine."""
     verbs = sorted(
         {"__call__", *(name for name in dir(Engine) if not name.startswith("_"))} - {"module", "capabilities"}
     )
@@ -45,17 +45,16 @@ def require_engine(candidate: object) -> None:
             wrong.append(f"{name} (a {kind.__name__})")
     if wrong:
         raise EngineContractError(
-            f"the engine factory returned a {type(candidate).__name__}, which is not an Engine: missing {', '.join(wrong)}"
-            "; zharness.engines.Engine documents every method"
+            f"the engine factory returned a {type(candidate).__name__}, which is not an Engine: missing "
+            f"{', '.join(wrong)}; zharness.engines.Engine documents every method"
         )
 
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """A model before an engine had it: its modules' training flags, the names of its state, and copies of the state.
+    """The state of a model before an engine wraps it: training flags, names, and copies of weights and buffers.
 
-    ``trained`` says of each parameter whether it requires a gradient. ``weights`` and ``buffers`` hold a tied tensor
-    once, and none of the meta device, which has no values to keep.
+    ``weights`` and ``buffers`` hold a tied tensor once, and no tensor of the meta device, which has no values.
     """
 
     training_flags: Mapping[str, bool]
@@ -66,7 +65,7 @@ class ModelSnapshot:
 
     @classmethod
     def capture(cls, model: nn.Module) -> ModelSnapshot:
-        """What ``model`` is now."""
+        """Return a snapshot of ``model``."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         return cls(
             get_training_flags(model),
@@ -77,15 +76,15 @@ class ModelSnapshot:
         )
 
     def require_unchanged(self, model: nn.Module, layout: Layout) -> None:
-        """Raises EngineContractError where a flag, a name, a buffer or a weight is another now.
+        """Raise EngineContractError if a training flag, a name, a buffer or a weight has changed.
 
-        Weights are compared where they are whole on this rank.
+        Only weights that are whole on this rank are compared.
         """
         turned = changed_flags(self.training_flags, get_training_flags(model))
         if turned:
             names = ", ".join(name or "the model itself" for name in turned)
             raise EngineContractError(
-                f"the engine changed the training flag of {names}; the mode is the caller's to set"
+                f"the engine changed the training flag of {names}; only the caller may set the mode"
             )
         check_names(
             "the model's state dict, once the engine has it,",
@@ -97,7 +96,7 @@ class ModelSnapshot:
         if turned:
             names = ", ".join(map(repr, turned))
             raise EngineContractError(
-                f"the engine changed requires_grad of {names}; what trains is the caller's to say"
+                f"the engine changed requires_grad of {names}; only the caller may choose which parameters train"
             )
         for name, before in self.weights.items():
             whole = is_unsharded(weights[name], before, layout.get(name, ()))
@@ -108,9 +107,9 @@ class ModelSnapshot:
         )
 
     def _require_unchanged_buffers(self, buffers: Mapping[str, Tensor], weights_converted: bool) -> None:
-        """``require_unchanged`` of buffers. An engine that was asked for another dtype may have ``converted`` weights.
+        """Raise EngineContractError if a buffer has changed; its dtype may change if ``weights_converted``.
 
-        Whether buffers may go along then is what precision.buffers_keep_dtype says.
+        precision.buffers_keep_dtype judges whether buffers may be converted together with the weights.
         """
         for name, before in self.buffers.items():
             now = buffers[name]
@@ -119,40 +118,44 @@ class ModelSnapshot:
                     f"the engine changed the dtype of the buffer {name!r} from {before.dtype} to {now.dtype}"
                 )
             if now.shape != before.shape or not has_same_values(before, now):
-                raise EngineContractError(f"the engine changed the buffer {name!r}; expected it as it was given")
+                raise EngineContractError(f"the engine changed the buffer {name!r}; expected it unchanged")
 
 
 def changed_flags(before: Mapping[str, bool], after: Mapping[str, bool]) -> list[str]:
-    """The names whose flag is another now."""
+    """Return the names whose flag differs."""
     return [name for name, flag in before.items() if after.get(name, flag) != flag]
 
 
 def get_training_flags(model: nn.Module) -> dict[str, bool]:
+    """Return the training flag of every module, by name."""
     return {name: module.training for name, module in model.named_modules()}
 
 
 def get_requires_grad(parameters: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Return whether each parameter requires a gradient, by name."""
     return {name: parameter.requires_grad for name, parameter in parameters.items()}
 
 
 def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Clone all tensors that are not on the meta device, by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 def get_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor, by name."""
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def list_state_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of parameters and buffers, tied ones under each."""
+    """Return the names of all parameters and buffers, including every name of a tied tensor."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return tuple(name for name, _ in named)
 
 
 def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> bool:
-    """Whether a parameter can still be compared here: neither a DTensor nor a shard.
+    """Return whether a parameter is whole on this rank: neither a DTensor nor a shard.
 
-    A shard of a single element, or its padding, has the shape of the whole; who owns the element is left to be asked.
+    A shard of one element, or its padding, has the shape of the whole parameter, so the layout decides there.
     """
     if type(weight) is not nn.Parameter or weight.shape != before.shape:
         return False
@@ -161,22 +164,22 @@ def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> b
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Told by its verb: to import the class takes a second, which no engine without DTensors should cost."""
+    """Return whether ``tensor`` is a DTensor, without importing the class: that import takes a second."""
     return hasattr(tensor, "to_local")
 
 
 def has_same_values(before: Tensor, after: Tensor) -> bool:
-    """Whether ``now`` holds the values of ``before``, rounded where it is of a narrower dtype."""
+    """Return whether ``after`` holds the values of ``before``, rounded to its dtype."""
     return torch.equal(before.to(after.device, after.dtype), after.detach())
 
 
 def describe_changed_weight(name: str) -> str:
-    """That a weight is no longer the initial one."""
+    """Return the message for a weight that differs from the initial one."""
     return f"the engine changed the initial weights of {name!r}; training starts from the model as it was given"
 
 
 def require_initial_weights(params: Any, model: nn.Module) -> None:
-    """Raises EngineContractError unless ``full_params`` are the weights of ``model``, by name, shape and value."""
+    """Raise EngineContractError unless ``params`` are the weights of ``model``, by name, shape and value."""
     found, expected = require_mapping("full_params", params), dict(model.named_parameters())
     check_names("full_params", expected, found)
     for name, weight in expected.items():
@@ -187,9 +190,9 @@ def require_initial_weights(params: Any, model: nn.Module) -> None:
 
 
 def require_gradients(grads: Any, model: nn.Module) -> None:
-    """Raises EngineContractError unless ``full_grads`` have names and shapes of parameters of ``model``.
+    """Raise EngineContractError unless ``grads`` have names and shapes of parameters of ``model``.
 
-    Gradients that are not there are not asked for: an engine without them is told by the laws.
+    Gradients may be missing: the laws judge that.
     """
     found, expected = require_mapping("full_grads", grads), dict(model.named_parameters())
     if not found.keys() <= expected.keys():
@@ -199,7 +202,7 @@ def require_gradients(grads: Any, model: nn.Module) -> None:
 
 
 def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raises EngineContractError for a shape that is not the parameter's."""
+    """Raise EngineContractError if the shape is not the expected one; ``source`` is the engine's method."""
     if actual.shape != expected.shape:
         raise EngineContractError(
             f"{source}[{name!r}]: the engine returned shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -207,7 +210,7 @@ def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> N
 
 
 def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
-    """``value``, which an engine returned. Raises EngineContractError unless it is a dictionary."""
+    """Return ``value``. Raises EngineContractError unless it is a dictionary; ``source`` is the engine's method."""
     if not isinstance(value, Mapping):
         raise EngineContractError(
             f"{source}: the engine returned a {type(value).__name__}, expected a dictionary of tensors by original name"
@@ -216,7 +219,7 @@ def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
 
 
 def require_cpu_tensor(source: str, name: str, value: Any) -> Tensor:
-    """``value`` on CPU. Raises EngineContractError unless it is a tensor."""
+    """Return ``value`` detached and on CPU. Raises EngineContractError unless it is a tensor."""
     if not isinstance(value, Tensor):
         raise EngineContractError(
             f"{source}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor"

@@ -1,4 +1,4 @@
-"""A training as a user configures it: the optimizer, and what is done to gradients before its step."""
+"""A training as a user configures it: the optimizer, clipping and accumulation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 
-# What is trained where nobody says how: two groups, a schedule, clipping and accumulation, all of which an engine may
-# get wrong.
+# The default training has two groups, a schedule, clipping and accumulation: an engine may get each of them wrong.
 DEFAULT_OPTIMIZER = OptimizerSpec(
     name="adamw",
     args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
@@ -18,7 +17,7 @@ DEFAULT_OPTIMIZER = OptimizerSpec(
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The optimizer, the norm to which gradients are clipped, and how many micro-batches make one step."""
+    """An optimizer, the norm to which gradients are clipped, and the number of micro-batches of one step."""
 
     optimizer: OptimizerSpec = DEFAULT_OPTIMIZER
     clip: float | None = 1.0

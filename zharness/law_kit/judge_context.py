@@ -1,4 +1,4 @@
-"""The judge's side of a check: every rank's evidence beside the baseline."""
+"""The judge's side of a law: every rank's evidence beside the baseline."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how f
 
 @dataclass(frozen=True)
 class JudgeContext:
-    """What is judged: ``evidence[rank]``, and the baseline it has to match.
+    """What a law judges: the evidence of every rank, and the baseline that it has to match.
 
-    ``wire`` is the dtype in which the engine declares that it reduces gradients; None: that of the cell. ``training``
-    is what a user's configuration says of it.
+    ``evidence[rank]`` holds that rank's records. ``declared_reduce_dtype`` is the dtype in which the engine declares
+    that it reduces gradients; None stands for the cell's dtype. ``training`` is the user's configured training.
     """
 
     baseline: Baseline
@@ -52,52 +52,54 @@ class JudgeContext:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which the engine reduces gradients."""
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of a parameter are reduced, which come in ``held``.
+        """Return the dtype in which gradients of a parameter are reduced that the engine reports in ``grad_dtype``.
 
-        In its own, where the model has that narrower than the cell and the engine has left it so.
+        A parameter that the model itself has in a narrower dtype than the cell's may be reduced in that dtype.
         """
         narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
 
     def get_param_dtype(self, name: str) -> torch.dtype:
-        """In which dtype an engine may hold a parameter: the cell's, or the model's own where that is narrower."""
+        """Return the dtype that a parameter may have in the engine: the cell's, or the model's own if narrower."""
         return max(self.dtype, self.baseline.parameter_dtypes[name], key=unit_roundoff)
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.baseline.world_size
 
     def rank_records(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
-        """What each rank recorded under ``label`` at ``step``."""
+        """Return what each rank recorded under ``label`` at ``step``, by rank."""
         return [evidence.get(label, step) for evidence in self.evidence]
 
     def has_record(self, label: str) -> bool:
-        """Whether rank 0 recorded anything under ``label``; another rank that did not is told when it is asked."""
+        """Return whether rank 0 recorded anything under ``label``; ``rank_records`` raises if another rank did not."""
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Where a tensor of that name is, with the owners that the engine declared."""
+        """Return the location of a tensor, with the owners of its elements that the engine declared."""
         return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
-        """Every rank's loss equals the baseline's of its own micro-batch, bitwise."""
-        for rank, copy in enumerate(self.rank_records(label, step)):
+        """Compare every rank's loss bitwise with the baseline's loss of the same micro-batch."""
+        for rank, record in enumerate(self.rank_records(label, step)):
             local = expected[rank].loss
-            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, copy["loss"])
+            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
             yield attach_plain_values(found, partial(torch.clone, local))
 
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Every rank's tensors equal the baseline's for that rank, bitwise; they are rank-local."""
-        for rank, copy in enumerate(self.rank_records(label, step)):
-            check_names(label, expected[rank], copy)
+        """Compare every rank's own tensors bitwise with the baseline's for that rank."""
+        for rank, record in enumerate(self.rank_records(label, step)):
+            check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
-                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, copy[name])
-                yield attach_plain_values(add_scale_hint(found, tensor, copy[name]), partial(torch.clone, tensor))
+                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, record[name])
+                yield attach_plain_values(add_scale_hint(found, tensor, record[name]), partial(torch.clone, tensor))
 
     def compare_reduced_grads(
         self,
@@ -109,18 +111,17 @@ class JudgeContext:
         suspects: Mapping[str, Sequence[Sequence[LocalResult]]] | None = None,
         explain: bool = True,
     ) -> Iterator[Comparison]:
-        """Every rank's full gradients equal the mean of the local ones, times ``scale``, and each other.
+        """Compare every rank's full gradients with the mean of the local ones times ``scale``, and with each other.
 
-        ``micros[m][rank]`` are the local results of micro-step m. ``exact``: bitwise, else by the reduction's bound,
-        and a reason why not is noted.
-        ``suspects[what][loss]`` are other local gradients, to be recognised when their sum over losses comes instead.
-        Where it is not to be ``explained``, a mismatch comes without the hint of how the gradient came to be wrong, for
-        which a large one is held against many others.
+        ``micros[m][rank]`` are the local results of micro-step m. With ``exact`` the comparison is bitwise, else it
+        uses the bound of the reduction and notes why tier X does not apply. ``suspects[what][loss]`` are other local
+        gradients: a mismatch that equals their sum is reported as ``what``. Without ``explain`` a mismatch has no hint
+        about its cause, which takes many comparisons of a large gradient.
         """
-        copies = self.rank_records(label, step)
+        records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
-        for copy in copies:
-            check_names("full_grads", dict.fromkeys(expected), copy)
+        for record in records:
+            check_names("full_grads", dict.fromkeys(expected), record)
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
@@ -128,15 +129,16 @@ class JudgeContext:
                     for what, losses in (suspects or {}).items()
                 }
                 yield from self._compare_reduced_grad(
-                    name, copies, micros, step, exact, scale, known if explain else None
+                    name, records, micros, step, exact, scale, known if explain else None
                 )
 
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
     ) -> BoundedGrads:
-        """What ``reduced`` expects of every gradient, and how far it allows it to be off; ``held`` in these dtypes.
+        """Return the gradients that ``compare_reduced_grads`` expects, each with its bound, for a step without records.
 
-        For a step of whose gradients nothing was recorded. What ``held`` does not name may be as narrow as it gets.
+        ``grad_dtypes`` are the dtypes of the engine's gradients; one without a name there may be as narrow as its
+        parameter.
         """
         found = {}
         for name in self.baseline.parameter_names:
@@ -147,26 +149,26 @@ class JudgeContext:
         return found
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Local gradients of one parameter by rank and micro-step; a rank on which it was not used counts as zero."""
+        """Return one parameter's local gradients by rank and micro-step; a rank that did not use it has zeros."""
         return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
 
     def _compare_reduced_grad(
         self,
         name: str,
-        copies: Sequence[Mapping[str, Tensor]],
+        records: Sequence[Mapping[str, Tensor]],
         micros: Sequence[Sequence[LocalResult]],
         step: int,
         exact: bool | Exactness,
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """``reduced`` for one parameter."""
+        """Compare the reduced gradient of one parameter on every rank."""
         known = self._collect_local_grads(name, micros)
-        everyone = [copy[name] for copy in copies]
-        yield from self.compare_grad_in_pieces(name, known, everyone, step, exact, scale) or self._compare_whole_grad(
-            name, known, everyone, step, exact, scale, suspects
-        )
-        yield from compare_ranks(self.location(name, Part.REDUCTION, step), everyone)
+        rank_values = [record[name] for record in records]
+        yield from self.compare_grad_in_pieces(
+            name, known, rank_values, step, exact, scale
+        ) or self._compare_whole_grad(name, known, rank_values, step, exact, scale, suspects)
+        yield from compare_ranks(self.location(name, Part.REDUCTION, step), rank_values)
 
     def compare_grad_in_pieces(
         self,
@@ -177,43 +179,47 @@ class JudgeContext:
         exact: bool | Exactness = False,
         scale: float = 1.0,
     ) -> list[Comparison]:
-        """Every rank's copy of one large gradient against the mean of ``grads``; nothing where anything is wrong.
+        """Compare one large gradient on every rank piece by piece; return nothing if it is small or anything is wrong.
 
-        Ranks that agree are compared once, and a bound is computed where the numbers are not torch's own.
+        Equal gradients of ranks are compared once, and a bound is computed only where a value is not torch's own.
         """
         first = rank_grads[0]
         if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
             return []
-        flat, wire = [[term.flatten() for term in row] for row in local_grads], self.get_reduce_dtype(name, first.dtype)
+        flat, reduce_dtype = (
+            [[term.flatten() for term in row] for row in local_grads],
+            self.get_reduce_dtype(name, first.dtype),
+        )
 
-        def compare(piece: slice, held: Tensor) -> list[Comparison]:
+        def compare(piece: slice, values: Tensor) -> list[Comparison]:
+            """Compare one piece of rank 0's gradient."""
             terms = [[term[piece] for term in row] for row in flat]
             if self.baseline.loss_scale == 1 and any(
-                torch.equal(mean.to(held.dtype), held) for mean in means_in_torch_orders(terms, scale, wire)
+                torch.equal(mean.to(values.dtype), values) for mean in means_in_torch_orders(terms, scale, reduce_dtype)
             ):
                 place = self.location(name, Part.REDUCTION, step)
                 if exact:
-                    return [compare_bitwise(place, held, held)]
+                    return [compare_bitwise(place, values, values)]
                 flat_terms = [term for row in terms for term in row]
-                return [build_plain_match(place, held, upper_mean_bound(flat_terms, scale, wire, held))]
-            return list(self._compare_whole_grad(name, terms, [held], step, exact, scale, None))
+                return [build_plain_match(place, values, upper_mean_bound(flat_terms, scale, reduce_dtype, values))]
+            return list(self._compare_whole_grad(name, terms, [values], step, exact, scale, None))
 
         return self.compare_pieces_once(rank_grads, compare)
 
     def compare_pieces_once(
         self, rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
     ) -> list[Comparison]:
-        """``compare`` of every piece of the ranks' copies of one tensor, where it is large, and nothing is wrong.
+        """Compare a large tensor that is bitwise equal on all ranks once, piece by piece, and report it for every rank.
 
-        ``compare(piece, held)`` is of rank 0's elements of that piece; every other rank's copy equals that bitwise.
-        Else nothing.
+        ``compare(piece, values)`` compares rank 0's elements of one piece. Return nothing if the tensor is small,
+        differs between ranks, or is wrong.
         """
-        held = rank_tensors[0].flatten()
-        if held.numel() <= CHUNK_ELEMENTS or not all(
-            is_bitwise_equal(rank_tensors[0], copy) for copy in rank_tensors[1:]
+        values = rank_tensors[0].flatten()
+        if values.numel() <= CHUNK_ELEMENTS or not all(
+            is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
         ):
             return []
-        found = compare_in_chunks(lambda piece: compare(piece, held[piece]), held.numel())
+        found = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
         places = [one.location for one in found if one.location is not None]
         return [
             replace(one, location=replace(place, seen_on=rank))
@@ -231,13 +237,15 @@ class JudgeContext:
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """Every rank's copy of one gradient against the mean of ``grads[rank][micro-step]``, times ``scale``.
+        """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-step]`` times ``scale``.
 
-        A mismatch is explained, by ``suspects`` or otherwise; None: it is not.
+        A mismatch gets a hint about its cause, by ``suspects`` among others; with None it gets no hint.
         """
         terms = [[scale * grad.double() for grad in row] for row in local_grads]
-        flat, wire = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
-        mean, bound = mean_and_bound(flat, wire, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
+        flat, reduce_dtype = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
+        mean, bound = (
+            mean_and_bound(flat, reduce_dtype, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
+        )
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
         right: Comparison | None = None
@@ -254,22 +262,26 @@ class JudgeContext:
                 else compare_within_bound(place, mean, actual, bound)
             )
             found = replace(found, note=note) if note else found
-            told = found if suspects is None else attribute_mismatch(found, actual, terms, rank_grads, suspects, wire)
-            right = told if rank == 0 and told.mismatch is None else right
-            yield attach_plain_values(told, partial(self._compute_plain_mean, terms, wire, actual.dtype))
+            explained = (
+                found
+                if suspects is None
+                else attribute_mismatch(found, actual, terms, rank_grads, suspects, reduce_dtype)
+            )
+            right = explained if rank == 0 and explained.mismatch is None else right
+            yield attach_plain_values(explained, partial(self._compute_plain_mean, terms, reduce_dtype, actual.dtype))
 
     def _compute_plain_mean(self, terms: GradientTerms, reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
-        """The mean of all terms as plain torch computes it in the dtype of the reduction, under the loss scale."""
+        """Return the mean of all terms as plain PyTorch computes it in the reduce dtype, under the loss scale."""
         scale = self.baseline.loss_scale
         stack = torch.stack([(scale * term).to(reduce_dtype) for row in terms for term in row])
         return stack.mean(0).to(grad_dtype) / scale
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
-        """Whether tier X applies to the mean over these micro-steps, and why not."""
+        """Return whether tier X applies to the mean over these micro-steps, and if not the reason."""
         return certify_exactness(self.baseline, steps, self.dtype, objective)
 
     def has_single_reduction_order(self) -> bool:
-        """Whether the mean over ranks has one value: of two terms, or exact; the order of more is the engine's own."""
+        """Return whether every summation order gives the same mean over ranks: two terms, or exact ones."""
         return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
 
     def compute_local_grads(
@@ -279,12 +291,12 @@ class JudgeContext:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
-        """The baseline's local results at micro-step ``step``, by rank."""
+        """Return the baseline's local results at micro-step ``step``, by rank."""
         return self.baseline.run_all_ranks(step, params, objective, weigh)
 
 
 def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
-    """Up to the first mismatch: what comes after it follows from it."""
+    """Yield comparisons up to the first mismatch; later ones would only follow from it."""
     for comparison in comparisons:
         yield comparison
         if comparison.mismatch is not None:
@@ -292,7 +304,7 @@ def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Compar
 
 
 def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[LocalResult]]) -> Tensor:
-    """One rank's gradient of ``name``; zeros where this rank did not use it and another did."""
+    """Return one rank's gradient of ``name``; zeros if only other ranks used the parameter."""
     if name in local.grads:
         return local.grads[name]
     other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
@@ -300,7 +312,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Say so when wrong values are the right ones times a factor."""
+    """Add a hint to a mismatch whose values are the right ones times a factor."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])
@@ -309,5 +321,5 @@ def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> 
 
 
 def divide_loss_by(divisor: int) -> LossWeighting:
-    """A loss over ``divisor``, as a user writes it."""
+    """Return a function that divides the loss by ``divisor``, as a user's training loop does."""
     return lambda loss, _rank: loss / divisor

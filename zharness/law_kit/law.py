@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
+from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.training_run import TrainingRun
+from zharness.law_kit.training_run import TrainingRun, make_training_run
 from zharness.parity import Comparison, Tier
 
 
 @dataclass(frozen=True)
-class Law:
-    """One law.
+class Variant:
+    """A spelling or setting of a law that makes a cell of its own; the empty name is left out of the cell id.
 
-    ``observe`` runs on every rank with an engine; ``judge`` runs once, in a process that never saw the engine, and
-    yields comparisons in the order in which an error would have entered. ``tier`` is the one that applies to random
-    weights; the exact model is judged by X where its certificate holds. ``needs`` are features that an engine has to
-    claim; ``integral`` says that weights stay the exact model's integers throughout; ``variants`` are the spellings
-    or settings that make a cell of their own, each with what it needs on top; ``own_numbers`` are those of them that
-    hold the engine against its own numbers alone, whatever its kernels; ``dtypes`` those that it is stated for.
-    ``courses`` are the trainings of those variants that are one, to show how it went.
-    ``summed`` are the variants that are exact by the sum over ranks, and by the mean only over a power of two of them.
-    ``any_model`` are the variants that are stated for anyone's model, beside those of ``models``; ``counted`` says that
-    a variant is a number of steps of the training as configured, and any other number is one as well. ``by_verb``: the
-    step of a mismatch is a verb's place in a program, and no micro-batch that could be run again on its own.
+    ``features``: what the engine has to claim beyond the law's own features.
+    ``compares_engine_with_itself``: the judge compares the engine's numbers with each other alone, so that an engine
+    with its own kernels can be judged.
+    ``exact_by_sum``: exact where gradients are summed over ranks, and where they are averaged only if the world size is
+    a power of two.
+    ``applies_to_user_models``: stated for a user's model, beside the models of the law.
+    ``training_run``: the training of several steps whose curves a report shows.
+    ``is_step_count``: the name is a number of steps of the configured training; every other number is a variant too.
+    """
+
+    name: str = ""
+    features: tuple[Feature, ...] = ()
+    compares_engine_with_itself: bool = False
+    exact_by_sum: bool = False
+    applies_to_user_models: bool = False
+    training_run: TrainingRun | None = field(default=None, hash=False)
+    is_step_count: bool = False
+
+    def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
+        """Return the training whose curves a report shows; ``training`` is the configured one."""
+        return make_training_run(training, int(self.name)) if self.is_step_count else self.training_run
+
+
+@dataclass(frozen=True)
+class Law:
+    """One statement that must hold on every engine.
+
+    ``observe`` runs on every rank with an engine. ``judge`` runs once, in a process that never imported the engine, and
+    yields comparisons in the order in which an error would have entered.
+
+    ``tier``: how comparisons on random weights are bounded; the exact model is judged by X where it is certified.
+    ``models``: the workload's models that it is stated for. ``features``: what the engine has to claim.
+    ``kept_because``: why the law is kept although other laws kill the same mutants.
+    ``dtypes``: the dtypes that it is stated for. ``steps``: the steps that a short script makes; None where only the
+    law's own judge can tell what is right. ``weights_stay_integers``: the exact model's weights stay integers
+    throughout. ``steps_are_verbs``: a mismatch's step is the position of a verb in a program, not a micro-batch that
+    could be run again.
     """
 
     name: str
@@ -37,30 +65,30 @@ class Law:
     models: tuple[str, ...]
     observe: Callable[[RankContext], None]
     judge: Callable[[JudgeContext], Iterator[Comparison]]
-    needs: tuple[Feature, ...] = ()
-    weights_stay_integers: bool = True
-    variants: tuple[tuple[str, tuple[Feature, ...]], ...] = (("", ()),)
-    self_compared_variants: tuple[str, ...] = ()
+    kept_because: str = ""
+    features: tuple[Feature, ...] = ()
+    variants: tuple[Variant, ...] = (Variant(),)
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    training_runs: Mapping[str, TrainingRun] = field(default_factory=dict, hash=False)
-    exact_by_sum_variants: tuple[str, ...] = ()
-    user_model_variants: tuple[str, ...] = ()
-    accepts_step_count: bool = False
+    steps: LawSteps | None = None
+    weights_stay_integers: bool = True
     steps_are_verbs: bool = False
 
-    def compares_engine_with_itself(self, variant: str) -> bool:
-        """Whether cells of ``variant`` hold the engine against its own numbers alone."""
-        return variant in self.self_compared_variants or (self.accepts_step_count and bool(self.self_compared_variants))
-
-    def applies_to_user_models(self, variant: str) -> bool:
-        """Whether ``variant`` is stated for anyone's model."""
-        return variant in self.user_model_variants or (self.accepts_step_count and variant.isdecimal())
+    def get_variant(self, name: str) -> Variant:
+        """Return the variant of that name. Raises UsageError when there is none."""
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+            if variant.is_step_count and name.isdecimal() and int(name) > 0:
+                return replace(variant, name=name)
+        raise UsageError.unknown_name(
+            f"variant of {self.name}", name, [variant.name or "(none)" for variant in self.variants]
+        )
 
     def required_features(self, variant: str) -> tuple[Feature, ...]:
-        """Everything that a cell of ``variant`` asks of an engine. Raises UsageError for an unknown variant."""
-        for name, extra in self.variants:
-            if name == variant or (self.accepts_step_count and variant.isdecimal() and int(variant) > 0):
-                return self.needs + extra
-        raise UsageError.unknown_name(
-            f"variant of {self.name}", variant, [name or "(none)" for name, _ in self.variants]
-        )
+        """Return all features that a cell of ``variant`` requires. Raises UsageError for an unknown variant."""
+        return self.features + self.get_variant(variant).features
+
+    @property
+    def user_model_variants(self) -> tuple[str, ...]:
+        """The names of the variants that are stated for a user's model."""
+        return tuple(variant.name for variant in self.variants if variant.applies_to_user_models)

@@ -1,8 +1,7 @@
-"""One optimizer step, judged on its own: the replay of its formula on the numbers that the engine had before it."""
+"""Judge one optimizer step alone: replay its formula on the numbers that the engine had before it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
+from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
-from zharness.parity.bounds import BoundedTensor, gamma, unit_roundoff
+from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
     CHUNK_ELEMENTS,
     attach_plain_values,
@@ -31,55 +32,13 @@ from zharness.parity.replay import replay_step
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
-CLIP_ROUNDINGS = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the norm, of norm + 1e-6, of the quotient
-
-
-@dataclass(frozen=True)
-class ClipFactor:
-    """By what gradients are clipped: 1 where they are not, NaN where the norm is, as torch's.
-
-    ``unknown`` is how far, relative to it, an engine's may be beyond CLIPPING: the rounding of a norm that it does not
-    report.
-    """
-
-    value: float = 1.0
-    uncertainty: float = 0.0
-
-    @classmethod
-    def from_norm(cls, limit: float, norm: Tensor, error: Tensor, reported_norm: Tensor | None) -> ClipFactor:
-        """That of torch.nn.utils.clip_grad_norm_ to ``limit``, by the norm ``reported``; where there is none, by
-        ``norm``, which an engine's may be off by ``error``."""
-        if reported_norm is not None:
-            return cls(float(compute_clip_factor(limit, reported_norm)))
-        value, norms = compute_clip_factor(limit, norm), ((norm - error).clamp(min=0.0), norm + error)
-        return cls(
-            float(value),
-            float(torch.stack([(compute_clip_factor(limit, one) - value).abs() for one in norms]).max() / value),
-        )
-
-    def apply_to(self, grad: BoundedTensor) -> BoundedTensor:
-        """``grad`` times the factor; ``grad`` itself where nobody clips."""
-        if self == ClipFactor():
-            return grad
-        value = torch.tensor(self.value, dtype=torch.float64)
-        return grad * BoundedTensor(
-            value, value * (gamma(CLIP_ROUNDINGS - 1, grad.dtype) + self.uncertainty), grad.dtype
-        )
-
-
-def compute_clip_factor(limit: float, norm: Tensor) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
-    return (limit / (norm.double() + 1e-6)).clamp(max=1.0)
-
-
-NO_CLIPPING = ClipFactor()
-
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Labels and step under which weights and optimizer state were recorded, and how many steps before were skipped.
+    """The labels and the step under which weights and optimizer state were recorded before an optimizer step.
 
-    ``idle`` are those, by parameter, in which it had no gradient, so that it did not take part in them.
+    ``skipped_steps`` counts the steps before that were skipped. ``idle_steps`` counts, by parameter, the steps in which
+    it had no gradient, so that the optimizer left it out.
     """
 
     step: int
@@ -96,10 +55,10 @@ def judge_step(
     recorded_step: RecordedStep,
     clip_factor: ClipFactor = NO_CLIPPING,
 ) -> Iterator[Comparison]:
-    """Weights and state recorded one step after ``moment`` are the replay of the formula on those recorded at it.
+    """Compare weights and state one step after ``recorded_step`` with the replay of the optimizer's formula.
 
-    The optimizer has made ``moment.step`` steps before, less those skipped, so the engine's own count has to agree, and
-    the schedule is that many steps on. The step is made with the gradients times ``clipped_by``.
+    The optimizer has made ``recorded_step.step`` steps before, less the skipped ones: the engine's step counts have to
+    agree, and the schedule has advanced that far. The step uses the gradients times ``clip_factor``.
     """
     step, made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
@@ -117,12 +76,14 @@ def judge_step(
             stayed = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), weight, after[name])
             yield add_hint(stayed, "the step moved a parameter that has no gradient")
             continue
-        own = {"step": torch.tensor(float(made - recorded_step.idle_steps.get(name, 0)))} | dict(kept.get(name, {}))
+        state_before = {"step": torch.tensor(float(made - recorded_step.idle_steps.get(name, 0)))} | dict(
+            kept.get(name, {})
+        )
         one = ParameterStep(
             weight,
             after[name],
             grads[name],
-            own,
+            state_before,
             state.get(name, {}),
             step_hyperparameters(spec, name, made),
             clip_factor,
@@ -135,10 +96,7 @@ def judge_step(
 
 @dataclass(frozen=True)
 class ParameterStep:
-    """One parameter, its gradient and its state around a step with the arguments ``settings``.
-
-    The gradient is ``clipped_by`` a factor.
-    """
+    """One parameter, its gradient times ``clip_factor``, and its state before and after a step."""
 
     weight: Tensor
     weight_after: Tensor
@@ -149,9 +107,9 @@ class ParameterStep:
     clip_factor: ClipFactor = NO_CLIPPING
 
     def compare_in_pieces(self, optimizer: str, location: TensorLocation) -> list[Comparison]:
-        """``held`` of a large parameter in which nothing is wrong; else nothing.
+        """Compare a large parameter piece by piece; return nothing if it is small or anything is wrong.
 
-        A piece that is bitwise what torch.optim's own step makes of the same numbers needs no bound.
+        A piece that equals torch.optim's own step on the same numbers bitwise needs no bound.
         """
         shaped = [
             self.weight_after,
@@ -167,22 +125,26 @@ class ParameterStep:
             start: flat.slice_elements(slice(start, start + CHUNK_ELEMENTS))
             for start in range(0, count, CHUNK_ELEMENTS)
         }
-        own = dict(zip(parts, run_torch_steps(optimizer, [*parts.values()]), strict=False))
+        torch_results = dict(zip(parts, run_torch_steps(optimizer, [*parts.values()]), strict=False))
 
         def compare_piece(piece: slice) -> list[Comparison]:
+            """Compare one piece with torch's step, or else with the replay."""
             part = parts[piece.start]
-            return part.compare_with_torch(own.get(piece.start, {}), location) or list(
+            return part.compare_with_torch(torch_results.get(piece.start, {}), location) or list(
                 part.compare_with_replay(optimizer, location)
             )
 
         return compare_in_chunks(compare_piece, count)
 
     def slice_elements(self, piece: slice) -> ParameterStep:
-        """These elements of a flat parameter."""
+        """Return the step of these elements of a flat parameter."""
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
-        """``held`` where weight and state are bitwise ``own``, that of the weight under no name; else nothing."""
+        """Return matches if weight and state equal ``torch_tensors`` bitwise, else nothing.
+
+        ``torch_tensors`` has the weight under the empty name.
+        """
         found = {**self.state_after, "": self.weight_after}
         if not torch_tensors or any(
             key not in found or not is_bitwise_equal(tensor, found[key]) for key, tensor in torch_tensors.items()
@@ -200,9 +162,10 @@ class ParameterStep:
         return [*moments, compare_torch_step(location, self.weight, self.weight_after)]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ParameterStep:
-        """The same with ``function`` of every tensor but the counts of steps."""
+        """Return the step with ``function`` applied to every tensor except step counts."""
 
         def map_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            """Apply ``function`` to every tensor of an optimizer state except the step count."""
             return {key: tensor if key == "step" else function(tensor) for key, tensor in state.items()}
 
         weight, moved, grad = map(function, (self.weight, self.weight_after, self.grad))
@@ -217,73 +180,79 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """The state after the step and then the weight, held against the replay of ``optimizer``."""
+        """Compare the state after the step, and then the weight, with the replay of ``optimizer``."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         for key, value in moments.items():
             found = self.state_after.get(key, torch.full_like(value.value, torch.nan))
-            # State of a weight's own shape is sharded as the weight is.
+            # State with the weight's shape is sharded like the weight.
             pieces = location.pieces if found.shape == self.weight.shape else ()
             place = replace(location, name=f"{location.name}/{key}", pieces=pieces)
             yield attach_plain_values(
                 compare_within_bound(place, value.value, found, value.error, Tier.STAGED), partial(plain, key)
             )
-        way = expected.value - self.weight.double()
-        comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=way)
+        change = expected.value - self.weight.double()
+        comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)
         yield hint_unmoved(attach_plain_values(comparison, plain), self.weight, self.weight_after)
 
 
 @dataclass(frozen=True)
 class ClippedSgdStep:
-    """A weight, its gradient, and the factor by which that is clipped before a step of SGD at a rate of 1."""
+    """A weight, its gradient, and the factor by which the gradient is clipped before an SGD step at a rate of 1."""
 
     weight: Tensor
     grad: Tensor
     clip_factor: ClipFactor
 
     def compare_in_pieces(
-        self, ctx: JudgeContext, copies: Sequence[Tensor], location: TensorLocation
+        self, ctx: JudgeContext, records: Sequence[Tensor], location: TensorLocation
     ) -> list[Comparison]:
-        """``held`` of every rank's copy of a large weight after the step, where all are right; else nothing."""
+        """Compare every rank's copy of a large weight after the step; return nothing if it is small or one is wrong."""
         weight, grad = self.weight.flatten(), self.grad.flatten()
 
         def compare_piece(piece: slice, weight_after: Tensor) -> list[Comparison]:
+            """Compare one piece of the weight after the step."""
             part = ClippedSgdStep(weight[piece], grad[piece], self.clip_factor)
             if torch.equal(part.weight - part.grad * self.clip_factor.value, weight_after):
                 return [compare_torch_step(location, part.weight, weight_after)]
             return [part.compare_weight(location, weight_after)]
 
-        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *copies))
-        return ctx.compare_pieces_once(copies, compare_piece) if alike_shaped else []
+        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *records))
+        return ctx.compare_pieces_once(records, compare_piece) if alike_shaped else []
 
     def compare_weight(self, location: TensorLocation, weight_after: Tensor) -> Comparison:
-        """What the step made of the weight, ``moved``, held against w - factor x g."""
+        """Compare the weight after the step with w - factor x g."""
         right = BoundedTensor.exact(self.weight) - self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         return compare_within_bound(location, right.value, weight_after, right.error)
 
 
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
-    """No less than ``held``'s error of a moment: a mean of the one before and of what is at most their difference."""
+    """Return an upper bound of the replay's error of a moment.
+
+    A moment is a mean of the one before and the gradient's contribution, so their sizes bound its rounding.
+    """
     size = after.float().abs() if before is None else after.float().abs() + before.float().abs()
     return 16 * unit_roundoff(after.dtype) * size
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """``same_as_torch`` of a step from ``weight`` to ``moved``: a sum of two, of which one is a few operations old."""
-    way = weight_after.float() - weight.float()
-    sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * way.abs()
-    return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, way)
+    """Return the match of a weight that equals torch's step bitwise, with an upper bound of the replay's error."""
+    change = weight_after.float() - weight.float()
+    sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
+    return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
 
 
 def list_state_tensors(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a state keeps beside the count of steps."""
+    """Return the tensors of an optimizer state except the step count."""
     return [tensor for key, tensor in state.items() if key != "step"]
 
 
 def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iterator[Mapping[str, Tensor]]:
-    """Weight, under no name, and state of each part after torch.optim's own step on its numbers; its pieces are one
-    parameter's. Nothing where torch refuses what a wrong engine kept."""
+    """Yield weight and state of each piece of one parameter after torch.optim's own step.
+
+    The weight has the empty name. Yield nothing if torch refuses the state, as an engine may have kept a wrong one.
+    """
     leaves = [part.weight.detach().clone() for part in steps]
     optimizer = optimizer_class(optimizer_name)(leaves, **steps[0].hyperparameters)
     for leaf, part in zip(leaves, steps, strict=True):
@@ -291,7 +260,7 @@ def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iter
         if part.state_before.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.state_before.items()}
         elif float(part.state_before.get("step", torch.zeros(()))) > 0:
-            return  # an engine that has made steps and kept nothing of them: torch would begin anew
+            return  # the engine has made steps and kept no state: torch would start anew
     with suppress(KeyError, RuntimeError, TypeError):
         optimizer.step()
         for leaf in leaves:
@@ -307,9 +276,9 @@ def run_plain_step(
     hyperparameters: Mapping[str, Any],
     key: str = "",
 ) -> Tensor:
-    """The weight, or the entry ``key`` of its state, after torch.optim's own step on the same numbers.
+    """Return the weight, or the entry ``key`` of its state, after torch.optim's own step on the same numbers.
 
-    Raises KeyError where ``state`` has some of what torch keeps and not all.
+    Raises KeyError if ``state`` lacks some of the entries that torch keeps.
     """
     leaf = weight.detach().clone()
     leaf.grad = grad.value.to(leaf.dtype)
@@ -323,8 +292,8 @@ def run_plain_step(
 def compare_published_weights(
     ctx: JudgeContext, recorded_step: RecordedStep, params_label: str
 ) -> Iterator[Comparison]:
-    """On every rank the model computes with the optimizer's weights, rounded once where its dtype is narrower."""
-    for rank, (masters, held) in enumerate(
+    """Compare the weights that the model computes with, on every rank, with the optimizer's, rounded to their dtype."""
+    for rank, (masters, published) in enumerate(
         zip(
             ctx.rank_records(recorded_step.params_label, recorded_step.step),
             ctx.rank_records(params_label, recorded_step.step),
@@ -333,15 +302,15 @@ def compare_published_weights(
     ):
         for name, master in masters.items():
             place = ctx.location(name, Part.GATHER, recorded_step.step - 1, rank)
-            yield compare_bitwise(place, master.to(held[name].dtype), held[name])
+            yield compare_bitwise(place, master.to(published[name].dtype), published[name])
 
 
 def compare_step_counts(
     ctx: JudgeContext, state: OptimizerState, steps: int, step: int, idle_steps: Mapping[str, int] | None = None
 ) -> Iterator[Comparison]:
-    """Where the engine counts the steps of a parameter, there are ``steps``, less those in which it was ``idle``.
+    """Compare the engine's step counts with ``steps``, less the ``idle_steps`` of each parameter.
 
-    Before the first, moments are zero.
+    Before the first step, all state has to be zero.
     """
     for name, entries in state.items():
         made = steps - (idle_steps or {}).get(name, 0)
@@ -354,26 +323,8 @@ def compare_step_counts(
                 yield compare_bitwise(place, torch.tensor(float(made)), tensor.double().reshape(()))
 
 
-def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
-    """Say so when the wrong weight is a weight that did not move at all."""
-    return add_hint(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
-
-
-def add_hint(comparison: Comparison, hint: str) -> Comparison:
-    """``comparison`` with ``hint``, where it is a mismatch."""
-    if comparison.mismatch is None:
-        return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
-
-
-def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Say so when a norm is wrong because there is none: it is recorded as NaN."""
-    absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
-    return add_hint(comparison, "the engine reports none") if absent else comparison
-
-
 def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:
-    """The arguments that hold for one parameter in one step: its group's overrides, the schedule's factor on lr."""
+    """Return one parameter's optimizer arguments in one step: group overrides, and lr times the schedule's factor."""
     group = next((g for g in spec.groups if fnmatchcase(name, g.pattern)), GroupSpec(name, {}))
     merged = {**spec.args, **group.overrides}
     factor = spec.schedule[min(step, len(spec.schedule) - 1)]
@@ -381,7 +332,7 @@ def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str,
 
 
 def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """``parameter/key`` entries as a dictionary for each parameter."""
+    """Turn ``parameter/key`` entries into a dictionary for each parameter."""
     nested: dict[str, dict[str, Tensor]] = {}
     for path, tensor in flat.items():
         name, _, key = path.rpartition("/")
@@ -390,11 +341,11 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
-    """Every rank reports the same weights and the same state, under the same names."""
+    """Compare weights and state between ranks: equal values under equal names."""
     for label in (recorded_step.params_label, recorded_step.state_label):
-        copies = ctx.rank_records(label, recorded_step.step)
-        for copy in copies[1:]:
-            check_names(f"what a rank reports as {label}, beside rank 0's,", copies[0], copy)
-        for name in copies[0]:
+        records = ctx.rank_records(label, recorded_step.step)
+        for record in records[1:]:
+            check_names(f"what a rank reports as {label}, beside rank 0's,", records[0], record)
+        for name in records[0]:
             place = ctx.location(name, Part.GATHER, recorded_step.step - 1)
-            yield from compare_ranks(place, [copy[name] for copy in copies])
+            yield from compare_ranks(place, [record[name] for record in records])

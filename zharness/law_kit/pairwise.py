@@ -1,4 +1,4 @@
-"""Sets of engine options in which any two variants that can be had together meet."""
+"""Sets of engine options in which every pair of compatible engine variants occurs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zharness.engines.options import Options, merge_options
 
 
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
-    """Options, so that each variant, and each pair of variants that agree, is in some row.
+    """Yield engine options such that every variant, and every compatible pair of variants, occurs in one of them.
 
-    Greedy: a row begins with a pair that is still missing, and takes in whatever agrees with it, the variant first that
-    brings the most missing pairs. Few rows, not the fewest.
+    Greedy: a row starts with a missing pair and adds compatible variants, first those that bring the most missing
+    pairs. The rows are few, but not always the fewest.
     """
     missing = [{name} for name in variants]
     missing += [
@@ -34,12 +34,12 @@ def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, A
 
 
 def is_compatible_with_row(name: str, row: set[str], variants: Mapping[str, Options]) -> bool:
-    """Whether a variant agrees with all of a row."""
+    """Return whether a variant is compatible with every variant of ``row``."""
     return all(are_options_compatible(variants[name], variants[other]) for other in row)
 
 
 def are_options_compatible(first: Options, second: Options) -> bool:
-    """Whether two sets of options give no key two values."""
+    """Return whether two sets of options give no key two different values."""
     return all(
         are_options_compatible(first[key], second[key])
         if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)

@@ -1,4 +1,4 @@
-"""What is switched for a whole process, thread or generator, and so is its caller's to switch."""
+"""Switches and random generators of the process, which belong to the engine's caller."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_process_state() -> dict[str, Tensor]:
-    """Those of this process and thread as they are now, and the state of its random generators, as numbers."""
-    told = {
+    """Return the switches of this process and thread, and the state of its random generators, as numbers by name."""
+    values = {
         "recording of gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
@@ -36,12 +36,12 @@ def read_process_state() -> dict[str, Tensor]:
         "number of threads": torch.get_num_threads(),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }
-    found = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in told.items()}
+    found = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
     return {**found, RANDOM_STATE: torch.get_rng_state().double()}
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
-    """On every rank the switches recorded under ``label`` are at each of ``steps`` what they were at the first."""
+    """Compare the switches that each rank recorded under ``label`` at later ``steps`` with those at the first."""
     for rank, before in enumerate(ctx.rank_records(label, steps[0])):
         for step in steps[1:]:
             now = ctx.rank_records(label, step)[rank]

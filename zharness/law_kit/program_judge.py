@@ -1,9 +1,4 @@
-"""Plain PyTorch along a program: each verb that an engine was asked for, judged as the laws of training are.
-
-Each verb starts from the engine's own weights, gradients and state: local gradients are plain PyTorch's at the weights
-that the engine reports, summed over the backwards since the last step; the update is a replay of the optimizer's
-formula.
-"""
+"""Judge a program verb by verb against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,19 +9,19 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import OptimizerSpec, Reduction
+from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
+from zharness.law_kit.engine_facts import compare_engine_facts
+from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
-    ClipFactor,
     RecordedStep,
-    add_hint,
     compare_published_weights,
     compare_ranks_after_step,
     compare_step_counts,
-    hint_unmoved,
     step_hyperparameters,
     unflatten,
 )
-from zharness.law_kit.program_executor import (
+from zharness.law_kit.program_steps import (
     EDITED_VALUE,
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
@@ -38,12 +33,14 @@ from zharness.law_kit.program_executor import (
     get_grad_mode,
     make_model_kwargs,
 )
+from zharness.law_kit.rank_actions import second_loss
+from zharness.law_kit.record_comparisons import (
+    STALE_FORWARD_HINT,
+    UNBOUNDED_ERROR,
+    compare_initial_weights,
+    compare_records,
+)
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
-from zharness.laws.double_backward import second_loss
-from zharness.laws.state import compare_records
-from zharness.laws.training_accumulation import judge_reported_norm
-from zharness.laws.training_free_running import UNBOUNDED_ERROR
-from zharness.laws.training_trajectory import STALE_FORWARD_HINT, compare_engine_facts, compare_initial_weights
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
@@ -52,21 +49,25 @@ from zharness.parity.replay import replay_step
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
 SUMMED_AGAIN_HINT = "the sum of all, those before the last summed over the ranks once more"
+
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
+
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
-CALLER_TENSOR_CHANGED_HINT = "a tensor of the caller's is another than before the backward"
+
+CALLER_TENSOR_CHANGED_HINT = "the backward changed a tensor of the caller's"
+
 EARLY_STEP_HINT = "a step was made before the window was full"
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many steps the optimizer has made, and how many of them moved each parameter."""
+    """The number of steps that the optimizer has made, and the number in which each parameter had a gradient."""
 
     steps: int = 0
     by_parameter: Mapping[str, int] = field(default_factory=dict)
 
     def with_step(self, names: Mapping[str, object]) -> StepCounts:
-        """One step more, with gradients for ``names``."""
+        """Return the counts after one more step, with gradients for ``names``."""
         return StepCounts(
             self.steps + 1, {**self.by_parameter, **{name: self.by_parameter.get(name, 0) + 1 for name in names}}
         )
@@ -74,23 +75,23 @@ class StepCounts:
 
 @dataclass
 class ProgramJudge:
-    """Plain PyTorch, run for every rank along the program."""
+    """Runs plain PyTorch for every rank along the program and compares."""
 
     ctx: JudgeContext
     program: Program
     weights_version: int = 0
     forward_verbs: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
-    window_grads: list[list[LocalResult]] = field(default_factory=list)  # local gradients since the last step, by rank
-    zeroed_grads: list[list[LocalResult]] = field(
+    window_grads: list[list[LocalResult]] = field(
         default_factory=list
-    )  # those that a zero_grad forgot since the last step
+    )  # local gradients since the last step, by backward and rank
+    zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
     step_counts: StepCounts = StepCounts()
-    checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # each with the era that was saved
-    last_grads_position: int = 0  # the place of the last verb that recorded reduced gradients
-    cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model in the weights of an era
+    checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
+    last_grads_position: int = 0  # of the last verb that recorded reduced gradients
+    cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
     def judge_verb(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
-        """What can be compared after one verb."""
+        """Compare what was recorded after one verb; ``book`` is the caller's state before it."""
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward_verbs[book.micro_batches_drawn] = verb
@@ -122,7 +123,7 @@ class ProgramJudge:
             self.zeroed_grads, self.window_grads = [], []
 
     def get_plain_module(self, weights_version: int) -> torch.nn.Module:
-        """The plain model in the engine's own weights of ``era``, training, without any gradient."""
+        """Return the plain model in training mode, with the engine's weights of that version and without gradients."""
         if self.cached_module is None or self.cached_module[0] != weights_version:
             self.cached_module = (
                 weights_version,
@@ -133,23 +134,23 @@ class ProgramJudge:
         return module.train()
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
-        """Every rank's output equals plain PyTorch's, bitwise."""
-        for rank, copy in enumerate(self.ctx.rank_records("output", position)):
+        """Compare every rank's output with plain PyTorch's, bitwise."""
+        for rank, record in enumerate(self.ctx.rank_records("output", position)):
             found = compare_bitwise(
                 self.ctx.location("output", Part.FORWARD, position, rank),
                 self.compute_plain_output(self.weights_version, verb, micro, rank),
-                copy["output"],
+                record["output"],
             )
             if (
                 found.mismatch is not None
                 and self.weights_version
-                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(copy["output"])
+                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(record["output"])
             ):
                 found = add_hint(found, WEIGHTS_NOT_CHANGED_HINT)
             yield found
 
     def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
-        """What the plain model makes of a micro-batch in the weights of ``era``."""
+        """Return the plain model's output of a micro-batch with the weights of that version."""
         baseline = self.ctx.baseline
         module = self.get_plain_module(weights_version).train(verb.act not in EVAL_MODE_ACTS)
         with get_grad_mode(verb.act):
@@ -161,12 +162,12 @@ class ProgramJudge:
         return output.detach()
 
     def judge_backward(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
-        """One more gradient for every rank, and their mean where the engine was asked for it."""
+        """Add the local gradients of one backward, and compare the reduced ones if they were recorded."""
         micro = book.micro_batches_drawn if verb.act is Act.NO_SYNC else book.select_output(verb)
         if verb.act is Act.NO_SYNC:
             self.forward_verbs[micro] = verb
-        for rank, copy in enumerate(self.ctx.rank_records("own", position)):
-            for name, changed in copy.items():
+        for rank, record in enumerate(self.ctx.rank_records("own", position)):
+            for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
         self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.world_size)])
@@ -174,7 +175,7 @@ class ProgramJudge:
             yield from self.compare_window_grads(position)
 
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
-        """The gradients recorded at ``place`` are those of all backwards since the last step."""
+        """Compare the gradients recorded at ``position`` with those of all backwards since the last step."""
         self.last_grads_position = position
         ranks = self.sum_factor
         suspects = (
@@ -192,16 +193,16 @@ class ProgramJudge:
 
     @property
     def sum_factor(self) -> int:
-        """Over how many ranks gradients are summed, beyond their mean."""
+        """The world size where gradients are summed over ranks, 1 where they are averaged."""
         return self.ctx.world_size if self.program.reduction == Reduction.SUM.value else 1
 
     @property
     def grad_scale(self) -> float:
-        """The factor of the gradients since the last step over their mean."""
+        """The factor between the engine's gradients since the last step and the mean of the local ones."""
         return len(self.window_grads) * self.sum_factor / self.program.window
 
     def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
-        """One rank's loss and gradients of one backward, as plain PyTorch has them."""
+        """Return plain PyTorch's loss and gradients of one backward on one rank."""
         baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
         batch = apply_input_marks(baseline.batch(rank, micro), self.forward_verbs[micro], rank, micro)
         output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
@@ -209,21 +210,21 @@ class ProgramJudge:
         return run_backward(module, loss, baseline.loss_scale)
 
     def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
-        """That of one rank's summed output."""
+        """Return plain PyTorch's gradient of one rank's summed output with respect to its inputs."""
         baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
-        words = make_model_kwargs(self.program, baseline.spec, micro)
+        model_kwargs = make_model_kwargs(self.program, baseline.spec, micro)
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
-        return compute_input_grad(act, lambda x: module(x, **words), leaf)
+        return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
 
     def judge_look(self, position: int, book: CallerState) -> Iterator[Comparison]:
-        """What is shown at any time is what there is."""
+        """Compare what the engine reported between other verbs with its recorded weights, state and gradients."""
         if book.has_reduced_gradients:
             yield from self.compare_window_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
     def judge_optimizer_step(self, position: int, book: CallerState) -> Iterator[Comparison]:
-        """At a boundary a step with the gradients of the whole window, clipped by their norm; before it, nothing."""
+        """Compare a step at a boundary with the replay; before a boundary nothing may have moved."""
         if not book.is_boundary:
             for kept, early in (("params", "early"), ("state", "early-state")):
                 for found in compare_records(self.ctx, kept, early, self.weights_version, position, Part.OPTIMIZER):
@@ -233,7 +234,7 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, book.pending)
 
     def get_step_grads(self, book: CallerState) -> BoundedGrads:
-        """The gradients that a step is made with: the engine's own, or where nobody asked for them what they may be."""
+        """Return the gradients of a step: the engine's own if recorded, else the expected ones with their bounds."""
         shown = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if book.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in shown.items()}
@@ -242,9 +243,9 @@ class ProgramJudge:
         )
 
     def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
-        """The norm reported is that of the gradients; and what clipping makes of them.
+        """Compare the reported norm with that of ``grads`` and return the clipped gradients.
 
-        That an engine which clips reports none is told by training.clip_and_norm.
+        An engine that clips and reports no norm fails training.clip_and_norm.
         """
         if self.program.clip is None:
             return grads
@@ -256,7 +257,7 @@ class ProgramJudge:
         return {name: factor.apply_to(grad) for name, grad in grads.items()}
 
     def judge_update(self, position: int, grads: BoundedGrads, pending: PendingGradients) -> Iterator[Comparison]:
-        """The new weights and state are the replay of the formula on the engine's own numbers before."""
+        """Compare the new weights and state with the replay of the formula on the engine's own numbers."""
         spec = OPTIMIZERS[self.program.optimizer]
         yield from judge_parameter_updates(
             self.ctx, spec, grads, self.weights_version, self.step_counts, position, pending
@@ -265,7 +266,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
-        """Weights and state are bitwise those that were saved."""
+        """Compare weights and state bitwise with those that were saved."""
         self.step_counts = step_counts
         self.weights_version += 1
         for what in ("params", "masters", "state"):
@@ -273,16 +274,16 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_edit(self) -> Iterator[Comparison]:
-        """One weight is what rank 0 has written, in the optimizer's copy too; all else is as it was."""
+        """Compare the edited weight, also in the masters, with what rank 0 wrote; all else must be unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
         for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
             after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
             for other, weight in before.items():
                 expected = weight
                 if other == name:
-                    # An element that the model held as this already was not edited: its master may stay unrounded.
-                    held = self.ctx.rank_records("params", self.weights_version)[rank][other]
-                    stayed = (held == EDITED_VALUE) & (after[other] == weight)
+                    # The edit does not change an element that already had this value: its master may stay unrounded.
+                    computed = self.ctx.rank_records("params", self.weights_version)[rank][other]
+                    stayed = (computed == EDITED_VALUE) & (after[other] == weight)
                     expected = weight.where(stayed, EDITED_VALUE)
                 yield compare_bitwise(self.ctx.location(other, Part.GATHER, 0, rank), expected, after[other])
         yield from compare_records(
@@ -292,29 +293,29 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_rank_agreement(self) -> Iterator[Comparison]:
-        """All ranks report the same, the model computes with the optimizer's weights, and nothing stays gathered."""
+        """Compare the ranks with each other and the published weights with the masters; nothing may stay gathered."""
         yield from compare_ranks_after_step(self.ctx, RecordedStep(self.weights_version))
         yield from compare_published_weights(self.ctx, RecordedStep(self.weights_version, "masters"), "params")
         yield from self.judge_engine_facts()
 
     def judge_engine_facts(self) -> Iterator[Comparison]:
-        """Learning rates, loss scale and skipped steps; bytes that are gathered."""
+        """Compare learning rates, loss scale, skipped steps and gathered bytes."""
         yield from compare_engine_facts(
             self.ctx, OPTIMIZERS[self.program.optimizer], self.weights_version, self.step_counts.steps
         )
-        for rank, copy in enumerate(self.ctx.rank_records("held", self.weights_version)):
-            for name, held in copy.items():
-                yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(held), held)
+        for rank, record in enumerate(self.ctx.rank_records("gathered", self.weights_version)):
+            for name, count in record.items():
+                yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(count), count)
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """What adds up to the gradient where every backward sums over the ranks what has been summed already."""
+    """Return local gradients that add up to what an engine has that sums over ranks again at every backward."""
     factors = [float(world_size) ** (len(micros) - at) for at in range(len(micros))]
     return [row for factor, each in zip(factors, micros, strict=True) for row in scale_local_grads([each], factor)]
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
-    """The same with every gradient times ``factor``."""
+    """Return the local results with every gradient times ``factor``."""
     return [
         [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
         for row in micros
@@ -330,7 +331,7 @@ def judge_parameter_updates(
     position: int,
     pending: PendingGradients,
 ) -> Iterator[Comparison]:
-    """Each parameter made the step that its own count of steps asks for; one without a gradient made none."""
+    """Compare each parameter's update with the replay at its own step count; one without a gradient must not move."""
     before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
     kept, state = (unflatten(ctx.rank_records("state", at)[0]) for at in (weights_version, weights_version + 1))
     check_names("full_params", before, after)
@@ -342,7 +343,7 @@ def judge_parameter_updates(
             continue
         steps = step_counts.by_parameter.get(name, 0)
         own = dict(kept.get(name, {})) | {"step": torch.tensor(float(steps))}
-        # Before the first step torch.optim has no state; an engine that has made it already has zeros.
+        # Before the first step torch.optim has no state; an engine may have zeros already.
         moments = own if steps else {"step": own["step"]}
         expected, wanted = replay_step(
             spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
@@ -356,8 +357,8 @@ def judge_parameter_updates(
             yield compare_within_bound(
                 ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), value.value, moment, value.error, Tier.STAGED
             )
-        # Of a gradient that nobody saw, and that is hardly larger than it may be wrong, Adam's step may be anything:
-        # its square, by whose root that divides, may be zero for all that is known.
+        # If a gradient was not recorded and is hardly larger than its bound, Adam's step is unbounded: Adam divides by
+        # the root of its square, which may be zero.
         error = expected.error
         if pending is PendingGradients.UNSEEN:
             error = error.where(grads[name].error == 0, error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR))
@@ -374,14 +375,14 @@ def judge_unmoved_state(
     state_after: Mapping[str, Mapping[str, Tensor]],
     position: int,
 ) -> Iterator[Comparison]:
-    """The state of a parameter that has no gradient is what it was."""
+    """Compare the optimizer state of a parameter without a gradient with what it was."""
     for key, tensor in state_before.get(name, {}).items():
         found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
         yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
 
 
 def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
-    """Everything that ``program`` left to compare, in the order in which it happened."""
+    """Yield the comparisons of everything that ``program`` recorded, in the order of its verbs."""
     judge = ProgramJudge(ctx, program)
     yield from compare_initial_weights(ctx)
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
@@ -392,7 +393,7 @@ def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
 
 
 def set_verb_position(comparison: Comparison, position: int) -> Comparison:
-    """``comparison`` with the verb's place for its step, whatever number it was recorded under."""
+    """Return ``comparison`` with the verb's position as the step of its mismatch."""
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, step=position))

@@ -1,8 +1,4 @@
-"""What callers say in the laws of any order: phrases for programs, and an engine of which configuration hears them.
-
-A phrase that is known to go wrong on some engine stands in a variant of its own, so that in whatever order a seed draws
-them, the others are judged to their end there, and what goes wrong is always that.
-"""
+"""The templates from which the programs of the any-order laws are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from zharness.engines.protocol import Capabilities, Feature
-from zharness.law_kit.program_executor import ACT_FEATURES, MARK_FEATURES
+from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES
 from zharness.workload.legal_programs import legal_verbs
 from zharness.workload.program_text import parse_verb
 from zharness.workload.programs import Mark, Program, Verb
@@ -20,9 +16,11 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 
 @dataclass(frozen=True)
 class ProgramTemplate:
-    """What a caller of one variant says, and to an engine of which configuration; ``needs`` as in Check.
+    """The phrases of one variant's program, and the configuration of the engine that runs it.
 
-    ``others`` are further engines in the process, of the plainest configuration, that train in turn with this one.
+    A phrase that is known to fail on some engine has a variant of its own, so that the other phrases are judged in full
+    whatever order a seed draws. ``features`` are those that the variant requires. ``other_engine_count`` more engines
+    of the simplest configuration train in turn with this one.
     """
 
     phrases: tuple[str, ...]
@@ -30,19 +28,19 @@ class ProgramTemplate:
     clip: float | None = None
     window: int = 1
     reduction: str = "mean"
-    needs: tuple[Feature, ...] = ()
+    features: tuple[Feature, ...] = ()
     opening: str = ""
     closing: str = "z f b s"
     other_engine_count: int = 0
 
     def draw_verbs(self, seed: int) -> list[Verb]:
-        """All phrases in an order of ``seed``, between those with which it begins and ends."""
+        """Return all phrases in an order drawn from ``seed``, between the opening and the closing."""
         random = Random(f"{seed} {self.optimizer} {self.phrases}")  # noqa: S311 - an order, no secret
         drawn = random.sample(self.phrases, len(self.phrases))
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """What is spoken, without the verbs and marks that the engine does not claim, nor what they leave illegal."""
+        """Return the drawn program, without what the engine does not claim and what is illegal without that."""
         wishes = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)
@@ -51,17 +49,17 @@ class ProgramTemplate:
         return self.make_program_of_verbs(legal_verbs((), wishes, window=self.window), dtype)
 
     def make_program_of_verbs(self, verbs: tuple[Verb, ...], dtype: str = "fp32") -> Program:
-        """The program of these verbs in this repertoire's configuration."""
+        """Return the program of these verbs in this template's configuration."""
         return Program((), verbs, 0, 0, dtype, self.optimizer, self.clip, self.window, self.reduction)
 
 
 def is_act_claimed(verb: Verb, capabilities: Capabilities) -> bool:
-    """Whether the engine claims what the act of ``verb`` takes, its marks left aside."""
+    """Return whether the engine claims the act of ``verb``, regardless of its marks."""
     return verb.act not in ACT_FEATURES or capabilities.refusal(ACT_FEATURES[verb.act]) is None
 
 
 def drop_unclaimed_marks(verb: Verb, dtype: str, capabilities: Capabilities) -> Verb:
-    """``verb`` without the marks that the engine does not claim, or that mean something else in ``dtype``."""
+    """Return ``verb`` without marks that the engine does not claim or that mean something else in ``dtype``."""
     refused = {mark for mark, feature in MARK_FEATURES.items() if capabilities.refusal(feature) is not None}
     refused |= {Mark.TENSOR} if dtype == "fp16" else set()
     return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))
@@ -72,7 +70,7 @@ MLP_TEMPLATES = {
         ("f:kw z b:scale s", "f:few e b:tensor s", "f v b:unseen s", "f b l s", "f b z", "e", "i", "l", "vg"),
         "adamw",
         clip=0.2,
-        needs=(Feature.CLIP,),
+        features=(Feature.CLIP,),
         opening="f b s",
         other_engine_count=1,
     ),
@@ -85,7 +83,7 @@ MLP_TEMPLATES = {
         "nesterov",
         clip=1.0,
         reduction="sum",
-        needs=(CALLER_ACCUMULATION, Feature.SUM, Feature.CLIP),
+        features=(CALLER_ACCUMULATION, Feature.SUM, Feature.CLIP),
     ),
     "graphs": ProgramTemplate(
         (
@@ -93,74 +91,76 @@ MLP_TEMPLATES = {
             "f f f b:old e b:old,other,retain b b:scale s",
         ),
         "sgd",
-        needs=(Feature.RETAIN_GRAPH, CALLER_ACCUMULATION),
+        features=(Feature.RETAIN_GRAPH, CALLER_ACCUMULATION),
     ),
     "inputs": ProgramTemplate(
         ("g", "t", "f g b s", "f t b:unseen s"),
         "sgd",
-        needs=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
+        features=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
         opening="f b s f b s",
     ),
-    # DDP lays out its buckets anew in the forward after the first backward.
-    "second_forward": ProgramTemplate(("t",), "sgd", needs=(Feature.TRANSFORMS,), opening="f b s", closing="f b s"),
+    # DDP rebuilds its buckets in the forward after the first backward.
+    "second_forward": ProgramTemplate(("t",), "sgd", features=(Feature.TRANSFORMS,), opening="f b s", closing="f b s"),
     "saved": ProgramTemplate(
         ("f b s save load:old", "f b s save:old edit load:old", "load v", "edit", "f b z"),
         "adam",
-        needs=(Feature.CHECKPOINT,),
+        features=(Feature.CHECKPOINT,),
         opening="f b s save",
         closing="f b l s",
     ),
-    "saved_first": ProgramTemplate(("f b s", "load"), "adamw", needs=(Feature.CHECKPOINT,), opening="save f b s"),
+    "saved_first": ProgramTemplate(("f b s", "load"), "adamw", features=(Feature.CHECKPOINT,), opening="save f b s"),
     "windows": ProgramTemplate(
         ("f b:scale s e f:few b:unseen s", "n s f b l s", "load"),
         "nesterov",
         clip=0.1,
         window=2,
-        needs=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
+        features=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
         opening="f b s f b s save",
         closing="v l f b s f b s",
     ),
     "given_up": ProgramTemplate(
-        ("f b s z",), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
+        ("f b s z",), "sgd", window=2, features=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
     ),
     "forgotten": ProgramTemplate(
-        ("f b z", "f b s f b s"), "sgd", window=2, needs=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
+        ("f b z", "f b s f b s"), "sgd", window=2, features=(Feature.ENGINE_ACCUMULATION,), closing="f b s f b s"
     ),
     "two_losses": ProgramTemplate(
         ("f b:retain b:other s f b:retain b:other s",),
         "sgd",
         window=2,
-        needs=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
+        features=(Feature.ENGINE_ACCUMULATION, Feature.RETAIN_GRAPH),
         closing="",
     ),
     "interrupted": ProgramTemplate(
         ("xb f b s", "f b xb f b s", "n xb"),
         "sgd",
-        needs=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
+        features=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
         opening="f b s f b s",
     ),
-    # FSDP2's stage 3 gathers ahead of a backward, and the next forward takes that, whatever was loaded meanwhile.
+    # FSDP2's stage 3 prefetches for a backward, and the next forward uses that even after a load.
     "interrupted_load": ProgramTemplate(
         ("xb load",),
         "sgd",
-        needs=(Feature.AUTOGRAD, Feature.CHECKPOINT),
+        features=(Feature.AUTOGRAD, Feature.CHECKPOINT),
         opening="f b s save f b s",
         closing="f b s",
     ),
 }
-# Of a model with a part that is used in every second micro-batch, one that never is, a frozen and a tied one.
+
+# For a model with a part used in every second micro-batch, an unused, a frozen and a tied one.
 CHANGING_TEMPLATES = {
     "": ProgramTemplate(
         ("f b s", "f b f b s", "n n f b:unseen s", "f b z", "v", "idle", "edit", "e f b l s"),
         "adamw",
         clip=8.0,
-        needs=(Feature.NO_GRADIENT, Feature.CLIP, CALLER_ACCUMULATION),
+        features=(Feature.NO_GRADIENT, Feature.CLIP, CALLER_ACCUMULATION),
     ),
     "saved": ProgramTemplate(
         ("f b s e save", "load f b s", "edit", "f b l s"),
         "adamw",
-        needs=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
+        features=(Feature.NO_GRADIENT, Feature.OUTSIDE_FORWARD, Feature.CHECKPOINT),
         opening="f b s save",
     ),
 }
+
 TEMPLATES_BY_MODEL = {"changing": CHANGING_TEMPLATES, "mlp": MLP_TEMPLATES}

@@ -1,4 +1,4 @@
-"""The rank's side of a check: engines to build, batches to feed, snapshots to record."""
+"""The rank's side of a law: engines to build, batches to feed, snapshots to record."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from zharness.workload.models import SAMPLES
 
 
 def scalar(value: float) -> Tensor:
-    """Counts, flags and the like, as they are recorded and compared."""
+    """Return a count or flag as the float64 tensor in which it is recorded."""
     return torch.tensor(value, dtype=torch.float64)
 
 
 class RankContext:
     """One rank of a cell.
 
-    ``variant`` is the case's; ``capabilities`` are the engine's, as the planner knew them; ``records`` is where what is
-    seen goes; ``training`` is what a user's configuration says of it.
+    ``capabilities`` are the engine's, as the planner knew them. ``records`` writes this rank's evidence. ``training``
+    is the user's configured training.
     """
 
     def __init__(
@@ -71,75 +71,77 @@ class RankContext:
         self._contamination = ProcessConditions({}, ())
 
     def build_engine(self, **overrides: Any) -> Engine:
-        """A new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
+        """Build a new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
 
-        ``options`` are laid over those of the cell. Raises EngineContractError when the factory returns something that
+        ``options`` are merged into those of the cell. Raises EngineContractError if the factory returns something that
         is not an Engine, or changes the model.
         """
         return self.build_engine_around(self.spec.model(self.seed), **overrides)
 
     def build_engine_around(self, model: nn.Module, **overrides: Any) -> Engine:
-        """``engine``, around another model than the workload's; one on the meta device is left there."""
+        """Build a new engine around ``model``, which stays on the meta device if it is there."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         options = merge_options(self.config.options, overrides.pop("options", {}))
         engine, self._layout = construct_engine(
             self._factory, model, replace(self.config, options=options, **overrides)
         )
-        # While it lives: an engine may put back at its end what it had exchanged.
+        # Read while the engine lives: it may undo its changes to the process when it is closed.
         self._contamination = read_process_conditions()
         return engine
 
     def batch(self, step: int) -> Batch:
-        """This rank's micro-batch at micro-step ``step``, on its device."""
+        """Return this rank's micro-batch at micro-step ``step``, on its device."""
         return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
 
     def loss(self, call: Callable[..., Any] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
-        """Forward of this rank's micro-batch and its loss, a scalar; recorded under ``label`` and that step."""
+        """Run the forward of this rank's micro-batch, record its loss under ``label``, and return it."""
         batch = self.batch(step)
         loss = self.spec.loss(batch.feed(call), batch.target)
         self.record(label, {"loss": loss}, step)
         return loss
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
-        """Keep ``tensors`` as they are now under ``label`` and ``step``.
+        """Record a copy of ``tensors`` under ``label`` and ``step``.
 
-        Raises HarnessFault when there is such a record, of which a judge would see the first alone.
+        Raises HarnessFault if there is such a record already, because a judge would see only the first.
         """
-        told = require_mapping(label, tensors)
+        checked = require_mapping(label, tensors)
         self._records.write_snapshot(
-            label, step, {name: require_cpu_tensor(label, name, tensor) for name, tensor in told.items()}
+            label, step, {name: require_cpu_tensor(label, name, tensor) for name, tensor in checked.items()}
         )
 
     def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Keep the weights twice: as the model computes with them, and under ``masters`` as the optimizer does.
+        """Record the weights that the model computes with, and under ``masters`` those of the optimizer.
 
-        Returns what the engine said of itself, as masters are gathered to say it.
+        Returns the engine's observations, because reading the masters gathers them.
         """
         weights = require_mapping("full_params", engine.full_params())
         seen = engine.observe()
-        apart = seen.masters
-        masters = {} if isinstance(apart, Absent) else require_mapping("observe().masters", apart)
+        masters_or_absent = seen.masters
+        masters = (
+            {} if isinstance(masters_or_absent, Absent) else require_mapping("observe().masters", masters_or_absent)
+        )
         self.record(f"params{suffix}", weights, step)
-        own = {name: require_cpu_tensor("observe().masters", name, tensor) for name, tensor in masters.items()}
-        self._records.write_snapshot(f"masters{suffix}", step, own, base_label=f"params{suffix}")
+        on_cpu = {name: require_cpu_tensor("observe().masters", name, tensor) for name, tensor in masters.items()}
+        self._records.write_snapshot(f"masters{suffix}", step, on_cpu, base_label=f"params{suffix}")
         return seen
 
     def record_training_state(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Keep what a step changes: weights, masters and optimizer state, under these labels with ``suffix``.
+        """Record what a step changes: weights, masters and optimizer state, with ``suffix`` behind their labels.
 
-        Returns what the engine said of itself.
+        Returns the engine's observations.
         """
         seen = self.record_weights(engine, step, suffix)
         self.record_optimizer_state(f"state{suffix}", engine, step)
         return seen
 
     def record_optimizer_state(self, label: str, engine: Engine, step: int) -> None:
-        """Keep the engine's optimizer state, one entry ``parameter/key`` for each tensor."""
+        """Record the engine's optimizer state, with one entry ``parameter/key`` for each tensor."""
         self.record(label, flatten_optimizer_state(engine.full_optimizer_state()), step)
 
     def accumulation_owners(self) -> tuple[AccumulationOwner, ...]:
-        """Who may own the accumulation, by the engine's claims."""
+        """Return the owners of the accumulation that the engine claims: the engine, its caller, or both."""
         features = {
             AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
             AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,
@@ -147,12 +149,12 @@ class RankContext:
         return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
 
     def finish(self) -> None:
-        """Complete the file of everything recorded."""
+        """Complete this rank's evidence file."""
         self._records.finish(self._layout, self._contamination)
 
 
 def flatten_optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """An engine's optimizer state with one entry ``parameter/key`` for each tensor."""
+    """Flatten an engine's optimizer state into one entry ``parameter/key`` for each tensor."""
     return {
         f"{name}/{key}": value
         for name, entries in require_mapping("full_optimizer_state", state).items()

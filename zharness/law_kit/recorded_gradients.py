@@ -1,4 +1,4 @@
-"""What backwards give to the parameters of a plain model, one by one."""
+"""The gradients that single backwards give to the parameters of a plain model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 RecordedGradients = Mapping[
     str, Sequence[Sequence[Tensor]]
-]  # by parameter, of each backward that reached it, the entries
+]  # by parameter, then by backward, the entries of its gradient
 
 
 def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
-    """A dictionary that from now on holds, by parameter, the gradient of every backward that reached it, by entries."""
+    """Return a dictionary that collects, by parameter, the split gradient of every backward from now on."""
     given: dict[str, list[list[Tensor]]] = {}
 
     def save_gradient(name: str, grad: Tensor) -> None:
+        """Append the gradient of one backward."""
         given.setdefault(name, []).append(split_gradient(grad))
 
     for name, parameter in module.named_parameters():
@@ -28,22 +29,22 @@ def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
 
 
 def drain_gradients(gradients: dict[str, list[list[Tensor]]]) -> RecordedGradients:
-    """What is in it, which goes on empty."""
+    """Return the collected gradients and empty the dictionary."""
     taken = {name: tuple(grads) for name, grads in gradients.items()}
     gradients.clear()
     return taken
 
 
 def has_split_gradients(gradients: RecordedGradients) -> bool:
-    """Whether any gradient came in several entries, whose sum may be small where they are large."""
+    """Return whether any gradient has several entries, which may be large where their sum is small."""
     return any(len(grad) > 1 for grads in gradients.values() for grad in grads)
 
 
 def split_gradient(grad: Tensor) -> list[Tensor]:
-    """Dense tensors of a parameter's shape that add up to ``grad``; of a sparse one, in none of them is a row twice.
+    """Split ``grad`` into dense tensors that add up to it; a row of a sparse gradient occurs once in each of them.
 
-    Of a sparse one without any row: zeros.
-    An engine may divide every entry of a sparse gradient by the number of ranks before they are added, as DDP does.
+    A sparse gradient without rows gives zeros. An engine may divide every entry of a sparse gradient by the world size
+    before they are added, as DDP does.
     """
     if grad.layout is torch.strided:
         return [grad.detach().clone()]
@@ -58,10 +59,10 @@ def split_gradient(grad: Tensor) -> list[Tensor]:
 
 
 def densify(grad: Tensor) -> Tensor:
-    """A gradient without its graph, as the tensor of its parameter's shape that a sparse one stands for."""
+    """Return a gradient without its graph, as a dense tensor."""
     return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Of at least one tensor."""
+    """Return the sum of at least one tensor."""
     return torch.stack([*tensors]).sum(0)

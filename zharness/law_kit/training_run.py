@@ -1,4 +1,4 @@
-"""A training of several steps: what is asked of the engine, and how it went there and with the plain model."""
+"""A training of several steps: its settings, and its curves on the engine and on plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
+from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.judge_context import JudgeContext, get_grad_or_zeros
 from zharness.parity.bounds import gamma_or_probabilistic
 from zharness.parity.mismatch_report import TrainingCurve, round_for_json
@@ -20,7 +21,7 @@ SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training: its optimizer, its steps, the norm to which gradients are clipped, the micro-batches of a step."""
+    """The settings of a training: optimizer, number of steps, norm to clip to, and micro-batches of a step."""
 
     optimizer: OptimizerSpec
     steps: int
@@ -28,23 +29,23 @@ class TrainingRun:
     accumulation: int = 1
 
     def micro_steps(self, step: int) -> range:
-        """The micro-steps of one step."""
+        """Return the micro-steps of one step."""
         return range(step * self.accumulation, (step + 1) * self.accumulation)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The mean of all losses of one step, and the 2-norm of the whole gradient before it is clipped."""
+    """The mean loss of one step, and the 2-norm of the whole gradient before clipping."""
 
     loss: float
     norm: float
 
 
 def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
-    """Loss and gradient norm in every step, of the engine and of the plain model trained on its own from the start.
+    """Return loss and gradient norm in every step, of the engine and of a plain model trained from the same start.
 
-    The engine has to have recorded "loss" at each micro-step and "grads" at each step. They part by rounding too, the
-    more the longer they run, so they are there to be looked at: nothing is judged by them.
+    The engine has to have recorded "loss" at each micro-step and "grads" at each step. Rounding alone makes the curves
+    drift apart, so they are shown and never judged.
     """
     engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
     return {
@@ -54,6 +55,7 @@ def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve
 
 
 def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingCurve:
+    """Return both series, rounded for JSON."""
     return {
         "engine": [round_for_json(value, SIGNIFICANT_DIGITS) for value in engine],
         "baseline": [round_for_json(value, SIGNIFICANT_DIGITS) for value in baseline],
@@ -61,16 +63,19 @@ def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingC
 
 
 def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
-    """What the engine reported."""
+    """Return the engine's recorded losses and gradient norms by step."""
     found = []
     for step in range(run.steps):
-        losses = [copy["loss"] for micro in run.micro_steps(step) for copy in ctx.rank_records("loss", micro)]
+        losses = [record["loss"] for micro in run.micro_steps(step) for record in ctx.rank_records("loss", micro)]
         found.append(StepMetrics(mean_loss(losses), float(total_norm(ctx.rank_records("grads", step)[0]))))
     return found
 
 
 def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
-    """The plain model's own training, on float32 masters where its dtype is narrower."""
+    """Train the plain model on its own and return its metrics by step.
+
+    Where its dtype is narrower than float32, it has float32 masters.
+    """
     weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     optimizer = build(weights, run.optimizer)
     rates = schedule(optimizer, run.optimizer)
@@ -92,11 +97,12 @@ def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
+    """Return the mean of the losses, computed in float64."""
     return float(torch.stack([loss.double() for loss in losses]).mean())
 
 
 def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of all elements together, in float64."""
+    """Return the 2-norm of all elements together, in float64."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
     return torch.stack(norms).square().sum().sqrt()
 
@@ -104,12 +110,17 @@ def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
 def total_norm_and_bound(
     grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all elements together, in float64, and how far a sum of squares may be from it.
+    """Return the 2-norm of all elements together in float64, and how far an engine's may be from it.
 
-    The sum is in float32, or in what is wider among ``dtypes``, the gradients' own unless they are given; in bf16 so
-    many terms have no bound.
+    An engine sums squares in float32 or in the widest of ``dtypes``, by default the gradients' own; a sum of so many
+    terms in bf16 has no bound.
     """
     whole = total_norm(grads)
     own = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
     wide = reduce(torch.promote_types, own, torch.float32)
     return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
+
+
+def make_training_run(training: TrainingConfig, steps: int) -> TrainingRun:
+    """Return ``steps`` steps of the configured training."""
+    return TrainingRun(training.optimizer, steps, training.clip, training.accumulation)

@@ -1,4 +1,4 @@
-"""The laws as library functions: what a rank observes, and how a judge that never saw the engine decides."""
+"""The laws: what a rank observes, and how a judge that never imported the engine decides."""
 
 from zharness.law_kit.dtypes import DTYPES, LOSS_SCALES
 from zharness.law_kit.judge_context import JudgeContext

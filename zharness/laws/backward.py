@@ -1,4 +1,4 @@
-"""The laws of backward in PyTorch's own spellings: what vanilla allows with an output or a loss, an engine allows."""
+"""The laws of backward in PyTorch's own spellings: what plain PyTorch allows with an output or a loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd import backward, grad
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.law import Law
-from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
-
-REQUIRED_FEATURES = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
+from zharness.law_kit.raising_backward import backward_raises, run_with_raising_backward
+from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 
 
 def engine_backward(participant: Participant) -> NamedTensors:
-    """What was not to be retained is gone: a second backward raises, as vanilla's does."""
+    """Call engine.backward twice: without retain_graph the second call raises, as in plain PyTorch."""
     loss = participant.training_loss()
     participant.backward(loss)
     try:
@@ -30,17 +30,18 @@ def engine_backward(participant: Participant) -> NamedTensors:
 
 
 def tensor_backward(participant: Participant) -> None:
+    """Call loss.backward()."""
     backward(participant.training_loss())
 
 
 def non_scalar(participant: Participant) -> None:
-    """``out.backward(g)`` with a g of integers."""
+    """Call ``out.backward(g)`` with an integer ``g``."""
     batch = participant.get_batch(0)
     backward(participant.call(batch.inputs), batch.target)
 
 
 def joint_loss(participant: Participant) -> None:
-    """One loss over two engines."""
+    """Run backward on one loss over two engines."""
     assert participant.partner is not None
     backward(
         participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
@@ -48,17 +49,18 @@ def joint_loss(participant: Participant) -> None:
 
 
 def bypass(participant: Participant) -> None:
-    """One loss over two engines, with a branch that never passed through either's output."""
+    """Run backward on one loss over two engines, with a branch that does not pass through either output."""
     assert participant.partner is not None
     together = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
     backward(participant.loss(together) + participant.module.head(participant.inputs()).sum())
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """A second loss that the forward leaves where no output leads to it."""
+    """Run backward on a second loss, which the forward computes and which no output depends on."""
     left: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Compute the second loss from a weight and the hidden values."""
         left.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
@@ -68,7 +70,7 @@ def auxiliary_loss(participant: Participant) -> None:
 
 
 def without_grad(participant: Participant) -> NamedTensors:
-    """Forwards under no_grad and inference_mode, before and between training: they leave nothing behind."""
+    """Run forwards under no_grad and inference_mode before and between training; they must leave nothing behind."""
     with torch.no_grad():
         values = {"no_grad": participant.call(participant.inputs())}
     loss = participant.training_loss()
@@ -79,13 +81,13 @@ def without_grad(participant: Participant) -> NamedTensors:
 
 
 def autograd_grad(participant: Participant) -> NamedTensors:
-    """The gradient of an output with respect to an input, once and for a batch of cotangents; no parameter gets one.
+    """Take gradients of an output by its input, once and for a batch of cotangents; no parameter gets a gradient.
 
-    Nor does one where the gradients of parameters are asked for. What is returned then is left alone: an engine may
-    give a rank its own, or, where parameters are shards, those of all.
+    Gradients by parameters are taken too, and not compared: an engine may return a rank's own, or all ranks' where
+    parameters are sharded.
     """
     leaf = participant.leaf_inputs()
-    output = participant.call(x=leaf)  # by keyword: an engine passes those on as they are
+    output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
     rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
@@ -97,7 +99,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
 
 
 def backward_inputs(participant: Participant) -> NamedTensors:
-    """``backward(inputs=[x])``, twice on one graph, in the middle of training."""
+    """Call ``backward(inputs=[x])`` twice on one graph in the middle of training."""
     backward(participant.training_loss(2))
     leaf = participant.leaf_inputs()
     loss = participant.loss(participant.call(leaf))
@@ -108,14 +110,14 @@ def backward_inputs(participant: Participant) -> NamedTensors:
 
 
 def recurrent(participant: Participant) -> None:
-    """An output fed back, and several forwards under one backward."""
+    """Feed an output back into the model, and run one backward over several forwards."""
     first = participant.call(participant.inputs())
     again = participant.call(first)
     backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
 
 
 class NamedTupleOutput(NamedTuple):
-    """An output of two tensors."""
+    """A model output of two tensors."""
 
     output: Tensor
     extra: Tensor
@@ -123,14 +125,14 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """An output that is no container of torch's."""
+    """A model output in a container that torch does not know."""
 
     output: Tensor
     extra: Tensor
     count: int = 2
 
 
-# What a model may return, and how a caller gets at the first output in it.
+# What a model may return, and how a caller takes the first output from it.
 OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
     (lambda output, extra: (output, extra), lambda made: made[0]),
     (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
@@ -145,7 +147,7 @@ OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], 
 
 
 def outputs(participant: Participant) -> None:
-    """Every container, with one output used and the others left; at last one in which both are used."""
+    """Return outputs in every container with one of them used; at last use both."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
     made = participant.call(participant.inputs(), pack=NamedTupleOutput)
@@ -153,6 +155,7 @@ def outputs(participant: Participant) -> None:
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
+    """Run one backward for each of two outputs."""
     made = participant.call(participant.inputs(), pack=NamedTupleOutput)
     backward(made.extra.sum())
     backward(participant.loss(made.output))
@@ -163,6 +166,7 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum over all tiles, and save the gradient of ``hidden``."""
         total = torch.zeros((), dtype=hidden.dtype)
         grads: list[Tensor] = []
         for tile in torch.split(hidden, 2):
@@ -178,49 +182,19 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the saved gradient times the incoming one."""
         (of_hidden,) = ctx.saved_tensors
         return grads[0] * of_hidden, None
 
 
 def backward_in_forward(participant: Participant) -> None:
-    """The head's gradient is complete before the caller's own backward begins."""
+    """Use a loss that completes the head's gradient before the caller's own backward begins."""
     hidden = participant.call(participant.inputs())
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
-class DeliberateError(Exception):
-    """Raised within a backward."""
-
-
-class RaisingBackward(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise DeliberateError
-
-
-def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The block on something whose backward raises, so that the layers behind it have their gradients already."""
-    broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
-    return block(broken)
-
-
-def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """1 where the backward of ``loss`` raises what was raised within it, 0 where that is lost."""
-    try:
-        backward(loss, retain_graph=retain_graph)
-    except DeliberateError:
-        return torch.ones(1)
-    return torch.zeros(1)
-
-
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """A backward raises halfway, a retained one twice; after zero_grad the micro-batch is trained again."""
+    """Let a backward raise halfway, a retained one twice, then zero the gradients and train the micro-batch again."""
     once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
     values = {"raised": once, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
@@ -230,45 +204,93 @@ def abort_and_retry(participant: Participant) -> NamedTensors:
 
 
 def backward_law(
-    scenario_fn: ScenarioScript, statement: str, *needs: Feature, engines: int = 1, accumulation: int = 1
+    script: ScenarioScript,
+    statement: str,
+    *features: Feature,
+    kept_because: str,
+    engines: int = 1,
+    accumulation: int = 1,
 ) -> Law:
-    """The check of one play, under the play's name; ``needs`` are features on top of this group's."""
-    name = scenario_fn.__name__
+    """Build the law of one scenario; ``features`` are required in addition to those of the group."""
+    scenario = Scenario(script, engines, accumulation)
     return scenario_law(
-        f"backward.{name}", statement, Scenario(scenario_fn, engines, accumulation), (*REQUIRED_FEATURES, *needs)
+        "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)
     )
 
 
 LAWS = (
-    backward_law(engine_backward, "engine.backward(loss) is vanilla's loss.backward(), and retains no graph"),
-    backward_law(tensor_backward, "loss.backward() is vanilla's"),
-    backward_law(non_scalar, "out.backward(g) is vanilla's"),
+    backward_law(
+        engine_backward,
+        "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
+        kept_because="the spelling of DeepSpeed's users: engines that count micro-batches count in it",
+    ),
+    backward_law(
+        tensor_backward,
+        "loss.backward() is plain PyTorch's",
+        kept_because="torch's own spelling, which an engine notices by its hooks alone",
+    ),
+    backward_law(
+        non_scalar,
+        "out.backward(g) is plain PyTorch's",
+        kept_because="the only backward that starts from a gradient of the caller's",
+    ),
     backward_law(
         joint_loss,
         "a loss over two engines gives each its gradients",
         engines=2,
+        kept_because="the only backward that runs through two engines",
     ),
     backward_law(
         bypass,
         "a loss over two engines, with a branch that bypasses both, gives each its gradients",
         Feature.SUBMODULES,
         engines=2,
+        kept_because="the only loss with a term that does not depend on any output of an engine",
     ),
-    backward_law(auxiliary_loss, "a loss that the forward computes on the side gives vanilla's gradients too"),
-    backward_law(without_grad, "forwards under no_grad and inference_mode are vanilla's and leave nothing behind"),
+    backward_law(
+        auxiliary_loss,
+        "a loss that the forward computes on the side gives plain PyTorch's gradients too",
+        kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
+    ),
+    backward_law(
+        without_grad,
+        "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
+        kept_because="forwards under no_grad between a forward and its backward: state kept by module breaks",
+    ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output is vanilla's, unscaled by accumulation, and leaves training as it was",
+        "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
         accumulation=4,
+        kept_because="gradients that train nothing: engines that count backwards count them too",
     ),
-    backward_law(backward_inputs, "loss.backward(inputs=[x]) is vanilla's and adds nothing to a parameter's gradient"),
-    backward_law(recurrent, "an output fed back, and several forwards under one backward, give vanilla's gradients"),
     backward_law(
-        outputs, "gradients are vanilla's whatever container the outputs come in, and whichever of them are used"
+        backward_inputs,
+        "loss.backward(inputs=[x]) is plain PyTorch's and adds nothing to a parameter's gradient",
+        kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
-    backward_law(two_outputs_two_backwards, "one backward for each of two outputs gives the sum of both gradients"),
     backward_law(
-        backward_in_forward, "a Function that runs a backward within its forward does not disturb the caller's own"
+        recurrent,
+        "an output fed back, and several forwards under one backward, give plain PyTorch's gradients",
+        kept_because="one module called several times before one backward",
     ),
-    backward_law(abort_and_retry, "after an exception within backward and zero_grad the gradients are vanilla's"),
+    backward_law(
+        outputs,
+        "gradients are plain PyTorch's for every container of outputs, and whichever outputs are used",
+        kept_because="the only law that returns outputs in containers, some of them unused",
+    ),
+    backward_law(
+        two_outputs_two_backwards,
+        "one backward for each of two outputs gives the sum of both gradients",
+        kept_because="two backwards of one forward: hooks that fire once fire too early",
+    ),
+    backward_law(
+        backward_in_forward,
+        "a Function that runs a backward within its forward does not disturb the caller's own backward",
+        kept_because="the only graph task within a forward, as in tiled losses",
+    ),
+    backward_law(
+        abort_and_retry,
+        "after an exception within backward and zero_grad the gradients are plain PyTorch's",
+        kept_because="the only backward that raises halfway through the hooks",
+    ),
 )

@@ -1,7 +1,7 @@
 """The laws of activation checkpointing: the gradients are those of the same model without it.
 
-The plain model does not checkpoint at all (``Side.recompute``), but where vanilla's reentrant form itself gives other
-gradients.
+The plain model does not checkpoint at all (``Participant.recompute``), except where torch's reentrant form itself gives
+other gradients.
 """
 
 from __future__ import annotations
@@ -15,35 +15,41 @@ from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law
-from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript, scenario_law
-from zharness.laws.backward import DeliberateError
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.raising_backward import DeliberateError
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 
 Block = Callable[[Tensor], Tensor]
+
 BlockRunner = Callable[[Block, Tensor], Tensor]
+
 REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
 
 
 def make_checkpoint_runner(participant: Participant) -> BlockRunner:
-    """A way to run a block under a checkpoint of the variant's kind."""
+    """Return a function that runs a block under the variant's kind of checkpoint."""
     return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=participant.variant == REENTRANT)
 
 
 def block(participant: Participant) -> None:
-    """A region in the middle whose layer is used twice in it."""
+    """Checkpoint a block in the middle of the model, which uses one layer twice."""
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant))))
 
 
 def nested(participant: Participant) -> None:
+    """Checkpoint a block within a checkpoint."""
     inside = make_checkpoint_runner(participant)
 
     def run_nested(block: Block, hidden: Tensor) -> Tensor:
+        """Run the block within two checkpoints."""
         return inside(lambda h: inside(block, h), hidden)
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
 
 
 def whole_model(participant: Participant) -> NamedTensors:
+    """Checkpoint the whole model."""
     leaf = participant.leaf_inputs()
     backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
     assert leaf.grad is not None
@@ -51,7 +57,7 @@ def whole_model(participant: Participant) -> NamedTensors:
 
 
 def two_regions(participant: Participant) -> None:
-    """One layer in two regions of one loss."""
+    """Use one layer in two checkpointed regions of one loss."""
     inside = make_checkpoint_runner(participant)
     backward(
         participant.loss(
@@ -61,23 +67,25 @@ def two_regions(participant: Participant) -> None:
 
 
 def frozen(participant: Participant) -> None:
-    """A frozen layer in the region, beside trained ones, and nothing but a frozen one."""
+    """Checkpoint a frozen layer beside trained ones, and a frozen layer alone."""
     inside = make_checkpoint_runner(participant)
 
     def run_regions(block: Block, hidden: Tensor) -> Tensor:
+        """Run both regions."""
         return inside(lambda h: block(participant.module.frozen(h)), inside(participant.module.frozen, hidden))
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_regions)))
 
 
 def plain_inputs(participant: Participant) -> None:
-    """The region is the first layer, so its input requires no gradient: vanilla's reentrant form then gives it none."""
+    """Checkpoint the first layer, whose input requires no gradient: torch's reentrant form then gives it none."""
     recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
     hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
     backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
 
 
 def accumulation(participant: Participant) -> None:
+    """Checkpoint a block in two micro-batches."""
     for micro in (0, 2):
         backward(
             participant.loss(
@@ -87,6 +95,7 @@ def accumulation(participant: Participant) -> None:
 
 
 def non_scalar(participant: Participant) -> None:
+    """Call ``out.backward(g)`` through a checkpointed block."""
     backward(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant)),
         participant.get_batch(0).target,
@@ -108,9 +117,10 @@ class RaisesOnRecompute:
 
 
 def exception(participant: Participant) -> NamedTensors:
-    """The recomputation raises; after zero_grad the micro-batch is trained again."""
+    """Let the recomputation raise, then zero the gradients and train the micro-batch again."""
 
     def run_raising_region(block: Block, hidden: Tensor) -> Tensor:
+        """Checkpoint a block that raises when it is recomputed."""
         result: Any = checkpoint(RaisesOnRecompute(block), hidden, use_reentrant=participant.variant == REENTRANT)
         return result  # type: ignore[no-any-return]
 
@@ -125,7 +135,7 @@ def exception(participant: Participant) -> NamedTensors:
 
 
 def dropout(participant: Participant) -> None:
-    """The recomputation draws the numbers that the forward drew."""
+    """Checkpoint a block with dropout; its recomputation has to draw the numbers that its forward drew."""
     torch.manual_seed(participant.rank)
     loss = participant.loss(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant), dropping=True)
@@ -134,29 +144,68 @@ def dropout(participant: Participant) -> None:
     backward(loss)
 
 
-def checkpointing_law(scenario_fn: ScenarioScript, statement: str, *extra_needs: Feature) -> Law:
-    name = scenario_fn.__name__
-    needs = (Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *extra_needs)
+def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature, kept_because: str) -> Law:
+    """Build the law of one scenario, with a variant for each kind of checkpointing."""
     return scenario_law(
-        f"checkpointing.{name}",
+        "checkpointing",
+        Scenario(script),
         statement,
-        Scenario(scenario_fn),
-        needs,
-        variants=((REENTRANT, ()), (NON_REENTRANT, ())),
+        kept_because=kept_because,
+        features=(Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *features),
+        variants=(Variant(REENTRANT), Variant(NON_REENTRANT)),
     )
 
 
 LAWS = (
-    checkpointing_law(block, "checkpointing a block, a layer of which is used twice, changes no gradient"),
-    checkpointing_law(nested, "a checkpoint within a checkpoint changes no gradient"),
-    checkpointing_law(whole_model, "checkpointing the whole model changes no gradient"),
-    checkpointing_law(two_regions, "a layer in two checkpointed regions of one loss gets the sum of both gradients"),
-    checkpointing_law(frozen, "frozen layers within a region, and regions of nothing else, change no gradient"),
     checkpointing_law(
-        plain_inputs, "a region whose inputs require no gradient does what vanilla's does", Feature.SUBMODULES
+        block,
+        "checkpointing a block, a layer of which is used twice, changes no gradient",
+        kept_because="the shortest checkpointed region: the first one to read in a report",
     ),
-    checkpointing_law(accumulation, "checkpointed micro-batches accumulate to the sum of their gradients"),
-    checkpointing_law(non_scalar, "out.backward(g) through a checkpointed region is vanilla's"),
-    checkpointing_law(exception, "after an exception within a recomputation and zero_grad the gradients are vanilla's"),
-    checkpointing_law(dropout, "a recomputation draws the random numbers that its forward drew"),
+    checkpointing_law(
+        nested,
+        "a checkpoint within a checkpoint changes no gradient",
+        kept_because="a recomputation within a recomputation",
+    ),
+    checkpointing_law(
+        whole_model,
+        "checkpointing the whole model changes no gradient",
+        kept_because="every module is gathered twice, none outside a checkpointed region",
+    ),
+    checkpointing_law(
+        two_regions,
+        "a layer in two checkpointed regions of one loss gets the sum of both gradients",
+        kept_because="one layer in two graph tasks: a reduction after the first one loses the second",
+    ),
+    checkpointing_law(
+        frozen,
+        "frozen layers within a region, and regions of frozen layers alone, change no gradient",
+        kept_because="regions without a single gradient, whose hooks never fire",
+    ),
+    checkpointing_law(
+        plain_inputs,
+        "a region whose inputs require no gradient does what plain PyTorch's does",
+        Feature.SUBMODULES,
+        kept_because="a region that autograd skips, as in plain PyTorch",
+    ),
+    checkpointing_law(
+        accumulation,
+        "checkpointed micro-batches accumulate to the sum of their gradients",
+        kept_because="checkpointed regions over several micro-batches",
+    ),
+    checkpointing_law(
+        non_scalar,
+        "out.backward(g) through a checkpointed region is plain PyTorch's",
+        kept_because="a region at the end of a graph, started with a gradient of the caller's",
+    ),
+    checkpointing_law(
+        exception,
+        "after an exception within a recomputation and zero_grad the gradients are plain PyTorch's",
+        kept_because="the only recomputation that raises",
+    ),
+    checkpointing_law(
+        dropout,
+        "a recomputation draws the random numbers that its forward drew",
+        kept_because="the only recomputation that draws random numbers",
+    ),
 )

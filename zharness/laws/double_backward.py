@@ -12,36 +12,25 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Engine, Feature, Reduction
 from zharness.errors import HarnessFault
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.raising_backward import DeliberateError, backward_raises
+from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import (
-    NamedTensors,
-    Participant,
-    Scenario,
-    ScenarioScript,
-    collect_grads,
-    judge_after_effects,
-    make_plain_participant,
-    make_scenario_judge,
-    run_scenario_on_all_ranks,
-    scenario_law,
-)
-from zharness.laws.backward import REQUIRED_FEATURES, DeliberateError, backward_raises
-from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.law_kit.scenario_baseline import collect_grads, make_plain_participant, run_scenario_on_all_ranks
+from zharness.law_kit.scenario_judge import judge_after_effects, make_scenario_judge
+from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import Baseline
 from zharness.parity.compare import check_names
 from zharness.workload import Batch
 
 
-def second_loss(output: Tensor) -> Tensor:
-    """Another loss on the same forward: linear in the output with integer factors, so exact on the exact model."""
-    return 2 * output.sum(dim=-1).mean()
-
-
 def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
-    """One backward in the spelling that ``variant`` names."""
+    """Run one backward in the spelling that ``variant`` names."""
     if variant == "tensor":
         torch.autograd.backward(loss, retain_graph=retain_graph)
     elif variant == "scale":
@@ -90,14 +79,14 @@ def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def retained_same_loss(participant: Participant) -> None:
-    """Doubling is exact, so this is exactly twice the gradient of one backward."""
+    """Run two backwards of one loss: doubling is exact, so the result is exactly twice the gradient."""
     loss = participant.training_loss()
     torch.autograd.backward(loss, retain_graph=True)
     torch.autograd.backward(loss)
 
 
 def retain_leaks_nothing(participant: Participant) -> NamedTensors:
-    """Retained backwards, the last of which raises; zero_grad, and nothing of them is left."""
+    """Run retained backwards, the last of which raises, then zero the gradients and train another micro-batch."""
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_second_backward))
     torch.autograd.backward(loss, retain_graph=True)
     raised = backward_raises(loss, True)
@@ -107,15 +96,17 @@ def retain_leaks_nothing(participant: Participant) -> NamedTensors:
 
 
 class RaisesOnSecondBackward(torch.autograd.Function):
-    """Passes its input through; every backward but the first raises."""
+    """Returns its input unchanged; every backward after the first raises DeliberateError."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Return a copy of ``hidden``."""
         ctx.backwards = 0
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient unchanged the first time, then raise."""
         ctx.backwards += 1
         if ctx.backwards > 1:
             raise DeliberateError
@@ -123,12 +114,13 @@ class RaisesOnSecondBackward(torch.autograd.Function):
 
 
 def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Run ``block`` on an input whose second backward raises."""
     passed: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(passed)
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
-    """Vanilla refuses the second backward, since the weights that it needs were written by the step."""
+    """Run a second backward after a step: plain PyTorch refuses it, because the step wrote its weights."""
     loss = participant.training_loss()
     participant.backward(loss, retain_graph=True)
     participant.step()
@@ -143,11 +135,11 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
 
 
 def gradient_penalty(participant: Participant) -> NamedTensors:
-    """A penalty on the inputs' gradient of a loss with curvature, beside an ordinary loss."""
+    """Add a penalty on the gradient by the inputs, of a loss with curvature, to an ordinary loss."""
     leaf = participant.leaf_inputs()
     output = participant.call(leaf)
     (first,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
-    # In the loss's own sixteenths: in units, the sum of both takes more than 24 bits with one seed of a hundred.
+    # Divided by 16 like the loss itself: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
     torch.autograd.backward(first.pow(2).sum() / 16 + participant.loss(output))
     assert leaf.grad is not None
     return {"input": first, "penalty": leaf.grad}
@@ -157,7 +149,7 @@ OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 
 
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """``loss`` plus the squares of its gradients by the weights, times ``share`` before; and those gradients."""
+    """Return ``loss`` plus the squares of its weight gradients times ``grad_scale``, and these gradients."""
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
     grads = {name: grad_scale * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
@@ -165,20 +157,21 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 
 
 def weight_penalty(participant: Participant) -> NamedTensors:
-    """A penalty on the gradients of weights. Where those are a rank's own, they are vanilla's."""
+    """Add a penalty on the gradients of weights; return them if they are a rank's own."""
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
     torch.autograd.backward(total)
     return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
 
 
-# The mean, since what forgets to divide on the way back is right by the sum.
+# The mean, because an engine that forgets to divide in the second backward is right by the sum.
 WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Gradients of gradients that come reduced are those of all ranks' losses and of the penalty on their reduced sum.
+    """Compare the gradients of a penalty on reduced gradients with those of all ranks' losses and the penalty together.
 
-    By the mean over N ranks, that sum is divided by N within the penalty, and what the penalty gives is once more.
+    With the mean over N ranks, the gradients within the penalty are divided by N, and the penalty's own gradients
+    again.
     """
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
@@ -186,66 +179,80 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.world_size
     expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
-        raise HarnessFault("the penalty is not exact, so it can judge no engine")
-    for rank, copy in enumerate(ctx.rank_records("grads")):
-        check_names("full_grads", expected, copy)
+        raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
+    for rank, record in enumerate(ctx.rank_records("grads")):
+        check_names("full_grads", expected, record)
         for name, grad in expected.items():
-            yield compare_bitwise(ctx.location(name, Part.REDUCTION, rank=rank), grad, copy[name])
+            yield compare_bitwise(ctx.location(name, Part.REDUCTION, rank=rank), grad, record[name])
     yield from judge_after_effects(ctx, run_scenario_on_all_ranks(ctx, WEIGHT_PENALTY_SCENARIO), 0)
 
 
 def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The plain model's gradients of all ranks' losses, with a penalty on ``share`` times their gradients."""
+    """Return the plain gradients of all ranks' losses, with a penalty on ``grad_scale`` times their gradients."""
     module = baseline.build_module().to(dtype)
-    sides = [
+    participants = [
         make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.world_size)
     ]
-    losses = [side.loss(module(side.inputs())) for side in sides]
+    losses = [participant.loss(module(participant.inputs())) for participant in participants]
     torch.autograd.backward(grad_scale * add_gradient_penalty(torch.stack(losses).sum(), module, grad_scale)[0])
     return dict(collect_grads(module))
 
 
-def retained_law(scenario_fn: ScenarioScript, statement: str) -> Law:
-    name = scenario_fn.__name__
-    return scenario_law(
-        f"double_backward.{name}", statement, Scenario(scenario_fn), (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH)
-    )
+def retained_law(script: ScenarioScript, statement: str, *, kept_because: str) -> Law:
+    """Build the law of one scenario with a retained graph."""
+    features = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
+    return scenario_law("double_backward", Scenario(script), statement, kept_because=kept_because, features=features)
 
 
 LAWS = (
-    retained_law(retained_same_loss, "two backwards on one retained graph give exactly twice the gradient"),
-    retained_law(retain_leaks_nothing, "a retained backward, or one that raised, leaves nothing for the next step"),
+    retained_law(
+        retained_same_loss,
+        "two backwards on one retained graph give exactly twice the gradient",
+        kept_because="doubling is exact on every model, so a lost or a third share shows",
+    ),
+    retained_law(
+        retain_leaks_nothing,
+        "a retained backward, or one that raised, leaves nothing for the next step",
+        kept_because="compares the step after, where retained_same_loss compares gradients",
+    ),
     retained_law(
         step_between_retained_backwards,
-        "a backward over weights that a step has written since its forward raises, as vanilla's does",
+        "a backward raises if a step has written the weights since its forward, as in plain PyTorch",
+        kept_because="the only law of this group in which the right outcome is an error",
     ),
-    retained_law(gradient_penalty, "autograd.grad with create_graph, then backward of a penalty on it, is vanilla's"),
+    retained_law(
+        gradient_penalty,
+        "autograd.grad with create_graph, then backward of a penalty on it, is plain PyTorch's",
+        kept_because="the only backward through the gradient of an input",
+    ),
     replace(
         scenario_law(
-            "double_backward.weight_penalty",
-            "a penalty on gradients of weights is vanilla's: on a rank's own, or on all ranks', as the engine claims",
+            "double_backward",
             WEIGHT_PENALTY_SCENARIO,
-            (*REQUIRED_FEATURES, Feature.RETAIN_GRAPH),
+            "a penalty on the gradients of weights is plain PyTorch's: on a rank's own, or on all ranks', as claimed",
+            features=(*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
             variants=(
-                (OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
-                (REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,)),
+                Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
+                Variant(REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,), exact_by_sum=True),
             ),
+            kept_because="the only backward through the gradients of weights",
         ),
         judge=judge_weight_penalty,
-        exact_by_sum_variants=(REDUCED_GRADIENTS,),
     ),
     Law(
         name="double_backward.retained_then_zero_grad",
-        statement="backward of one loss on a retained graph, zero_grad, backward of another: the other's gradient alone",
+        statement="backward of a loss on a retained graph, zero_grad, backward of another: the latter's gradient alone",
         tier=Tier.STAGED,
         models=("mlp", "transformer", "exact", "fused"),
         observe=observe_retained_then_zero_grad,
         judge=judge_retained_then_zero_grad,
-        needs=(Feature.RETAIN_GRAPH,),
+        features=(Feature.RETAIN_GRAPH,),
         variants=(
-            ("", (Feature.ENGINE_BACKWARD,)),
-            ("tensor", (Feature.TENSOR_BACKWARD,)),
-            ("scale", (Feature.SCALE_BACKWARD,)),
+            Variant("", (Feature.ENGINE_BACKWARD,)),
+            Variant("tensor", (Feature.TENSOR_BACKWARD,)),
+            Variant("scale", (Feature.SCALE_BACKWARD,)),
         ),
+        steps=LawSteps(observe_retained_then_zero_grad),
+        kept_because="every spelling of backward on every model: a released engine fails in it",
     ),
 )

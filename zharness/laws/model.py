@@ -1,4 +1,4 @@
-"""The laws of anyone's model that the models of the workload need not: its own configuration, its own checkpointing."""
+"""The laws of a user's model: its configured training, and its own activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,37 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.engines.protocol import Engine, Feature
 from zharness.errors import UsageError
-from zharness.law_kit.default_training import TrainingConfig
+from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients, select_accumulation_owner
+from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
-    NO_CLIPPING,
     RecordedStep,
     compare_published_weights,
     compare_ranks_after_step,
     judge_step,
 )
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.training_run import TrainingRun
-from zharness.laws.training_accumulation import accumulate, judge_clip_factor, judge_engine_divided_gradients
-from zharness.laws.training_trajectory import compare_forward, compare_initial_weights
+from zharness.law_kit.record_comparisons import compare_forward, compare_initial_weights
+from zharness.law_kit.training_run import make_training_run
 from zharness.parity import Comparison, Tier
 from zharness.workload import ModelSpec
 
 DEFAULT_STEPS = "3"
+
 CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
 
 
-def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Who owns the accumulation of a training as configured: the engine, where it can."""
-    engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
-    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER
-
-
 def build_configured_engine(ctx: RankContext) -> Engine:
-    """The engine in the user's configuration, around the model."""
+    """Build an engine around the model, with the user's configured training."""
     training = ctx.training
     return ctx.build_engine(
         optimizer=training.optimizer,
@@ -52,13 +47,13 @@ def build_configured_engine(ctx: RankContext) -> Engine:
 
 def observe_configured(ctx: RankContext) -> None:
     training, owner = ctx.training, select_accumulation_owner(ctx)
-    own = ctx.config.stage in ctx.capabilities.own_kernels
-    ctx.record("setting", {"own kernels": torch.tensor(own), "engine": torch.tensor(owner is owner.ENGINE)})
+    own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
+    ctx.record("setting", {"own kernels": torch.tensor(own_kernels), "engine": torch.tensor(owner is owner.ENGINE)})
     engine = build_configured_engine(ctx)
-    course = make_training_run(training, ctx.variant)
-    for step in range(course.steps):
+    run = make_training_run(training, int(ctx.variant))
+    for step in range(run.steps):
         ctx.record_training_state(engine, step)
-        accumulate(ctx, engine, owner, course.micro_steps(step), "loss", engine.backward)
+        accumulate(ctx, engine, owner, run.micro_steps(step), "loss", engine.backward)
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
@@ -68,13 +63,11 @@ def observe_configured(ctx: RankContext) -> None:
     engine.close()
 
 
-def make_training_run(training: TrainingConfig, steps: str) -> TrainingRun:
-    """So many steps of a training as configured."""
-    return TrainingRun(training.optimizer, int(steps), training.clip, training.accumulation)
-
-
 def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Each step from the engine's own weights; with kernels of its own, its gradients are another law's matter."""
+    """Judge each step from the engine's own weights.
+
+    The gradients of an engine with its own kernels are judged by training.kernels instead.
+    """
     yield from compare_initial_weights(ctx)
     for step in range(int(ctx.variant)):
         if not ctx.rank_records("setting")[0]["own kernels"]:
@@ -88,9 +81,12 @@ def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Losses bitwise, and the mean over micro-batches, of which an engine may divide the loss or the gradient."""
+    """Compare losses bitwise, and gradients with the mean over micro-batches.
+
+    An engine that owns the accumulation may divide the loss or the gradient.
+    """
     parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
-    micros = make_training_run(ctx.training, ctx.variant).micro_steps(step)
+    micros = make_training_run(ctx.training, int(ctx.variant)).micro_steps(step)
     divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(parts)) for micro in micros]
     for micro, local in zip(micros, divided, strict=True):
         yield from compare_forward(ctx, step, local, micro)
@@ -101,29 +97,29 @@ def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
-    """The model with its own activation checkpointing on. Raises UsageError for a model that has none."""
+    """Build the model with its own activation checkpointing enabled. Raises UsageError for a model that has none."""
     model: Any = spec.build()
     if not can_checkpoint(model):
         raise UsageError(
-            f"the model of {spec.name} has no gradient_checkpointing_enable() as models of transformers have; one "
-            "that checkpoints in another way does so in every law, as its factory made it"
+            f"the model of {spec.name} has no gradient_checkpointing_enable() as models of transformers have; a model "
+            "that checkpoints in another way does so in every law, as its factory built it"
         )
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant and not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()):
-        model.enable_input_require_grads()  # a reentrant region gives no gradient where no input of it requires one
+        model.enable_input_require_grads()  # or a reentrant checkpoint gives no gradient
     return model  # type: ignore[no-any-return]
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Whether the model has checkpointing of the transformers package's kind, and supports it."""
+    """Return whether the model has activation checkpointing as models of transformers have it, and supports it."""
     return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
         getattr(model, "supports_gradient_checkpointing", False)
     )
 
 
 def add_checkpointing(spec: ModelSpec, kind: str) -> ModelSpec:
-    """``spec`` with its model under its own activation checkpointing."""
+    """Return ``spec`` with a model that uses its own activation checkpointing."""
     return replace(spec, build=partial(build_checkpointed_model, spec, kind))
 
 
@@ -135,7 +131,7 @@ def observe_checkpointing(ctx: RankContext) -> None:
 
 
 def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Plain PyTorch's gradients with the same checkpointing."""
+    """Compare losses and gradients with plain PyTorch's under the same checkpointing."""
     spec = add_checkpointing(ctx.baseline.spec, ctx.variant)
     plain = replace(ctx, baseline=replace(ctx.baseline, spec=spec))
     local = plain.compute_local_grads(step=0)
@@ -152,10 +148,10 @@ LAWS = (
         observe=observe_configured,
         judge=judge_configured,
         weights_stay_integers=False,
-        variants=((DEFAULT_STEPS, ()),),
-        self_compared_variants=(DEFAULT_STEPS,),
-        user_model_variants=(DEFAULT_STEPS,),
-        accepts_step_count=True,
+        variants=(
+            Variant(DEFAULT_STEPS, compares_engine_with_itself=True, applies_to_user_models=True, is_step_count=True),
+        ),
+        steps=LawSteps(observe_configured),
     ),
     Law(
         name="model.checkpointing",
@@ -164,8 +160,7 @@ LAWS = (
         models=(),
         observe=observe_checkpointing,
         judge=judge_checkpointing,
-        needs=(Feature.RECOMPUTATION,),
-        variants=tuple((kind, ()) for kind in CHECKPOINT_KINDS),
-        user_model_variants=CHECKPOINT_KINDS,
+        features=(Feature.RECOMPUTATION,),
+        variants=tuple(Variant(kind, applies_to_user_models=True) for kind in CHECKPOINT_KINDS),
     ),
 )

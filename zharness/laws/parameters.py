@@ -1,4 +1,4 @@
-"""The laws of parameters of every kind, and of what becomes of them after construction."""
+"""The laws of parameters of every kind, and of changes to them after construction."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from torch.autograd import backward
 
 from zharness.engines.protocol import Engine, Feature, Reduction
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads, collect_grads, scenario_law
-from zharness.laws.training_trajectory import ADAMW, compare_initial_weights
+from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.scenario_baseline import collect_grads
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
-
-NEEDS = (Feature.PARAMETERS, Feature.TENSOR_BACKWARD)
 
 
 def every_kind(participant: Participant) -> None:
-    """Tied, frozen, unused, empty, tiny, uneven, transposed, used twice, read by attribute, of three dtypes."""
+    """Train tied, frozen, unused, empty, tiny, uneven, transposed and shared parameters of three dtypes."""
     backward(participant.training_loss())
 
 
 def branch(participant: Participant) -> None:
-    """A branch that the first forward uses and the second does not, and one that only the second's loss reaches."""
+    """Use a branch in the first forward and not in the second, whose loss alone reaches another branch."""
     backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
     backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
 
 
 def frozen_and_unfrozen(participant: Participant) -> None:
-    """What trains changes after construction, and changes again."""
+    """Change which parameters train after construction, and change it again."""
     participant.module.frozen.requires_grad_(True)
     participant.module.twice.requires_grad_(False)
     backward(participant.training_loss())
@@ -45,14 +47,14 @@ def frozen_and_unfrozen(participant: Participant) -> None:
 
 
 def outside_its_module(participant: Participant) -> None:
-    """A weight read by attribute outside any forward, beside the ordinary loss and alone."""
+    """Read a weight by attribute outside any forward, beside the ordinary loss and alone."""
     weight = participant.module.first.weight
     backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
     backward(participant.module.by_attribute.weight.sum())
 
 
 def edited(participant: Participant) -> None:
-    """Full weights edited between two micro-batches: by name and by attribute, as rank 0 does it."""
+    """Edit full weights between two micro-batches, by name and by attribute; only rank 0's edits last."""
     backward(participant.training_loss())
     with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
@@ -62,7 +64,7 @@ def edited(participant: Participant) -> None:
 
 
 def late_submodule(participant: Participant) -> None:
-    """A submodule attached late that uses a parameter of the model; its own trains nobody."""
+    """Attach a submodule late that uses a parameter of the model; no optimizer trains the submodule's own."""
     late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
     late.weight = dict(participant.module.named_parameters())["first.weight"]
     participant.module.late = nn.Sequential(late, nn.ReLU())
@@ -74,7 +76,7 @@ OTHER_RANKS = "others"
 
 
 def used_on_some_ranks(participant: Participant) -> None:
-    """One forward takes the branch on rank 0 alone, or on all others; the next on no rank; then training goes on."""
+    """Take a branch on rank 0 alone, or on all other ranks; then on no rank."""
     with participant.allow_uneven_use():
         backward(
             participant.loss(
@@ -87,13 +89,14 @@ def used_on_some_ranks(participant: Participant) -> None:
 
 
 def sparse(participant: Participant) -> None:
-    """Rows of a table that a rank looks up several times, and in more than one micro-batch; some rows never."""
+    """Look up rows of a table several times and in several micro-batches; some rows never."""
     backward(participant.training_loss())
     backward(participant.training_loss(2))
 
 
-# Whether each step uses the branch; None: a step without any backward before it.
+# Whether each step uses the branch; None: a step with no backward before it.
 IDLE_VARIANT = "idle"
+
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
 
 
@@ -110,7 +113,7 @@ def observe_unfrozen(ctx: RankContext) -> None:
 
 
 def train_with_branches(ctx: RankContext, engine: Engine) -> None:
-    """Steps of an engine, with everything recorded that ``judge_stay_put`` asks for."""
+    """Train steps that use the branch or not, and record everything that ``judge_stay_put`` needs."""
     for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
         ctx.record_training_state(engine, step)
         batch = ctx.batch(step)
@@ -124,15 +127,15 @@ def train_with_branches(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The engine's own gradients decide how a used parameter moves; that they are right is other laws' matter.
+    """Judge each step with the engine's own gradients, of the parameters that the plain model uses.
 
-    Which are used is asked of the plain model: an engine that reports zeros for the others still may not move them.
+    An engine may report zeros for the other parameters, and still must not move them. Other laws judge the gradients.
     """
     yield from judge_branch_steps(ctx, ctx.baseline.build_module())
 
 
 def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """The replay, and that there was a gradient to replay."""
+    """Judge each step, and check that the unfrozen parameters had a gradient."""
     module: Any = ctx.baseline.build_module()
     module.frozen.requires_grad_(True)
     yield from judge_branch_steps(ctx, module)
@@ -141,9 +144,9 @@ def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Comparison]:
-    """Each step replayed for the parameters that some rank used; the others are what they were, bitwise.
+    """Replay each step for the parameters that some rank used; all others must be bitwise unchanged.
 
-    Each parameter has made as many steps as used it, and no more.
+    Each parameter's step count is the number of steps that used it.
     """
     yield from compare_initial_weights(ctx)
     idle = dict.fromkeys(ctx.baseline.parameter_names, 0)
@@ -156,7 +159,7 @@ def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Compari
 
 
 def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
-    """Names of the plain model's parameters that get a gradient, be it of zeros, from some rank's micro-batch."""
+    """Return the names of the plain model's parameters that get a gradient, even of zeros, on some rank."""
     module.zero_grad()
     for rank in range(ctx.world_size):
         batch = ctx.baseline.batch(rank, step)
@@ -167,7 +170,7 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
 def observe_deferred(ctx: RankContext) -> None:
     with torch.device("meta"):
         model = ctx.spec.build()
-    engine = ctx.build_engine_around(model)  # torch's generator is seeded as it is for the eager model
+    engine = ctx.build_engine_around(model)  # draws the eager model's numbers: torch's generator has the same seed
     ctx.record("params", engine.full_params())
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -184,63 +187,87 @@ def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
 def parameter_law(
     script: ScenarioScript,
     statement: str,
-    *needs: Feature,
+    *features: Feature,
+    kept_because: str,
     unused_grads: UnusedGrads = UnusedGrads.NONE_IF_CLAIMED,
     model: str = "changing",
     variants: tuple[str, ...] = ("",),
 ) -> Law:
-    """The check of one play, by the mean where that is exact; other plays ask for the sum."""
-    name, scene = script.__name__, Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN)
-    spelled = tuple((variant, ()) for variant in variants)
-    return scenario_law(f"parameters.{name}", statement, scene, (*NEEDS, *needs), model, spelled)
+    """Build the law of one scenario. Gradients are averaged where that is exact; other groups sum them."""
+    return scenario_law(
+        "parameters",
+        Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN),
+        statement,
+        kept_because=kept_because,
+        features=(Feature.PARAMETERS, Feature.TENSOR_BACKWARD, *features),
+        model=model,
+        variants=tuple(map(Variant, variants)),
+    )
 
 
 LAWS = (
     parameter_law(
         every_kind,
-        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed ones train as vanilla's",
+        "tied, frozen, empty, tiny, uneven, transposed, shared and mixed-dtype parameters train as in plain PyTorch",
         model="odd",
+        kept_because="all kinds of parameters in one model, as in real models",
     ),
     parameter_law(
         branch,
-        "a parameter that a step does not use has no gradient in it, whatever step before did",
+        "a parameter that a step does not use has no gradient in it, whatever the step before did",
         unused_grads=UnusedGrads.ALWAYS_NONE,
+        kept_because="the only law that distinguishes no gradient from a gradient of zeros",
     ),
-    parameter_law(frozen_and_unfrozen, "parameters may be frozen and unfrozen after construction", Feature.UNFREEZING),
+    parameter_law(
+        frozen_and_unfrozen,
+        "parameters may be frozen and unfrozen after construction",
+        Feature.UNFREEZING,
+        kept_because="the only law that changes requires_grad both ways",
+    ),
     parameter_law(
         outside_its_module,
         "a weight that is read outside its module's forward gets that gradient too",
         Feature.OUTSIDE_FORWARD,
+        kept_because="a weight that is read where no hook of its module runs",
     ),
     parameter_law(
         used_on_some_ranks,
-        "a parameter that only some ranks use, whichever they are, counts as zero on the others",
+        "a parameter that only some ranks use counts as zero on the others, whichever ranks they are",
         variants=("", OTHER_RANKS),
+        kept_because="the only law in which ranks take different branches",
     ),
     parameter_law(
         sparse,
-        "the sparse gradient of a table, rows of which were looked up several times, is the sum over them",
+        "the sparse gradient of a table whose rows were looked up several times is the sum over the look-ups",
         Feature.SPARSE_GRADIENTS,
         model="lookup",
+        kept_because="the only sparse gradients",
     ),
     parameter_law(
-        late_submodule, "a submodule that is attached late may use the model's parameters", Feature.OUTSIDE_FORWARD
+        late_submodule,
+        "a submodule that is attached late may use the model's parameters",
+        Feature.OUTSIDE_FORWARD,
+        kept_because="the only law whose modules change after construction",
     ),
     parameter_law(
-        edited, "full weights may be edited between steps, as one rank does it, and every rank sees it", Feature.EDITS
+        edited,
+        "full weights may be edited between steps; what rank 0 writes is what every rank has",
+        Feature.EDITS,
+        kept_because="the only law that writes weights from outside",
     ),
     Law(
         name="parameters.stay_put",
-        statement="a parameter that a step does not use stays put in it, though AdamW would decay it, and so do its counts",
+        statement="a parameter that a step does not use keeps its value and step count, though AdamW would decay it",
         tier=Tier.STAGED,
         models=("changing",),
         observe=observe_stay_put,
         judge=judge_stay_put,
-        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
+        features=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         weights_stay_integers=False,
-        variants=(("", ()), (IDLE_VARIANT, ())),
-        self_compared_variants=("", IDLE_VARIANT),
-        dtypes=("fp32",),  # the model mixes dtypes of its own: its frozen layer stays in fp32, whatever the others are
+        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BRANCH_USE_BY_VARIANT),
+        steps=LawSteps(observe_stay_put),
+        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
+        kept_because="decay and momentum can move a parameter without a gradient, which branch does not show",
     ),
     Law(
         name="parameters.unfrozen",
@@ -249,18 +276,21 @@ LAWS = (
         models=("odd",),
         observe=observe_unfrozen,
         judge=judge_unfrozen,
-        needs=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
+        features=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.UNFREEZING),
         weights_stay_integers=False,
-        self_compared_variants=("",),
-        dtypes=("fp32",),  # as above
+        variants=(Variant(compares_engine_with_itself=True),),
+        steps=LawSteps(observe_unfrozen),
+        dtypes=("fp32",),  # for the same reason
+        kept_because="the step after unfreezing, which gradients do not show",
     ),
     Law(
         name="parameters.deferred",
-        statement="a model built on the meta device starts where rank 0's eager one does, and trains as it",
+        statement="a model built on the meta device starts from rank 0's eager weights, and trains like the eager one",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_deferred,
         judge=judge_deferred,
-        needs=(Feature.DEFERRED,),
+        features=(Feature.DEFERRED,),
+        kept_because="the only law that builds on the meta device",
     ),
 )

@@ -13,57 +13,64 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
+from zharness.law_kit.law_steps import LawSteps, StepsKind
+from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, scenario_law
-from zharness.laws.training_accumulation import ZERO_LR_SGD
+from zharness.law_kit.scenario_law import scenario_law
+from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript
 from zharness.parity import Comparison, Tier
 from zharness.workload import Batch, ModelSpec
 
-# Their inputs are floats. The loss of "fused" is a legacy autograd.Function, which vanilla does not transform either.
+# Models with float inputs. The loss of "fused" is a legacy autograd.Function, which plain PyTorch cannot transform.
 DIFFERENTIABLE = ("mlp", "conv", "exact")
+
 ACCUMULATIONS = (1, 4)
-# A product of a matrix and a vector is summed in an order that depends on where the matrix lies between two of these
-# bytes, and an engine may keep weights as views of one flat buffer: the baseline's are put where the engine's lie.
+
+# The summation order of a matrix-vector product depends on the matrix's alignment in bytes, and an engine may keep its
+# weights as views of a flat buffer: the baseline's weights get the alignment of the engine's.
 ALIGNMENT = 64
 
 Call = Callable[[Tensor], Tensor]
+
 Transform = Callable[[Call, ModelSpec, Batch], Mapping[str, Tensor]]
 
 
 def grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """torch.func.grad of the loss with respect to the inputs: the shape of the inputs."""
+    """Return torch.func.grad of the loss by the inputs."""
     return {"input": torch.func.grad(lambda inputs: spec.loss(call(inputs), batch.target))(batch.inputs)}
 
 
 def vmap_grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """vmap(grad): one gradient for each sample, stacked."""
+    """Return vmap(grad): one gradient for each sample, stacked."""
 
     def sample_loss(inputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of one sample."""
         return spec.loss(call(inputs[None]), target[None])
 
     return {"input": torch.func.vmap(torch.func.grad(sample_loss))(batch.inputs, batch.target)}
 
 
 def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
-    """The loss as a function of the inputs."""
+    """Return the loss as a function of the inputs."""
     return lambda inputs: spec.loss(call(inputs), batch.target)
 
 
 def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
-    """Functions of 1-D, 2-D and batched inputs, with the inputs."""
+    """Return functions of 1-D, 2-D and batched inputs, each with its inputs."""
     return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
 
 
 def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """The gradient, and a value that is the forward's."""
+    """Return the gradient and value of grad_and_value, beside the loss of a plain forward."""
     gradient, value = torch.func.grad_and_value(make_loss_function(call, spec, batch))(batch.inputs)
     return {"input": gradient, "value": value, "forward": make_loss_function(call, spec, batch)(batch.inputs)}
 
 
 def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """grad with an auxiliary output: here, the model's, to which its inputs go by keyword."""
+    """Return the gradient and the auxiliary output of grad, where the model's inputs are passed by keyword."""
 
     def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the output as auxiliary value."""
         output: Tensor = call(x=inputs)
         return spec.loss(output, batch.target), output
 
@@ -73,13 +80,13 @@ def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def vjp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """vjp, whose pullback is called after the forward is over."""
+    """Return the output of vjp, and the gradient by its pullback, called after the forward is over."""
     output, pullback = torch.func.vjp(call, batch.inputs)[:2]
     return {"output": output, "input": pullback(batch.target)[0]}
 
 
 def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Forward mode along the inputs themselves."""
+    """Return outputs and tangents of forward mode along the inputs themselves."""
     pairs = {
         shape: torch.func.jvp(function, (x,), (x,)) for shape, (function, x) in make_calls_by_shape(call, batch).items()
     }
@@ -88,19 +95,20 @@ def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def jacrev(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """The Jacobian by reverse mode."""
+    """Return the Jacobian by reverse mode."""
     return {shape: torch.func.jacrev(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
 
 
 def jacfwd(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """The Jacobian by forward mode."""
+    """Return the Jacobian by forward mode."""
     return {shape: torch.func.jacfwd(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
 
 
 def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Forward over reverse, and reverse over reverse."""
+    """Return the Hessian by forward over reverse, and by reverse over reverse."""
 
     def sum_of_squares(inputs: Tensor) -> Tensor:
+        """Return the sum of squares of the output."""
         return call(inputs).pow(2).sum()
 
     inputs = batch.inputs[0]
@@ -111,17 +119,18 @@ def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def vmap(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """The model over the samples, one by one."""
+    """Return the model's output, mapped over the samples."""
     return {"output": torch.func.vmap(call)(batch.inputs)}
 
 
 def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """The gradient of every parameter of this rank's own loss."""
+    """Return the gradient of this rank's own loss by every parameter, computed with functional_call."""
     engine = isinstance(call, Engine)
     module = call.module if engine else call
     weights = call.full_params() if engine else {name: p.detach() for name, p in call.named_parameters()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:
+        """Return the loss with these parameters."""
         output: Tensor = torch.func.functional_call(module, params, (batch.inputs,))
         return spec.loss(output, batch.target)
 
@@ -129,7 +138,7 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 
 
 def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Zeros: rows of jacrev beside single gradients, and the sum of vmap(grad) beside samples x grad of the mean."""
+    """Return differences that have to be zero: jacrev and single gradients; vmap(grad) summed and samples x grad."""
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])
     output = call(leaf)
@@ -140,11 +149,14 @@ def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """A fused linear loss: it transforms its own arithmetic, within the model's forward or the caller's loss."""
+    """A fused linear loss that uses torch.func within its own forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the loss and save its gradients, computed with grad_and_value."""
+
         def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            """Return the sum of the positive outputs."""
             return torch.relu(hidden @ weight.t()).sum()
 
         gradients, value = torch.func.grad_and_value(loss, argnums=(0, 1))(hidden, weight)
@@ -154,13 +166,15 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the saved gradients times the incoming one."""
         return grads[0] * ctx.hidden, grads[0] * ctx.weight
 
 
 def inside_forward(participant: Participant) -> None:
-    """In the model's forward, on a weight that it reads; and in a loss outside it."""
+    """Use torch.func in the model's forward, on a weight that it reads, and in a loss outside it."""
 
     def run_block(block: Call, hidden: Tensor) -> Tensor:
+        """Add the fused loss to the block's output."""
         fused: Tensor = FusedLinearLoss.apply(block(hidden), participant.module.shared.weight)  # type: ignore[no-untyped-call]
         return block(hidden) + fused
 
@@ -169,14 +183,14 @@ def inside_forward(participant: Participant) -> None:
 
 
 def through_transforms(participant: Participant) -> None:
-    """Backward through a vmap, and through a vmap of grad, of the engine."""
+    """Run backward through a vmap of the engine, and through a vmap of grad."""
     backward(participant.loss(torch.func.vmap(participant.call)(participant.inputs())))
     by_sample = torch.func.vmap(torch.func.grad(lambda x: participant.call(x).clamp(-4, 4).sum()))(participant.inputs())
     backward(by_sample.sum())
 
 
 def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
-    """How far behind a multiple of ALIGNMENT bytes each weight lies; one that is not whole here is left out."""
+    """Return the offset of each weight's memory from a multiple of ALIGNMENT bytes, for weights that are whole here."""
     weights = ((name, parameter) for name, parameter in module.named_parameters() if not is_dtensor(parameter))
     return {
         name: torch.tensor(weight.data_ptr() % ALIGNMENT)
@@ -186,7 +200,7 @@ def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
 
 
 def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Module:
-    """``module``, its weights copied to where ``placed`` says."""
+    """Return ``module`` with its weights copied to memory of these alignments."""
     for name, parameter in module.named_parameters():
         if name in alignments and parameter.shape:
             room = torch.empty(parameter.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=parameter.device)
@@ -197,14 +211,15 @@ def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Mod
 
 
 def detach_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers without their graph."""
+    """Return the values without their graph."""
     return {name: tensor.detach() for name, tensor in values.items()}
 
 
 def make_transform_observer(transform: Transform) -> Callable[[RankContext], None]:
-    """Apply ``transform`` to the engine, then train one ordinary boundary, at accumulation 1 and 4."""
+    """Return an observer that applies ``transform`` and then trains one window, with accumulation 1 and 4."""
 
     def observe(ctx: RankContext) -> None:
+        """Record the transformed values, and the losses and gradients of the window."""
         engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
         owner = AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
         for steps in ACCUMULATIONS if engine_owns else ACCUMULATIONS[:1]:
@@ -222,9 +237,10 @@ def make_transform_observer(transform: Transform) -> Callable[[RankContext], Non
 
 
 def make_transform_judge(transform: Transform) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """The transformed values are vanilla's on every rank; the boundary trained afterwards is unharmed."""
+    """Return a judge that compares the transformed values on every rank, and the window trained afterwards."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
+        """Compare transformed values, losses and gradients with plain PyTorch's."""
         spec = ctx.baseline.spec
         for steps in ACCUMULATIONS:
             if ctx.has_record(f"transformed-{steps}"):
@@ -250,9 +266,11 @@ def transform_law(
     statement: str,
     transform: Transform,
     models: tuple[str, ...] = ("mlp",),
-    needs: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+    features: tuple[Feature, ...] = (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+    *,
+    kept_because: str,
 ) -> Law:
-    """A check of one transform."""
+    """Build the law of one transform."""
     return Law(
         name=f"torch_func.{name}",
         statement=statement,
@@ -260,55 +278,98 @@ def transform_law(
         models=models,
         observe=make_transform_observer(transform),
         judge=make_transform_judge(transform),
-        needs=needs,
+        kept_because=kept_because,
+        features=features,
+        steps=LawSteps(transform, StepsKind.TRANSFORM),
     )
 
 
-def transform_training_law(script: ScenarioScript, statement: str, *needs: Feature) -> Law:
-    """A check of training through a transform; ``needs`` are features on top of this group's."""
-    name = script.__name__
-    return scenario_law(
-        f"torch_func.{name}", statement, Scenario(script), (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *needs)
-    )
+def transform_training_law(script: ScenarioScript, statement: str, *extra_features: Feature, kept_because: str) -> Law:
+    """Build the law of training through a transform."""
+    features = (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *extra_features)
+    return scenario_law("torch_func", Scenario(script), statement, kept_because=kept_because, features=features)
 
 
 TORCH_FUNC_NEEDS = (Feature.TORCH_FUNC,)
+
 EXACT_MODELS = ("exact",)
+
 VECTOR_MODELS = ("mlp", "exact")
+
 LAWS = (
     transform_law(
         "grad",
-        "torch.func.grad of the engine is vanilla's, unscaled by accumulation; training goes on unharmed",
+        "torch.func.grad of the engine is plain PyTorch's, unscaled by accumulation; training goes on unharmed",
         grad,
         DIFFERENTIABLE,
         TORCH_FUNC_NEEDS,
+        kept_because="the shortest transform: the first one to read in a report",
     ),
     transform_law(
         "vmap_grad",
-        "vmap(grad) of the engine is vanilla's, sample by sample; training goes on unharmed",
+        "vmap(grad) of the engine is plain PyTorch's, sample by sample; training goes on unharmed",
         vmap_grad,
         DIFFERENTIABLE,
         TORCH_FUNC_NEEDS,
+        kept_because="per-sample gradients, the most common use of transforms",
     ),
     transform_law(
-        "grad_and_value", "grad_and_value of the engine is vanilla's, and its value is the forward's", grad_and_value
+        "grad_and_value",
+        "grad_and_value of the engine is plain PyTorch's, and its value is the forward's",
+        grad_and_value,
+        kept_because="the transform that fused losses call, with the value beside the gradient",
     ),
-    transform_law("has_aux", "grad with an auxiliary output is vanilla's in both", has_aux),
-    transform_law("vjp", "vjp of the engine is vanilla's, its pullback called when the forward is over", vjp),
-    transform_law("jvp", "forward mode through the engine is vanilla's", jvp, VECTOR_MODELS),
-    transform_law("jacrev", "jacrev of the engine is vanilla's for 1-D, 2-D and batched inputs", jacrev, VECTOR_MODELS),
-    transform_law("jacfwd", "jacfwd of the engine is vanilla's for 1-D, 2-D and batched inputs", jacfwd, VECTOR_MODELS),
+    transform_law(
+        "has_aux",
+        "grad with an auxiliary output is plain PyTorch's in both",
+        has_aux,
+        kept_because="the only transform with an output that is not differentiated, and with inputs by keyword",
+    ),
+    transform_law(
+        "vjp",
+        "vjp of the engine is plain PyTorch's, also when its pullback is called after the forward is over",
+        vjp,
+        kept_because="its pullback runs after the forward, when a stage-3 engine has freed the full weights",
+    ),
+    transform_law(
+        "jvp",
+        "forward mode through the engine is plain PyTorch's",
+        jvp,
+        VECTOR_MODELS,
+        kept_because="forward mode alone: a Function without a jvp rule raises in it and in no other law",
+    ),
+    transform_law(
+        "jacrev",
+        "jacrev of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
+        jacrev,
+        VECTOR_MODELS,
+        kept_because="vmap over a pullback: a Function without a vmap rule raises",
+    ),
+    transform_law(
+        "jacfwd",
+        "jacfwd of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
+        jacfwd,
+        VECTOR_MODELS,
+        kept_because="vmap over forward mode",
+    ),
     transform_law(
         "hessian",
-        "the Hessian of the engine is vanilla's, forward over reverse and reverse over reverse",
+        "the Hessian of the engine is plain PyTorch's, forward over reverse and reverse over reverse",
         hessian,
         VECTOR_MODELS,
+        kept_because="one transform within another: two levels are active at once",
     ),
-    transform_law("vmap", "vmap of the engine is vanilla's", vmap),
+    transform_law(
+        "vmap",
+        "vmap of the engine is plain PyTorch's",
+        vmap,
+        kept_because="batching without differentiation",
+    ),
     transform_law(
         "functional_call",
         "parameter gradients by functional_call over full_params are this rank's own",
         functional_call,
+        kept_because="parameters that are not the engine's own reach its modules",
     ),
     transform_law(
         "identities",
@@ -316,11 +377,17 @@ LAWS = (
         identities,
         EXACT_MODELS,
         (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
+        kept_because="needs no baseline: transforms are compared with each other",
     ),
     transform_training_law(
         inside_forward,
-        "a forward or a loss that uses torch.func itself, on a weight, trains as vanilla's",
+        "a forward or a loss that uses torch.func itself, on a weight, trains as in plain PyTorch",
         Feature.OUTSIDE_FORWARD,
+        kept_because="a transform within training: a released engine failed in it and in no other law",
     ),
-    transform_training_law(through_transforms, "backward through a vmap and a vmap(grad) of the engine is vanilla's"),
+    transform_training_law(
+        through_transforms,
+        "backward through a vmap and a vmap(grad) of the engine is plain PyTorch's",
+        kept_because="a backward through a transform, which trains parameters",
+    ),
 )

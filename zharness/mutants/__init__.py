@@ -1,7 +1,8 @@
-"""Engines broken on purpose, one way each: what a check that cannot fail would let through.
+"""Engines broken on purpose, one way each: what a law that cannot fail would let through.
 
-Each is a few lines around the reference engine, DDP or FSDP2, says which real bug it imitates where there is one, and
-names the cells that have to kill it. Every command takes one for an engine, by name::
+Each is a few lines around the reference engine, DDP or FSDP2, names the real bug that it imitates if there is one, and
+the cells that have to kill it. The files are named for what is broken; everything that reaches behind an engine's
+protocol goes through ``seams``. Every command takes a mutant for an engine, by name::
 
     zharness check training.grads --engine zharness.mutants:never_reduces
 """
@@ -14,38 +15,47 @@ from types import MappingProxyType
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.mutants import (
-    blind,
-    blind2,
-    blind3,
-    blind4,
-    blind5,
-    blind6,
-    circumstances,
-    contributions,
-    graphs,
-    onlookers,
-    optimizers,
-    orders,
-    precision,
-    resources,
-    scale,
-    shards,
-    state,
+from zharness.mutants import (  # noqa: F401 - each registers its mutants
+    accumulation,
+    autocast,
+    backwards,
+    buffers,
+    checkpoint,
+    clipping,
+    double_backward,
+    full_tensors,
+    gradient_norm,
+    hooks,
+    learning_rate,
+    loss_scale,
+    master_weights,
+    memory,
+    no_sync,
+    optimizer,
+    optimizer_checkpoint,
+    parameters,
+    prefetch,
+    random_state,
+    reduce_dtype,
+    reduction,
+    sharding,
+    side_effects,
+    stale_graphs,
+    transforms,
+    unused_parameters,
 )
-from zharness.mutants.mutant import PATH, Kind, Mutant, Target
+from zharness.mutants.mutant import PATH, REGISTERED, FaultKind, Mutant, Origin, Target
 
-FILES = (
-    *(scale, contributions, shards, optimizers, precision, graphs, state, resources, circumstances, onlookers, orders),
-    *(blind, blind2, blind3, blind4, blind5, blind6),
-)
-MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for file in FILES for mutant in file.MUTANTS})
+MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for mutant in REGISTERED})
 
-__all__ = ["MUTANTS", "PATH", "Kind", "Mutant", "Target", "find_mutants"]
+__all__ = ["MUTANTS", "PATH", "FaultKind", "Mutant", "Origin", "Target", "find_mutants"]
 
 
 def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
-    """The mutants that match any of the glob ``patterns`` (all without one). Raises UsageError for an idle pattern."""
+    """Return the mutants that match any of the glob ``patterns``; all of them if there are no patterns.
+
+    Raises UsageError for a pattern that matches no mutant.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in MUTANTS):
             raise UsageError.unknown_name(
@@ -55,7 +65,7 @@ def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
 
 
 def __getattr__(name: str) -> EngineFactory:
-    """A mutant's factory, so that ``zharness.mutants:name`` is an engine as any other."""
+    """Return a mutant's factory, so that ``zharness.mutants:name`` is an engine as any other."""
     if name not in MUTANTS:
         raise AttributeError(f"zharness.mutants has no mutant {name!r}")
     return MUTANTS[name].build

@@ -1,22 +1,24 @@
-"""The right engine that every mutant is built around."""
+"""The wrapper around a right engine that every mutant subclasses, and a few of its common subclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from zharness import engines
+from zharness import engines, torch_private
 from zharness.engines import Capabilities, EngineConfig
+from zharness.mutants import seams_engines
 
 
 class Around:
-    """A right engine, every verb handed through; subclasses break one, or a function of the engine within.
+    """An engine that passes every call on to a right engine; subclasses break one call, or a part of that engine.
 
-    ``over`` is the right engine's name, ``stages`` are those at which the subclass is broken.
+    ``over`` is the right engine's name, and ``stages`` are those at which the subclass is broken.
     """
 
     over: ClassVar[str] = "reference"
@@ -24,14 +26,14 @@ class Around:
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.config = config
-        # Any, since a mutant reaches for what the protocol does not show.
+        # Any, because a mutant uses attributes that are not in the protocol.
         self.right: Any = engines.get(self.over)(model, config)
         self.module: nn.Module = self.right.module
         self.capabilities = self.claims(self.right.capabilities)
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
-        """What the right engine claims, at the stages where this one is broken."""
+        """Return the right engine's claim, restricted to the stages at which this one is broken."""
         return replace(right, stages=frozenset(cls.stages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,22 +46,62 @@ class Around:
         self.right.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "right":  # not there yet: asked for while __init__ runs
+        if name == "right":  # read while __init__ runs; the line below would recurse
             raise AttributeError(name)
         return getattr(self.right, name)
 
     def trained(self) -> Iterator[nn.Parameter]:
-        """The parameters that have a gradient now."""
+        """Return the parameters that have a gradient now."""
         return (parameter for parameter in self.module.parameters() if parameter.grad is not None)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The right engine's, whichever it is."""
+        """The right engine's optimizer."""
         inner = getattr(self.right, "engine", None)
-        found: torch.optim.Optimizer = self.right._optimizer if inner is None else inner.optimizer
+        found: torch.optim.Optimizer = seams_engines.optimizer(self.right) if inner is None else inner.optimizer
         return found
 
 
-def in_backward() -> int:
-    """The number of the backward that is running; -1 outside one."""
-    return torch._C._current_graph_task_id()
+class OverDDP(Around):
+    """An engine whose optimizer is torch's own, over full parameters."""
+
+    over = "ddp"
+
+
+class OverFSDP2(Around):
+    """An engine whose optimizer is torch's own, over sharded parameters."""
+
+    over = "fsdp2"
+    stages = (3,)
+
+
+class HookedParameters(Around):
+    """An engine that changes the local gradient of every parameter, in every backward."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self.changed)  # type: ignore[no-untyped-call]
+
+    def changed(self, grad: Tensor) -> Tensor:
+        """Return what the gradient becomes."""
+        return 2 * grad
+
+
+class SpoiledLoad(Around):
+    """An engine that loads a checkpoint, and then spoils what it loaded."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.spoil()
+
+    def load_universal(self, path: Path) -> None:
+        self.right.load_universal(path)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Change what was loaded."""
+
+
+in_backward = torch_private.current_graph_task_id  # -1 outside a backward

@@ -1,24 +1,32 @@
-"""A mutant as data: an engine broken on purpose in one way, and what a check has to say of it."""
+"""A mutant as data: an engine broken on purpose in one way, and the cells that have to notice."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from inspect import getdoc
+from typing import ClassVar, TypeVar
+
+from torch import nn
 
 from zharness import engines
-from zharness.engines import Capabilities
+from zharness.engines import Capabilities, EngineConfig, EngineFactory
 from zharness.errors import HarnessFault
 from zharness.mutants.around import Around
 from zharness.parity import Mismatch, Part
 
-PATH = "zharness.mutants:"  # before a mutant's name: an engine for every command that takes one
+MutantClass = TypeVar("MutantClass", bound=type[Around])
+Factory = TypeVar("Factory", bound=EngineFactory)
+
+PATH = "zharness.mutants:"  # the prefix that makes a mutant's name an engine name
+ALL_STAGES, SHARDED_STAGES = (0, 1, 2, 3), (1, 2, 3)
 
 
-class Kind(Enum):
-    """What is wrong with a mutant."""
+class FaultKind(Enum):
+    """The kind of fault that a mutant has."""
 
     SCALE = "a wrong factor"
     CONTRIBUTION = "lost, doubled or late"
@@ -36,88 +44,167 @@ class Kind(Enum):
     RANKS = "ranks that disagree"
 
 
+class Origin(Enum):
+    """The series of mutants that one was written for, in the order of writing.
+
+    The first eleven series were written by authors of the laws, each for a group of faults. The six blind sets were
+    written by others, each a different author who knew only the Engine protocol, the adapters and the reference engine.
+    Each set was tried on the laws as they stood; the laws were sharpened by what survived before the next was written.
+    Mutants of a blind set that repeat an earlier one are left out.
+    """
+
+    SCALE = "gradients wrong by a factor"
+    CONTRIBUTIONS = "contributions to a gradient that are lost, doubled or late"
+    SHARDS = "shards, stale weights, norms and clipping"
+    OPTIMIZERS = "optimizer steps, groups and schedules"
+    PRECISION = "dtypes and loss scales"
+    GRAPHS = "autograd graphs, torch.func and unusual parameters"
+    STATE = "saved and loaded state"
+    RESOURCES = "memory, traffic and bookkeeping"
+    CIRCUMSTANCES = "faults that show only in an evaluation, after an exception or a checkpoint, or when observed"
+    ONLOOKERS = "faults that show only to an observer: of gradients, modes, buffers, memory or hooks"
+    ORDERS = "faults that show only in some order of calls, or beside another setting"
+    BLIND_1 = "blind 1"
+    BLIND_2 = "blind 2"
+    BLIND_3 = "blind 3"  # without mean_over_users and strided_in_memory_order, which blind 1 has
+    BLIND_4 = "blind 4"  # without tied_twice_in_norm, sum_forgets_accumulation and stale_graph_accepted
+    BLIND_5 = "blind 5"  # without mean_over_users, backward_under_autocast and masters_from_weights (blind 3)
+    BLIND_6 = "blind 6"  # without load_unties, which only an engine variant of DDP shows and no target can name
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the authors had not seen the laws."""
+        return self.name.startswith("BLIND_")
+
+
 @dataclass(frozen=True)
 class Target:
     """A cell in which a mutant has to be killed, and what the first divergence has to name there.
 
-    ``stage`` is the mutant's first where it is None. ``parameter`` is a glob. Where a mutant breaks the engine's
-    contract or raises, there is no divergence: ``part`` is None, and ``words`` is a part of the record's cause.
+    ``stage`` None stands for the mutant's first stage. ``parameter`` is a glob. A mutant that raises or breaks the
+    protocol causes no divergence: then ``part`` is None, and ``cause`` is a substring of the record's cause.
     """
 
-    check: str
+    law: str
     part: Part | None = Part.REDUCTION
     model: str = "mlp"
     variant: str = ""
     dtype: str = "fp32"
     stage: int | None = None
     parameter: str = "*"
-    words: str = ""
+    cause: str = ""
     world_size: int = 2
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
-        """Whether a killed cell's record says what is wrong, and where."""
+        """Whether a killed cell's first divergence, or its cause if it has none, is the expected one."""
         if self.part is None or divergence is None:
-            return self.part is None and divergence is None and self.words in cause
+            return self.part is None and divergence is None and self.cause in cause
         return divergence.part is self.part and fnmatchcase(divergence.parameter, self.parameter)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``build`` is the broken engine's class, whose docstring says what is wrong; ``imitates`` the real bug's address.
+    """``build`` is the broken engine's class, whose docstring says what is wrong.
 
-    The first of ``targets`` is the cell that is meant to kill it. ``equivalent`` says why no cell can, as it changes
-    nothing or nothing that a law of all engines can be about: then there are no targets.
+    The first of ``targets`` is the cell that is meant to kill it; ``origin`` is the series that it was written for and
+    ``imitates`` the address of the real bug, if there is one. ``equivalent`` says why no cell can kill it, because it
+    changes nothing, or nothing that a law of all engines can be about; then there are no targets.
     """
 
     build: type[Around]
-    kind: Kind
+    kind: FaultKind
     targets: tuple[Target, ...]
+    origin: Origin
     imitates: str = ""
     equivalent: str = ""
 
     @property
     def name(self) -> str:
-        """The class's name in lower case, with underscores."""
+        """The name of its class, in lower case with underscores."""
         return re.sub(r"(?<=.)(?=[A-Z])", "_", self.build.__name__).lower()
 
     @property
     def engine(self) -> str:
-        """The name under which a command takes it for an engine."""
+        """The engine name by which commands select it."""
         return PATH + self.name
 
     @property
     def description(self) -> str:
-        """One sentence."""
+        """The docstring of its class, on one line."""
         return " ".join((getdoc(self.build) or "").split())
 
     @property
     def over(self) -> str:
-        """The right engine that it is built around."""
+        """The name of the right engine that it is built around."""
         return self.build.over
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Where it is broken."""
+        """The stages at which it is broken."""
         return self.build.stages
 
     @property
-    def named_checks(self) -> frozenset[str]:
-        """The checks of its targets."""
-        return frozenset(target.check for target in self.targets)
+    def named_laws(self) -> frozenset[str]:
+        """The names of its targets' laws."""
+        return frozenset(target.law for target in self.targets)
 
     def claims(self, stage: int) -> Capabilities:
-        """What it claims, without building it. Raises HarnessFault where the right engine cannot tell that."""
+        """Return what it claims at ``stage``, without building it.
+
+        Raises HarnessFault if the right engine's claim is known only once that is built.
+        """
         right = engines.capabilities(self.over, stage)
         if right is None:
             raise HarnessFault(f"mutant {self.name}: what {self.over!r} claims is known only when it is built")
         return self.build.claims(right)
 
 
+class BuiltByFactory(Around):
+    """An engine that a factory builds, already broken."""
+
+    factory: ClassVar[EngineFactory]
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.config = config
+        self.right = type(self).factory(model, config)
+        self.module = self.right.module
+        self.capabilities = self.claims(self.right.capabilities)
+
+
+REGISTERED: list[Mutant] = []  # filled by the decorators below when the files that use them are imported
+
+
+def mutant(
+    kind: FaultKind, *targets: Target, origin: Origin, imitates: str = "", equivalent: str = ""
+) -> Callable[[MutantClass], MutantClass]:
+    """Register the decorated class as a mutant."""
+
+    def register(build: MutantClass) -> MutantClass:
+        REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
+        return build
+
+    return register
+
+
+def mutant_factory(
+    kind: FaultKind, *targets: Target, over: str, stages: tuple[int, ...], origin: Origin, equivalent: str = ""
+) -> Callable[[Factory], Factory]:
+    """Register the decorated function as the factory of a mutant of the engine ``over``, broken at ``stages``."""
+
+    def register(factory: Factory) -> Factory:
+        name = "".join(word[0].upper() + word[1:] for word in factory.__name__.split("_"))
+        body = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
+        REGISTERED.append(Mutant(type(name, (BuiltByFactory,), body), kind, targets, origin, equivalent=equivalent))
+        return factory
+
+    return register
+
+
 def deepspeed(number: int) -> str:
-    """The address of an issue, or a pull request, of DeepSpeed."""
+    """Return the address of a DeepSpeed issue or pull request."""
     return f"https://github.com/deepspeedai/DeepSpeed/issues/{number}"
 
 
 def pytorch(number: int) -> str:
-    """The address of an issue of PyTorch."""
+    """Return the address of a PyTorch issue."""
     return f"https://github.com/pytorch/pytorch/issues/{number}"

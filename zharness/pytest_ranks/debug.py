@@ -1,12 +1,12 @@
-"""A debugger on one rank: it gets the terminal of the pytest process, and the other ranks pass their breakpoints over.
+"""Debug one rank: it borrows the terminal of the pytest process; all other ranks skip their breakpoints.
 
-[Note: one seam]
-``breakpoint()``, ``pdb.set_trace()``, ``pytest.set_trace()``, ``--pdb`` and ``--trace`` all come to
-``pytestPDB._init_pdb``, also where a test module took its ``set_trace`` at import, long before there were ranks. So a
-rank has that one function replaced: on the chosen rank it takes the terminal first, on the others it hands out
-``Passed``. pytest's hook ``pytest_enter_pdb`` would come too late: its debugger has chosen its streams by then.
+[Note: one patched function]
+``breakpoint()``, ``pdb.set_trace()``, ``pytest.set_trace()``, ``--pdb`` and ``--trace`` all call
+``pytestPDB._init_pdb``, even if a test module imported ``set_trace`` before ranks were forked. So each rank replaces
+that one function: on the rank of ``--pdb-rank`` the replacement first borrows the terminal, on the others it returns a
+``SkippedDebugger``. pytest's hook ``pytest_enter_pdb`` comes too late: the debugger has opened its streams by then.
 
-A ``PYTHONBREAKPOINT`` that names another debugger than pdb goes past pytest, and so past this.
+A debugger that ``PYTHONBREAKPOINT`` names instead of pdb does not go through pytest and is not supported.
 """
 
 from __future__ import annotations
@@ -22,42 +22,47 @@ from typing import Any, TypeVar
 
 import pytest
 from _pytest.config import create_terminal_writer
-from _pytest.debugging import pytestPDB  # see [Note: one seam]
+from _pytest.debugging import pytestPDB  # see [Note: one patched function]
 from _pytest.runner import check_interactive_exception
 
 from zharness.pytest_ranks.terminal import Terminal, borrow_terminal
 from zharness.world.current_rank import current_rank
 from zharness.world.rank import ServerChannel, flush_streams
 
-DEBUGGER_HOLD_REASON = "a person looks at it in the debugger"
+DEBUGGER_HOLD_REASON = "the debugger is open"
 
 _T = TypeVar("_T")
 
 
 def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, terminal: Terminal) -> None:
-    """Once in each rank: give ``breakpoint()`` and ``--pdb`` the terminal on the chosen rank, words on the others."""
-    pytestPDB._wrapped_pdb_cls = None  # made for another capture, if the pytest process has been in the debugger
-    chosen = not terminal.unavailable_reason and rank == terminal.rank
-    plugin = RankDebugger(config, channel, terminal) if chosen else BreakpointSkipper(config, terminal)
+    """Install the debugger on the rank of ``--pdb-rank``, and a plugin that skips breakpoints on all other ranks.
+
+    Call it once in each rank.
+    """
+    pytestPDB._wrapped_pdb_cls = None  # the pytest process may have cached a class that uses its own output capture
+    is_debugged = not terminal.unavailable_reason and rank == terminal.rank
+    plugin = RankDebugger(config, channel, terminal) if is_debugged else BreakpointSkipper(config, terminal)
     pytestPDB._init_pdb = plugin.open_debugger  # type: ignore[method-assign]
     config.pluginmanager.register(plugin, "zharness-debugger")
 
 
 class SkippedDebugger:
-    """What stands in for a debugger that cannot be opened: it says so, and lets the test go on."""
+    """Replacement for pdb where no debugger can be opened: it reports the skipped breakpoint and continues the test."""
 
     def __init__(self, notify: Callable[[str, FrameType | None], None]) -> None:
         self._notify = notify
 
     def set_trace(self, frame: FrameType | None) -> None:
+        """Report the skipped breakpoint instead of stopping at it."""
         self._notify("breakpoint()", frame)
 
     def runcall(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Call the test function without stopping; pytest calls this for ``--trace``."""
         return function(*args, **kwargs)
 
 
 class BreakpointSkipper:
-    """The plugin of a rank that opens no debugger."""
+    """Pytest plugin of a rank that opens no debugger: it reports each stop that it skips."""
 
     def __init__(self, config: pytest.Config, terminal: Terminal) -> None:
         self._config = config
@@ -67,41 +72,46 @@ class BreakpointSkipper:
                 config.pluginmanager.unregister(name=name)
 
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> SkippedDebugger:
+        """Return a debugger that only reports that it is skipped."""
         return SkippedDebugger(self.report_skipped_stop)
 
     def pytest_exception_interact(self) -> None:
+        """Report that ``--pdb`` does not stop at the failure of this rank."""
         if self._config.getoption("usepdb", default=False):
             self.report_skipped_stop("--pdb", None)
 
     def report_skipped_stop(self, trigger: str, frame: FrameType | None) -> None:
-        """A warning where no rank of the test can be stopped; else one line that only a failure shows."""
-        why = self.explain_unavailable()
-        if not why:
+        """Report that ``trigger`` does not stop this rank.
+
+        A line on stderr if another rank of the test can be stopped, else a warning, which also a passing test shows.
+        """
+        reason = self.explain_unavailable()
+        if not reason:
             self.write_stderr(
-                f"{trigger} on rank {current_rank().rank} is passed over: --pdb-rank is {self._terminal.rank}\n"
+                f"{trigger} on rank {current_rank().rank} is skipped: --pdb-rank is {self._terminal.rank}\n"
             )
             return
-        message = pytest.PytestWarning(f"{trigger} is passed over: {why}")
+        message = pytest.PytestWarning(f"{trigger} is skipped: {reason}")
         if frame is None:
             warnings.warn(message, stacklevel=1)
         else:
             warnings.warn_explicit(message, None, frame.f_code.co_filename, frame.f_lineno)
 
     def explain_unavailable(self) -> str:
-        """Why no rank of this test can be stopped; the empty string when another one can."""
+        """Explain why no rank of this test can be stopped; return the empty string if one can."""
         terminal, world_size = self._terminal, current_rank().world_size
         if terminal.unavailable_reason or terminal.rank < world_size:
             return terminal.unavailable_reason
-        return f"--pdb-rank is {terminal.rank}, and this test's ranks are 0 to {world_size - 1}"
+        return f"--pdb-rank is {terminal.rank}, but this test has ranks 0 to {world_size - 1}"
 
     def write_stderr(self, text: str) -> None:
-        """Not into what a test captures by itself, where nobody expects it."""
+        """Write to the rank's standard error, also while the test captures output with ``capsys`` or ``capfd``."""
         with self._config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             sys.stderr.write(text)
 
 
 class RankDebugger:
-    """The plugin of the chosen rank: the terminal is taken when a debugger opens and given back when it is left."""
+    """Pytest plugin of the debugged rank: borrow the terminal when the debugger opens, return it when it closes."""
 
     def __init__(self, config: pytest.Config, channel: ServerChannel, terminal: Terminal) -> None:
         self._config = config
@@ -112,22 +122,23 @@ class RankDebugger:
         self._borrowed_terminal: ExitStack | None = None
 
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """pytest's own debugger, on the terminal."""
+        """Take the terminal and return pytest's own debugger; in a child process return a SkippedDebugger."""
         if os.getpid() != self._pid:
             return SkippedDebugger(report_stop_in_child)
         self.take_terminal()
         debugger = self._init_pdb(method, *args, **kwargs)  # type: ignore[no-untyped-call]
-        # A breakpoint that was set in an earlier stop opens no new debugger, it only interacts again.
+        # A breakpoint that the user set during an earlier stop opens no new debugger; pdb only interacts again.
         debugger.interaction = partial(self._interact, debugger.interaction)
         return debugger
 
     def _interact(self, interact: Callable[..., Any], *args: Any) -> Any:
+        """Take the terminal and let pdb read commands."""
         self.take_terminal()
         self._flush()
         return interact(*args)
 
     def take_terminal(self) -> None:
-        """Have the terminal, and the deadline off, until ``give_back``."""
+        """Borrow the terminal and suspend the test's deadline until ``return_terminal``."""
         if self._borrowed_terminal is not None:
             return
         self._borrowed_terminal = ExitStack()
@@ -137,54 +148,57 @@ class RankDebugger:
         self._borrowed_terminal.enter_context(borrow_terminal(self._terminal))
         writer = create_terminal_writer(self._config)
         writer.line()
-        where = os.environ.get("PYTEST_CURRENT_TEST", "a fixture that outlived its tests")
-        writer.sep(">", f"rank {current_rank().rank} of {current_rank().world_size} stopped in {where}")
+        location = os.environ.get("PYTEST_CURRENT_TEST", "the teardown of a fixture after its last test")
+        writer.sep(">", f"rank {current_rank().rank} of {current_rank().world_size} stopped in {location}")
 
     def return_terminal(self) -> None:
-        """Undo ``take``."""
-        taken, self._borrowed_terminal = self._borrowed_terminal, None
-        if taken is not None:
+        """Undo ``take_terminal``; do nothing if the terminal is not borrowed."""
+        borrowed, self._borrowed_terminal = self._borrowed_terminal, None
+        if borrowed is not None:
             self._flush()
-            taken.close()
+            borrowed.close()
 
     def _flush(self) -> None:
-        """What pytest's own writer holds belongs to the descriptors as they are now."""
+        """Flush all streams before the file descriptors change, so that buffered text goes where it was meant to go."""
         self._config.get_terminal_writer().flush()
         flush_streams()
 
     def pytest_leave_pdb(self) -> None:
+        """Return the terminal when the user continues."""
         self.return_terminal()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        """Return the terminal after the test."""
         try:
             return (yield)
         finally:
-            self.return_terminal()  # pytest tells of "continue", and of no other way to leave the debugger
+            self.return_terminal()  # pytest calls pytest_leave_pdb for "continue" only, not if pdb is left otherwise
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """With the deadline off before the server hears of the failure, which would end this rank within a moment."""
-        self.return_terminal()  # at the end of its input a debugger raises BdbQuit
+        """Suspend the deadline before a failure is reported: the server stops a group soon after a rank failed."""
+        self.return_terminal()  # the debugger may still have it: at the end of its input pdb raises BdbQuit
         if call.excinfo is None or not self._config.getoption("usepdb", default=False):
             return (yield)
-        interactive = False
+        opens_debugger = False
         self._channel.hold(DEBUGGER_HOLD_REASON)
         try:
             report = yield
-            interactive = check_interactive_exception(call, report)
+            opens_debugger = check_interactive_exception(call, report)
             return report
         finally:
-            if not interactive:  # else the next hook is pytest_exception_interact, at whose end the hold ends
+            if not opens_debugger:  # otherwise pytest_exception_interact runs next and ends the hold
                 self._channel.hold("")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_exception_interact(self) -> Generator[None, object, object]:
+        """Borrow the terminal while pytest shows a failure and opens the debugger for ``--pdb``."""
         if not self._config.getoption("usepdb", default=False):
             return (yield)
-        self.take_terminal()  # before the debugger opens: the traceback goes to the terminal as well
+        self.take_terminal()  # before the debugger opens, because pytest prints the traceback first
         try:
             return (yield)
         finally:
@@ -193,7 +207,7 @@ class RankDebugger:
 
 @contextmanager
 def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
-    """For what runs outside of pytest's own protocol of a test: afterwards the terminal is given back."""
+    """Return the terminal at the end of the block; for fixture teardown that runs outside of a test's protocol."""
     try:
         yield
     finally:
@@ -203,13 +217,13 @@ def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
 
 
 def report_stop_in_child(trigger: str, frame: FrameType | None) -> None:
-    """The terminal is the rank's own, and so is its line to the server."""
-    sys.stderr.write(f"{trigger} in a child process of rank {current_rank().rank} is passed over\n")
+    """Report a breakpoint in a child process of the rank, which must not use the rank's terminal and server channel."""
+    sys.stderr.write(f"{trigger} in a child process of rank {current_rank().rank} is skipped\n")
 
 
 @contextmanager
 def suspend_deadline(channel: ServerChannel) -> Iterator[None]:
-    """With the deadline of the work off."""
+    """Suspend the deadline of the running task within the block."""
     channel.hold(DEBUGGER_HOLD_REASON)
     try:
         yield

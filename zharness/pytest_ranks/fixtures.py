@@ -1,4 +1,4 @@
-"""The fixtures of a test in ranks."""
+"""Implementations of the fixtures of tests on ranks: ``comm``, ``device``, ``shared_tmp_path``."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ if TYPE_CHECKING:
 
 
 def announce_collective(kind: Collective, tensor: Tensor) -> None:
-    """Tell the server which collective comes next and where the test calls it."""
+    """Announce the next collective to the server, with its dtype, shape and call site in the test."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(os.sep.join(("zharness", "comm.py"))):
         frame = frame.f_back
-    words = f"{kind.value} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    current_rank().channel.announce(words, format_call_site(frame))
+    operation = f"{kind.value} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    current_rank().channel.announce(operation, format_call_site(frame))
 
 
 def make_comm() -> Comm:
-    """The collectives of the default group, counted, and each announced before it runs."""
+    """Return the collectives of the default group; each is counted, and announced to the server before it runs.
+
+    Raises WorldError in a process that is not a rank.
+    """
     from zharness.comm import Comm
 
-    current_rank()  # the clear error in a process that is no rank
+    current_rank()  # raises here, with a clear message, rather than in the first collective
     return Comm(observer=announce_collective)
 
 
 def make_device() -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank; in pytest's own process, the device that a single rank would have."""
     from zharness.world.rank import rank_device
 
     return rank_device(current_rank().rank, current_rank().world_size) if is_rank() else rank_device(0, 1)
 
 
 def make_shared_tmp_path(request: pytest.FixtureRequest) -> Path:
-    """The directory that all ranks of one test share."""
-    room = request.node.stash.get(TEST_DIR, None)
-    shared = room / "shared" if room is not None else Path(request.getfixturevalue("tmp_path"))
+    """Return the directory that all ranks of one test share; in pytest's own process, the test's ``tmp_path``."""
+    test_dir = request.node.stash.get(TEST_DIR, None)
+    shared = test_dir / "shared" if test_dir is not None else Path(request.getfixturevalue("tmp_path"))
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
     return shared

@@ -1,4 +1,4 @@
-"""Failures as pytest shows them: a rank's own with the rank in front, and those of which no rank could tell."""
+"""Build the failure representations (longreprs) that pytest shows for a test on several ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# What a failed report has to be made of so that the terminal, xdist and junit treat it like any other. There is no
-# public way to build one without an exception at hand.
+# The terminal, xdist and junit-xml render these classes. There is no public way to build them without an exception.
 from _pytest._code.code import (
     ExceptionChainRepr,
     ExceptionRepr,
@@ -26,51 +25,56 @@ _LOCATION_PATTERN = re.compile(r"\(([^()]+), line (\d+)\)")
 
 
 def replace_headline(item: pytest.Item, report: pytest.TestReport, headline: str, sections: Sections) -> ExceptionRepr:
-    """The report's failure, which the short summary tells with ``headline``; ``sections`` follow its traceback."""
+    """Copy a report's failure with ``headline`` as its line in the short summary and ``sections`` after its traceback.
+
+    Copies, because merged reports and problems share the original.
+    """
     longrepr = report.longrepr
     if not isinstance(longrepr, ExceptionChainRepr | ReprExceptionInfo):
-        place = (longrepr[0], longrepr[1]) if isinstance(longrepr, tuple) else locate_failure(item)
+        location = (longrepr[0], longrepr[1]) if isinstance(longrepr, tuple) else locate_failure(item)
         body = ReprEntryNative([f"{report.longreprtext}\n"])
-        whole: ExceptionRepr = ReprExceptionInfo(
-            ReprTraceback([body], None, "native"), ReprFileLocation(*place, headline)
+        copy: ExceptionRepr = ReprExceptionInfo(
+            ReprTraceback([body], None, "native"), ReprFileLocation(*location, headline)
         )
-        return add_sections(whole, sections)
-    # Made anew, not changed: other reports, and the facts, keep theirs.
+        return add_sections(copy, sections)
     crash = longrepr.reprcrash
-    place = (crash.path, crash.lineno) if crash is not None else locate_failure(item)
-    told = ReprFileLocation(*place, headline)
+    location = (crash.path, crash.lineno) if crash is not None else locate_failure(item)
+    new_crash = ReprFileLocation(*location, headline)
     if isinstance(longrepr, ExceptionChainRepr):
         traceback, _, description = longrepr.chain[-1]
-        whole = ExceptionChainRepr([*longrepr.chain[:-1], (traceback, told, description)])
+        copy = ExceptionChainRepr([*longrepr.chain[:-1], (traceback, new_crash, description)])
     else:
-        whole = ReprExceptionInfo(longrepr.reprtraceback, told)
-    whole.sections.extend(longrepr.sections)
-    return add_sections(whole, sections)
+        copy = ReprExceptionInfo(longrepr.reprtraceback, new_crash)
+    copy.sections.extend(longrepr.sections)
+    return add_sections(copy, sections)
 
 
 def build_longrepr(
     item: pytest.Item, location: tuple[str, int], headline: str, text: str, sections: Sections
 ) -> ExceptionRepr:
-    """A failure without an exception of ours: what there is to read, then ``headline`` in red, and ``place``."""
+    """Build a failure without an exception object: ``text``, then ``headline`` as the error line at ``location``."""
     crash = ReprFileLocation(*location, headline)
     lines = [f"E   {line}" for line in headline.splitlines()]
     file = item.location[0] if location[0] == str(item.path) else location[0]
-    last = ReprFileLocation(file, location[1], f"in {item.name}")
-    entries: list[ReprEntry | ReprEntryNative] = [ReprEntry(lines, None, None, last, "long")]
+    error_location = ReprFileLocation(file, location[1], f"in {item.name}")
+    entries: list[ReprEntry | ReprEntryNative] = [ReprEntry(lines, None, None, error_location, "long")]
     if text:
         entries.insert(0, ReprEntryNative([f"{text}\n"]))
     return add_sections(ReprExceptionInfo(ReprTraceback(entries, None, "long"), crash), sections)
 
 
 def add_sections(longrepr: ExceptionRepr, sections: Sections) -> ExceptionRepr:
-    """Sections of the failure, not of the report: those are shown with ``--show-capture=no`` as well."""
+    """Add sections to the failure itself; unlike sections of the report, ``--show-capture=no`` does not hide them."""
     for title, text in sections:
         longrepr.addsection(title, text)
     return longrepr
 
 
 def locate_failure(item: pytest.Item, message: str = "") -> tuple[str, int]:
-    """The item's file, with the line that ``words`` name in it, as in ``(test_x.py, line 7)``, or else the item's."""
+    """Return the item's file and the line that ``message`` names in it, as in ``(test_x.py, line 7)``.
+
+    Without such a line in ``message``, return the line of the test function.
+    """
     for file, line in _LOCATION_PATTERN.findall(message):
         if Path(file).name == item.path.name:
             return str(item.path), int(line)

@@ -1,4 +1,4 @@
-"""What several ranks printed, logged and recorded in one phase, put together with each rank named."""
+"""Merge the output, logs and user properties of several ranks, with the rank in front of each line or key."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _STREAM_ORDER = ("stdout", "stderr")
 
 
 def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Collection[str]) -> list[tuple[str, str]]:
-    """The sections of the report of ``phase``: of all ``phases``, as pytest's own reports have them.
+    """Return the captured sections of the merged report of ``phase``, as title and text, each line with its rank.
 
-    What a rank printed, and the sections that its own report brought along, such as its log.
+    ``phases`` are those whose output to include: pytest's reports repeat the output of earlier phases.
     """
     texts: dict[str, str] = {}
-    for account in rank_results:
-        own: dict[str, str] = {}
-        for title, text in [*iter_output_sections(account, phases), *iter_report_sections(account, phase)]:
-            own[title] = own.get(title, "") + text
-        for title, text in own.items():
-            texts[title] = texts.get(title, "") + prefix_lines(account.rank, text)
+    for rank_result in rank_results:
+        rank_texts: dict[str, str] = {}
+        for title, text in [*iter_output_sections(rank_result, phases), *iter_report_sections(rank_result, phase)]:
+            rank_texts[title] = rank_texts.get(title, "") + text
+        for title, text in rank_texts.items():
+            texts[title] = texts.get(title, "") + prefix_lines(rank_result.rank, text)
     return sorted(
         ((title, text) for title, text in texts.items() if text), key=lambda section: get_section_order(section[0])
     )
 
 
 def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> Iterator[tuple[str, str]]:
-    """A rank's output as sections; what it wrote outside of any phase belongs to setup."""
+    """Yield a rank's output in ``phases`` as sections; output outside of any phase counts as setup's."""
     for part in rank_result.outcome.captured_output:
         label = part.phase if part.phase in PHASES else "setup"
         if label in phases:
@@ -39,34 +39,34 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """The sections of a rank's own report; without a report of this phase, those that had gathered until then."""
+    """Yield the sections of a rank's report of ``phase``, or of its last report before if it sent none."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 
 
 def get_section_order(title: str) -> tuple[int, int]:
-    """Where pytest would show a section: phase by phase, output before logs, what plugins add behind."""
-    found = _CAPTURE_TITLE.fullmatch(title)
-    if found is None:
+    """Return a sort key for pytest's order of sections: by phase, output before logs, sections of plugins last."""
+    match = _CAPTURE_TITLE.fullmatch(title)
+    if match is None:
         return len(PHASES), 0
-    stream = found[1]
-    return PHASES.index(found[2]), _STREAM_ORDER.index(stream) if stream in _STREAM_ORDER else len(_STREAM_ORDER)
+    stream = match[1]
+    return PHASES.index(match[2]), _STREAM_ORDER.index(stream) if stream in _STREAM_ORDER else len(_STREAM_ORDER)
 
 
 def merge_user_properties(rank_results: Sequence[RankResult], phase: str) -> list[tuple[str, object]]:
-    """The user properties of all ranks: what the ranks agree on once, the rest as ``key[rank 1]``."""
+    """Merge the user properties of all ranks: equal values once, different ones as ``key[rank 1]``."""
     by_rank: dict[int, dict[str, list[object]]] = {}
-    for account in rank_results:
-        report = account.latest_report(phase)
-        own = by_rank.setdefault(account.rank, {})
+    for rank_result in rank_results:
+        report = rank_result.latest_report(phase)
+        rank_values = by_rank.setdefault(rank_result.rank, {})
         for key, value in report.user_properties if report is not None else ():
-            own.setdefault(key, []).append(value)
+            rank_values.setdefault(key, []).append(value)
     merged: list[tuple[str, object]] = []
-    for key in dict.fromkeys(key for own in by_rank.values() for key in own):
-        having = {rank: own[key] for rank, own in by_rank.items() if key in own}
-        # By their words: the truth of == is anything a foreign value likes, an array's for one has none.
-        if len({repr(values) for values in having.values()}) == 1:
-            merged += [(key, value) for value in next(iter(having.values()))]
+    for key in dict.fromkeys(key for rank_values in by_rank.values() for key in rank_values):
+        values_by_rank = {rank: rank_values[key] for rank, rank_values in by_rank.items() if key in rank_values}
+        # Compare by repr: == of an array, for example, has no truth value.
+        if len({repr(values) for values in values_by_rank.values()}) == 1:
+            merged += [(key, value) for value in next(iter(values_by_rank.values()))]
         else:
-            merged += [(f"{key}[rank {rank}]", value) for rank, values in having.items() for value in values]
+            merged += [(f"{key}[rank {rank}]", value) for rank, values in values_by_rank.items() for value in values]
     return merged

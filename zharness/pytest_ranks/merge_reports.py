@@ -1,10 +1,10 @@
-"""One verdict of N ranks on one test, as the reports that pytest would have made of it alone.
+"""Merge the reports of N ranks into one report for each phase of a test, as pytest makes for a test of its own.
 
 [Note: from ranks to reports]
-``facts.py`` reads what ranks told and how they ended into facts, one for each thing that kept one rank from passing,
-and orders them by blame: the first is the cause. Here each fact finds the report that tells of it, equal facts of
-several ranks are folded, and what remains is words (``words.py``), pytest's own shapes (``longreprs.py``), and the
-ranks' output side by side (``merged.py``).
+``rank_problems.py`` turns the reports and the end of each rank into problems and orders them by blame: the first one is
+the cause. This file chooses the phase in which each problem is reported and groups equal problems of several ranks.
+``rank_text.py`` formats lists of ranks, ``longreprs.py`` builds pytest's failure objects, ``merge_output.py`` merges
+the ranks' output.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from zharness.pytest_ranks.rank_text import first_line, format_rank_sentence, fo
 from zharness.world.outcome import GroupOutcome, RankEnd
 from zharness.world.stacks import strip_harness_frames
 
-ProblemGroup = tuple[RankProblem, ...]  # facts that are alike, one for each of several ranks
+ProblemGroup = tuple[RankProblem, ...]  # equal problems of several ranks, one for each rank
 
 _STOPPED_REASON = " because another rank had failed"
-# What a joint report has of its own; anything else that a plugin set on a rank's report is handed on.
+# Attributes of a merged report that are computed here. Other attributes, set by plugins, are copied from a rank.
 _MERGED_FIELDS = {
     *("nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", "duration", "start", "stop"),
     *("user_properties", "wasxfail", "$report_type"),
@@ -47,7 +47,7 @@ _MERGED_FIELDS = {
 
 @dataclass(frozen=True)
 class JointResult:
-    """All that is known of one test on all its ranks; ``real`` are the facts that make it fail, the cause first."""
+    """The results of one test on all its ranks; ``failures`` are the problems that make it fail, the cause first."""
 
     item: pytest.Item
     rank_results: tuple[RankResult, ...]
@@ -57,260 +57,274 @@ class JointResult:
 
     @cached_property
     def failures_by_phase(self) -> dict[str, list[RankProblem]]:
-        """The real failures by the phase whose report tells of them, in order of blame."""
-        found: dict[str, list[RankProblem]] = {}
-        for fact in self.failures:
-            found.setdefault(choose_reporting_phase(fact, self.failures), []).append(fact)
-        return found
+        """The failures by the phase in which they are reported, each list in order of blame."""
+        by_phase: dict[str, list[RankProblem]] = {}
+        for problem in self.failures:
+            by_phase.setdefault(choose_reporting_phase(problem, self.failures), []).append(problem)
+        return by_phase
 
     @cached_property
     def is_caused_by_skip(self) -> bool:
-        """Whether the cause is a skip: nobody has failed then, and ranks that were stopped waited for one that left."""
+        """Whether the cause is a skip on some ranks; stopped ranks then waited for a rank that did not fail."""
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
     def get_reports(self, phase: str) -> list[pytest.TestReport]:
-        """What ranks told of ``phase``, in rank order."""
-        return [account.timed_reports[phase].report for account in self.rank_results if phase in account.timed_reports]
+        """Return the reports of ``phase`` of all ranks that sent one, in rank order."""
+        return [
+            rank_result.timed_reports[phase].report
+            for rank_result in self.rank_results
+            if phase in rank_result.timed_reports
+        ]
 
 
 @dataclass(frozen=True)
 class PhaseVerdict:
-    """What became of one phase. ``expected`` is the reason of the xfail mark, where one had its part in it."""
+    """The outcome of one phase on all ranks; ``xfail_reason`` is set if an xfail mark decided it.
+
+    Attributes that plugins set on ``source_report`` are copied to the merged report.
+    """
 
     outcome: Literal["passed", "failed", "skipped"]
     longrepr: Any = None
     xfail_reason: str | None = None
-    source_report: pytest.TestReport | None = field(default=None, repr=False)  # whose further attributes are kept
+    source_report: pytest.TestReport | None = field(default=None, repr=False)
 
 
 def merge_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestReport]:
-    """The reports of setup, call (unless setup stopped the test) and teardown, for pytest_runtest_logreport."""
-    accounts = collect_rank_results(item, outcome)
-    facts = apply_xfail_mark(find_problems(accounts), item)
-    joint = JointResult(item, accounts, facts, select_failures(facts), outcome.seconds)
-    verdicts = {"setup": judge_setup(joint)}
-    if verdicts["setup"].outcome == "passed" and ("call" in joint.failures_by_phase or joint.get_reports("call")):
-        verdicts["call"] = judge_phase(joint, "call")
-    verdicts["teardown"] = judge_phase(joint, "teardown")
+    """Return the merged reports of setup, call and teardown, for pytest_runtest_logreport.
+
+    There is no report of the call if setup failed or was skipped.
+    """
+    rank_results = collect_rank_results(item, outcome)
+    problems = apply_xfail_mark(find_problems(rank_results), item)
+    result = JointResult(item, rank_results, problems, select_failures(problems), outcome.seconds)
+    verdicts = {"setup": judge_setup(result)}
+    if verdicts["setup"].outcome == "passed" and ("call" in result.failures_by_phase or result.get_reports("call")):
+        verdicts["call"] = judge_phase(result, "call")
+    verdicts["teardown"] = judge_phase(result, "teardown")
     reports: list[pytest.TestReport] = []
     for phase in verdicts:
-        reports.append(make_test_report(joint, phase, verdicts, reports))
+        reports.append(make_test_report(result, phase, verdicts, reports))
     return reports
 
 
 def judge_setup(result: JointResult) -> PhaseVerdict:
-    """That of setup. A call that failed on some rank needs a setup that passed, or it would not be shown."""
+    """Judge setup; it counts as passed if a failure is reported in the call, which pytest shows only then."""
     if "call" in result.failures_by_phase and "setup" not in result.failures_by_phase:
         return PhaseVerdict("passed")
     return judge_phase(result, "setup")
 
 
 def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Failed if a real failure has its place here; else skipped by all, failed as expected by one, or passed."""
+    """Judge one phase: failed if a failure is reported in it, skipped if all ranks skipped, xfailed, or passed."""
     if phase in result.failures_by_phase:
         return judge_failed_phase(result, phase)
-    if result.rank_results and all(is_skipped(account, phase) for account in result.rank_results):
+    if result.rank_results and all(is_skipped(rank_result, phase) for rank_result in result.rank_results):
         return PhaseVerdict("skipped", make_skip_longrepr(result, phase))
-    told = result.get_reports(phase)
+    reports = result.get_reports(phase)
     expected = sorted(
-        (fact for fact in result.problems if is_expected_failure(fact, phase)), key=lambda fact: fact.blame_order
+        (problem for problem in result.problems if is_expected_failure(problem, phase)),
+        key=lambda problem: problem.blame_order,
     )
     if expected:
         longrepr = make_longrepr(result, expected, make_ranks_section(result))
         return PhaseVerdict("skipped", longrepr, expected[0].xfail_reason, expected[0].report)
-    unexpected = next((report.wasxfail for report in told if hasattr(report, "wasxfail")), None)
-    return PhaseVerdict("passed", xfail_reason=unexpected)
+    xpass_reason = next((report.wasxfail for report in reports if hasattr(report, "wasxfail")), None)
+    return PhaseVerdict("passed", xfail_reason=xpass_reason)
 
 
 def is_expected_failure(problem: RankProblem, phase: str) -> bool:
-    """Whether it is an expected failure in ``phase``."""
+    """Whether the problem is an expected failure in ``phase``."""
     return problem.kind is ProblemKind.FAILED_AS_EXPECTED and problem.phase == phase
 
 
 def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """The failure of ``phase``: its first fact as the failure, and all that others have to say in sections."""
-    placed = result.failures_by_phase[phase]
-    groups = group_problems(placed)
-    if placed[0].kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
-        return PhaseVerdict("failed", placed[0].report and placed[0].report.longrepr, source_report=placed[0].report)
+    """Make the verdict of a failed phase: its first failure with traceback, all others as sections."""
+    failures = result.failures_by_phase[phase]
+    cause, groups = failures[0], group_problems(failures)
+    if cause.kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
+        return PhaseVerdict("failed", cause.report and cause.report.longrepr, source_report=cause.report)
     sections = [
         *make_ranks_section(result),
         *(section for group in groups[1:] for section in make_further_sections(group)),
     ]
-    if result.failures[0] in placed:
+    if result.failures[0] in failures:
         sections += make_stack_sections(result.rank_results)
-    return PhaseVerdict("failed", make_longrepr(result, placed, sections), source_report=placed[0].report)
+    return PhaseVerdict("failed", make_longrepr(result, failures, sections), source_report=cause.report)
 
 
 def group_problems(problems: Iterable[RankProblem]) -> list[ProblemGroup]:
-    """Equal facts of several ranks together, in the order of the first of each."""
+    """Group equal problems of several ranks; groups are in the order of their first problems."""
     groups: dict[tuple[object, ...], ProblemGroup] = {}
-    for fact in problems:
-        groups[fact.group_key] = (*groups.get(fact.group_key, ()), fact)
+    for problem in problems:
+        groups[problem.group_key] = (*groups.get(problem.group_key, ()), problem)
     return list(groups.values())
 
 
 def make_longrepr(result: JointResult, problems: Sequence[RankProblem], sections: longreprs.Sections) -> Any:
-    """The first of ``facts`` as the failure of a report."""
+    """Build the failure of a report from the first group of equal problems, with ``sections`` after it."""
     group = group_problems(problems)[0]
-    fact, words = group[0], format_headline(result, group)
-    if fact.report is None:
-        place = longreprs.locate_failure(result.item, f"({fact.pending_collective}) {fact.message}")
-        return longreprs.build_longrepr(result.item, place, words, fact.details, sections)
-    if isinstance(fact.report.longrepr, tuple):  # a skip
-        file, line, _ = fact.report.longrepr
-        return longreprs.build_longrepr(result.item, (str(file), line), words, "", sections)
-    return longreprs.replace_headline(result.item, fact.report, words, sections)
+    problem, headline = group[0], format_headline(result, group)
+    if problem.report is None:
+        location = longreprs.locate_failure(result.item, f"({problem.pending_collective}) {problem.message}")
+        return longreprs.build_longrepr(result.item, location, headline, problem.details, sections)
+    if isinstance(problem.report.longrepr, tuple):  # a skip
+        file, line, _ = problem.report.longrepr
+        return longreprs.build_longrepr(result.item, (str(file), line), headline, "", sections)
+    return longreprs.replace_headline(result.item, problem.report, headline, sections)
 
 
 def format_headline(result: JointResult, group: ProblemGroup) -> str:
-    """What the short summary says: which ranks, and what."""
-    fact, ranks = group[0], [fact.rank for fact in group]
-    if fact.report is None:
-        return format_rank_sentence(ranks, format_problem_message(result, fact))
-    if isinstance(fact.report.longrepr, tuple):
-        return describe_partial_skip(result, fact.phase)
-    return f"{format_ranks(ranks)}: {fact.message}"
+    """Format the line of the short summary: the ranks of the group and their problem."""
+    problem, ranks = group[0], [problem.rank for problem in group]
+    if problem.report is None:
+        return format_rank_sentence(ranks, format_problem_message(result, problem))
+    if isinstance(problem.report.longrepr, tuple):
+        return describe_partial_skip(result, problem.phase)
+    return f"{format_ranks(ranks)}: {problem.message}"
 
 
 def describe_partial_skip(result: JointResult, phase: str) -> str:
-    """Who skipped in ``phase``, why, and what became of the others."""
-    skips = [fact for fact in result.problems if isinstance(getattr(fact.report, "longrepr", None), tuple)]
-    skips = [fact for fact in skips if fact.phase == phase]
-    ranks = {fact.rank for fact in skips}
-    why = format_by_ranks({fact.rank: fact.message for fact in skips})
-    others = describe_ranks(result, [account for account in result.rank_results if account.rank not in ranks])
-    return f"skipped on {format_ranks(ranks)} of {len(result.rank_results)} only: {'; '.join([why, *others])}"
+    """Describe a skip on some ranks only: which ranks skipped in ``phase``, why, and how the other ranks ended."""
+    skips = [problem for problem in result.problems if isinstance(getattr(problem.report, "longrepr", None), tuple)]
+    skips = [problem for problem in skips if problem.phase == phase]
+    ranks = {problem.rank for problem in skips}
+    reasons = format_by_ranks({problem.rank: problem.message for problem in skips})
+    others = describe_ranks(result, [other for other in result.rank_results if other.rank not in ranks])
+    return f"skipped on {format_ranks(ranks)} of {len(result.rank_results)} only: {'; '.join([reasons, *others])}"
 
 
 def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
-    """The skip of the first rank, with the reasons of all."""
+    """Make the longrepr of a skip on all ranks: file and line of the first rank, and the reasons of all ranks."""
     reports = result.get_reports(phase)
     longrepr = reports[0].longrepr
     file, line = (longrepr[0], longrepr[1]) if isinstance(longrepr, tuple) else longreprs.locate_failure(result.item)
     reasons = {
-        account.rank: get_report_message(report) for account, report in zip(result.rank_results, reports, strict=True)
+        rank_result.rank: get_report_message(report)
+        for rank_result, report in zip(result.rank_results, reports, strict=True)
     }
     return str(file), line, f"Skipped: {format_by_ranks(reasons)}"
 
 
 def format_by_ranks(texts: dict[int, str]) -> str:
-    """The text if it is one, else each with its ranks."""
-    ranks: dict[str, list[int]] = {}
+    """Return the text if all ranks have the same, else each different text with its ranks, as in ``x (ranks 0, 2)``."""
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1:
-        return next(iter(ranks))
-    return ", ".join(f"{text} ({format_ranks(those)})" for text, those in ranks.items())
+        ranks_by_text.setdefault(text, []).append(rank)
+    if len(ranks_by_text) == 1:
+        return next(iter(ranks_by_text))
+    return ", ".join(f"{text} ({format_ranks(ranks)})" for text, ranks in ranks_by_text.items())
 
 
 def make_ranks_section(result: JointResult) -> list[tuple[str, str]]:
-    """One line for each way in which ranks ended."""
+    """Make the section "Ranks", with one line for each way in which ranks ended."""
     return [("Ranks", "\n".join(describe_ranks(result, result.rank_results)))] if result.rank_results else []
 
 
 def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> list[str]:
-    """What became of each rank in words, that of the cause first, equal ones folded."""
-    cause = result.failures[0].rank if result.failures else -1
-    alike: dict[tuple[object, ...], list[RankResult]] = {}
-    for account in sorted(rank_results, key=lambda account: account.rank != cause):
-        own = get_rank_problems(result, account.rank)
-        alike.setdefault(tuple(fact.group_key for fact in own) or describe_rank_without_problems(account), []).append(
-            account
-        )
+    """Describe how each rank ended, one sentence for ranks that ended alike; the rank that is the cause comes first."""
+    cause_rank = result.failures[0].rank if result.failures else -1
+    groups: dict[tuple[object, ...], list[RankResult]] = {}
+    for rank_result in sorted(rank_results, key=lambda rank_result: rank_result.rank != cause_rank):
+        problem_keys = tuple(problem.group_key for problem in get_rank_problems(result, rank_result.rank))
+        groups.setdefault(problem_keys or describe_rank_without_problems(rank_result), []).append(rank_result)
     return [
-        format_rank_sentence([account.rank for account in group], *describe_rank(result, group[0]))
-        for group in alike.values()
+        format_rank_sentence([rank_result.rank for rank_result in group], *describe_rank(result, group[0]))
+        for group in groups.values()
     ]
 
 
 def describe_rank(result: JointResult, rank_result: RankResult) -> tuple[str, ...]:
-    """What became of one rank, one thing after the other."""
-    own = get_rank_problems(result, rank_result.rank)
-    return tuple(describe_problem(result, fact) for fact in own) or describe_rank_without_problems(rank_result)
+    """Return predicates that describe what happened on one rank, in order of time."""
+    problems = get_rank_problems(result, rank_result.rank)
+    return tuple(describe_problem(result, problem) for problem in problems) or describe_rank_without_problems(
+        rank_result
+    )
 
 
 def get_rank_problems(result: JointResult, rank: int) -> list[RankProblem]:
-    """The facts of one rank in the order in which they came about."""
-    own = [fact for fact in result.problems if fact.rank == rank]
-    return sorted(own, key=lambda fact: (PHASES.index(fact.phase), fact.at_ns))
+    """Return the problems of one rank in order of time."""
+    problems = [problem for problem in result.problems if problem.rank == rank]
+    return sorted(problems, key=lambda problem: (PHASES.index(problem.phase), problem.at_ns))
 
 
 def describe_rank_without_problems(rank_result: RankResult) -> tuple[str, ...]:
-    """That of a rank which nothing kept from passing."""
+    """Return the predicate of a rank without problems: skipped, passed or passed unexpectedly."""
     if any(is_skipped(rank_result, phase) for phase in PHASES):
         return ("skipped",)
-    unexpected = any(hasattr(heard.report, "wasxfail") for heard in rank_result.timed_reports.values())
-    return ("passed unexpectedly",) if unexpected else ("passed",)
+    is_xpassed = any(hasattr(timed_report.report, "wasxfail") for timed_report in rank_result.timed_reports.values())
+    return ("passed unexpectedly",) if is_xpassed else ("passed",)
 
 
 def describe_problem(result: JointResult, problem: RankProblem) -> str:
-    """A fact in one line that reads on after "rank 1 "."""
+    """Describe a problem in one line, as a predicate that follows "rank 1 "."""
     if problem.report is None:
         return first_line(format_problem_message(result, problem))
-    first = (
+    is_first_failure = (
         problem.kind is ProblemKind.FAILED
         and bool(result.failures)
         and problem.group_key == result.failures[0].group_key
     )
-    # A partial skip that an xfail mark expects is still told as the skip that it is.
+    # A skip on some ranks that an xfail mark expects has another kind, but is still described as a skip.
     verb = ProblemKind.SKIPPED.value if isinstance(problem.report.longrepr, tuple) else problem.kind.value
-    return f"{verb}{' first,' if first else ''} in {problem.phase}: {first_line(problem.message)}"
+    return f"{verb}{' first,' if is_first_failure else ''} in {problem.phase}: {first_line(problem.message)}"
 
 
 def format_problem_message(result: JointResult, problem: RankProblem) -> str:
-    """The message of a fact that has no report."""
+    """Return the message of a problem without a report; no rank has failed if the cause is a skip."""
     return problem.message.replace(_STOPPED_REASON, "") if result.is_caused_by_skip else problem.message
 
 
 def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
-    """The section of a failure beside the first, if there is more to read of it than its line."""
-    fact, who = group[0], format_ranks([fact.rank for fact in group])
-    if fact.kind is ProblemKind.LEFT_BEHIND:
-        return [(f"left behind by {who}", fact.details)]
-    if fact.report is not None and not isinstance(fact.report.longrepr, tuple):
-        return [(f"{who}: also {fact.kind.value} in {fact.phase}", fact.report.longreprtext)]
-    return [(f"{who}: also {fact.kind.value} in {fact.phase}", fact.details)] if fact.details else []
+    """Make the section of a failure that is not the first; no section if there are no details to show."""
+    problem, ranks = group[0], format_ranks([problem.rank for problem in group])
+    if problem.kind is ProblemKind.LEFT_BEHIND:
+        return [(f"left behind by {ranks}", problem.details)]
+    title = f"{ranks}: also {problem.kind.value} in {problem.phase}"
+    if problem.report is not None and not isinstance(problem.report.longrepr, tuple):
+        return [(title, problem.report.longreprtext)]
+    return [(title, problem.details)] if problem.details else []
 
 
 def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
-    """Where the ranks stood that had to be ended; equal stacks once."""
-    found: dict[str, list[RankResult]] = {}
-    for account in rank_results:
-        outcome = account.outcome
+    """Make one section for each different stack of ranks that hung, were stopped or raised outside of the test."""
+    by_stack: dict[str, list[RankResult]] = {}
+    for rank_result in rank_results:
+        outcome = rank_result.outcome
         if outcome.stack.strip() and outcome.end in (RankEnd.HUNG, RankEnd.STOPPED, RankEnd.RAISED):
-            found.setdefault(mask_addresses(get_test_stack(account)), []).append(account)
+            by_stack.setdefault(mask_addresses(get_test_stack(rank_result)), []).append(rank_result)
     return [
-        (f"stack of {format_ranks(account.rank for account in those)}", get_test_stack(those[0]))
-        for those in found.values()
+        (f"stack of {format_ranks(rank_result.rank for rank_result in group)}", get_test_stack(group[0]))
+        for group in by_stack.values()
     ]
 
 
 def get_test_stack(rank_result: RankResult) -> str:
-    """Its stack without the frames that every rank has; all of it where nothing else is left."""
+    """Return a rank's stack without the frames of the harness, or all of it if there are no other frames."""
     return strip_harness_frames(rank_result.outcome.stack) or rank_result.outcome.stack.strip()
 
 
 def make_test_report(
     result: JointResult, phase: str, verdicts: dict[str, PhaseVerdict], earlier_reports: Sequence[pytest.TestReport]
 ) -> pytest.TestReport:
-    """The report of one phase."""
-    item, told, found = result.item, result.get_reports(phase), verdicts[phase]
-    own = told[0] if told else None
-    start, stop, duration = measure_phase(result, phase, found, earlier_reports)
-    until = [*PHASES[: PHASES.index(phase) + 1], *(one for one in PHASES if one not in verdicts)]
-    source = found.source_report or own
+    """Make the merged report of one phase; ``earlier_reports`` are the merged reports of the phases before."""
+    item, rank_reports, verdict = result.item, result.get_reports(phase), verdicts[phase]
+    first_report = rank_reports[0] if rank_reports else None
+    start, stop, duration = measure_phase(result, phase, verdict, earlier_reports)
+    # Output of phases without a merged report is shown too; otherwise it would be lost.
+    shown_phases = [*PHASES[: PHASES.index(phase) + 1], *(name for name in PHASES if name not in verdicts)]
+    source = verdict.source_report or first_report
     extra = {name: value for name, value in vars(source).items() if name not in _MERGED_FIELDS} if source else {}
-    if found.xfail_reason is not None:
-        extra["wasxfail"] = found.xfail_reason
+    if verdict.xfail_reason is not None:
+        extra["wasxfail"] = verdict.xfail_reason
     return pytest.TestReport(
         nodeid=item.nodeid,
-        location=own.location if own else item.location,
-        keywords=own.keywords if own else dict.fromkeys(item.keywords, 1),
-        outcome=found.outcome,
-        longrepr=found.longrepr,
-        when=phase,  # type: ignore[arg-type]  # one of the three
-        sections=merge_output.merge_sections(result.rank_results, phase, until),
+        location=first_report.location if first_report else item.location,
+        keywords=first_report.keywords if first_report else dict.fromkeys(item.keywords, 1),
+        outcome=verdict.outcome,
+        longrepr=verdict.longrepr,
+        when=phase,  # type: ignore[arg-type]  # a name of PHASES
+        sections=merge_output.merge_sections(result.rank_results, phase, shown_phases),
         duration=duration,
         start=start,
         stop=stop,
@@ -322,14 +336,14 @@ def make_test_report(
 def measure_phase(
     result: JointResult, phase: str, phase_verdict: PhaseVerdict, earlier_reports: Sequence[pytest.TestReport]
 ) -> tuple[float, float, float]:
-    """Start, stop and duration of a phase in seconds: from the first rank's start to the last rank's end.
+    """Return start, stop and duration of a phase in seconds: the first rank's start, the last rank's end, the longest.
 
-    A phase of which no rank lived to tell takes what the group took beside the phases before.
+    A failed phase that no rank reported gets the time of the whole group less that of the phases before.
     """
-    told = result.get_reports(phase)
-    if told:
-        starts, stops = [report.start for report in told], [report.stop for report in told]
-        return min(starts), max(stops), max(report.duration for report in told)
+    reports = result.get_reports(phase)
+    if reports:
+        starts, stops = [report.start for report in reports], [report.stop for report in reports]
+        return min(starts), max(stops), max(report.duration for report in reports)
     start = earlier_reports[-1].stop if earlier_reports else time.time() - result.seconds
     spent = sum(report.duration for report in earlier_reports)
     duration = 0.0 if phase_verdict.outcome == "passed" else max(0.0, result.seconds - spent)

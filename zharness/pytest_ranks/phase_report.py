@@ -1,4 +1,4 @@
-"""What a rank tells of one phase of its test."""
+"""The report of one phase of a test (setup, call or teardown) that a rank sends to the pytest process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = ("setup", "call", "teardown")
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """The report of one ``phase``, made to travel by the hook pytest_report_to_serializable in the rank."""
+    """The report of one ``phase`` as plain data, made by the hook ``pytest_report_to_serializable`` on the rank."""
 
     phase: str
     report: dict[str, Any]

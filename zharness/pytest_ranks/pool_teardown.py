@@ -1,4 +1,4 @@
-"""Faults that show only when ranks that lived on are torn down or leave: reports of the last test that used them."""
+"""Report faults that appear only when a rank pool is torn down, as failures of the last test that it ran."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from zharness.world import GroupOutcome
 
 
 def make_pool_teardown_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestReport]:
-    """A failed teardown of ``item`` when a finaliser of a wider scope raised, or a rank ended otherwise than it should.
+    """Return a failed teardown report of ``item`` if a teardown raised, a rank failed or left anything behind.
 
-    Empty when everything went down as it should.
+    ``outcome`` is how the ranks of the pool ended or tore down. Returns an empty list if nothing went wrong.
     """
-    left = [f"rank {rank.rank} left behind: {what}" for rank in outcome.ranks for what in rank.leftovers]
-    if not outcome.failures and not left:
+    leftovers = [f"rank {rank.rank} left behind: {leftover}" for rank in outcome.ranks for leftover in rank.leftovers]
+    if not outcome.failures and not leftovers:
         return []
-    words = "\n".join([*left, outcome.describe()]).strip()
+    details = "\n".join([*leftovers, outcome.describe()]).strip()
     report = pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"in ranks that lived on, after this test, which was the last one that they ran:\n{words}",
+        longrepr=f"while the rank pool was torn down; this was the last test that it ran:\n{details}",
         when="teardown",
     )
     return [report]

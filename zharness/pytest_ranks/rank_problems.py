@@ -1,4 +1,4 @@
-"""What keeps ranks from passing, as facts: read from what they told and from how they ended, put in order of blame."""
+"""Find what kept a test from passing on its ranks, from their reports and how they ended, and order it by blame."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from zharness.world.messages import RankNote
 from zharness.world.outcome import MISMATCH_EXCEPTION, GroupOutcome, RankEnd, RankOutcome
 from zharness.world.stacks import strip_harness_frames
 
-FATAL_ERROR_PREFIX = "Fatal Python error"  # faulthandler's first words
-STRICT_XPASS_PREFIX = "[XPASS(strict)]"  # pytest's only sign of a strict xfail mark whose test passed
-# How the server places a death; the phase says more than the first.
+FATAL_ERROR_PREFIX = "Fatal Python error"  # the start of faulthandler's output
+STRICT_XPASS_PREFIX = "[XPASS(strict)]"  # only this text tells that a test passed under a strict xfail mark
+# Parts of the server's messages about a crash. The first is replaced by the phase of the test, which is more precise.
 _BEFORE_RETURN = ", before its function had returned"
 _AFTER_RETURN = ", after its function had returned"
 
 
 class ProblemKind(Enum):
-    """The ways not to pass."""
+    """The ways in which a rank does not pass; messages contain the values."""
 
     FAILED = "failed"
     PASSED_UNEXPECTEDLY = "passed unexpectedly"  # under a strict xfail mark
     FAILED_AS_EXPECTED = "failed as expected"
-    SKIPPED = "skipped"  # while other ranks did not
+    SKIPPED = "skipped"  # while other ranks did not skip
     DIED = "died"
-    HARNESS_ERROR = "broke"  # the machinery around the test raised
+    HARNESS_ERROR = "hit a harness error"  # code around the test raised, not the test
     HUNG = "hung"
     STOPPED = "stopped"
-    MISSING_REPORT = "silent"  # returned without having told of every phase
+    MISSING_REPORT = "sent no report"  # returned without a report of each phase
     LEFT_BEHIND = "left behind"
 
 
 class BlameLevel(Enum):
-    """Which facts come before which, whatever the clocks say; within one level the first in time comes first.
+    """Order of blame: a problem of a lower level is blamed first; within one level, the earliest problem is.
 
-    A peer notices the closed connection of a dead rank before the server notices the death. A rank that hangs without
-    waiting for anybody is one for which the others wait.
+    Time alone would blame the wrong rank: peers see the closed connection of a crashed rank before the server sees the
+    crash. Of hung ranks, the one that is not in a collective is the one for which the others wait.
     """
 
     DEATH = 0
@@ -56,11 +56,11 @@ class BlameLevel(Enum):
 
 @dataclass(frozen=True)
 class RankProblem:
-    """One thing that kept one rank from passing.
+    """One reason why one rank did not pass.
 
-    ``message`` is the exception of a report, the reason of a skip, and otherwise reads on after "rank 1 ". ``waiting``
-    is the collective in which the rank stood, ``text`` what there is to read where there is no report, and ``reason``
-    that of the xfail mark which expects it.
+    ``message`` is the exception message of a failed report, the reason of a skip, or otherwise a predicate that follows
+    "rank 1 ". ``pending_collective`` is the collective in which the rank waited, ``details`` a traceback or stack if
+    there is no report, and ``xfail_reason`` the reason of the xfail mark that expects the problem.
     """
 
     rank: int
@@ -76,20 +76,20 @@ class RankProblem:
 
     @property
     def blame_order(self) -> tuple[int, int, int]:
-        """Facts are blamed in this order."""
+        """Sort key: the first problem in this order is the cause of the failure."""
         return (self.blame.value, self.at_ns, self.rank)
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """Equal for facts that are told once for all their ranks."""
+        """Equal for problems of several ranks that are reported once for all of these ranks."""
         crash = getattr(self.report and self.report.longrepr, "reprcrash", None)
-        place = (crash.path, crash.lineno) if crash is not None else None
-        return (self.kind, self.phase, place, mask_addresses(self.message), self.pending_collective)
+        location = (crash.path, crash.lineno) if crash is not None else None
+        return (self.kind, self.phase, location, mask_addresses(self.message), self.pending_collective)
 
 
 @dataclass(frozen=True)
 class TimedReport:
-    """The report of one phase of one rank, and when the phase ended."""
+    """The report of one phase on one rank, and when the phase ended (CLOCK_MONOTONIC, in nanoseconds)."""
 
     at_ns: int
     report: pytest.TestReport
@@ -97,7 +97,7 @@ class TimedReport:
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's end beside what it told, phase by phase; ``due`` are the phases it should have told of."""
+    """How one rank ended and its reports by phase; it had to send a report of each of ``expected_phases``."""
 
     outcome: RankOutcome
     timed_reports: Mapping[str, TimedReport]
@@ -105,67 +105,71 @@ class RankResult:
 
     @property
     def rank(self) -> int:
+        """The number of the rank."""
         return self.outcome.rank
 
     @property
     def missing_phases(self) -> tuple[str, ...]:
-        """The phases of which it did not tell, the first one first."""
+        """The expected phases without a report, in order."""
         return tuple(phase for phase in self.expected_phases if phase not in self.timed_reports)
 
     def latest_report(self, phase: str) -> pytest.TestReport | None:
-        """Its report of ``phase`` or, where there is none, of the last phase before: reports accumulate."""
-        until = PHASES[: PHASES.index(phase) + 1]
-        return next((self.timed_reports[one].report for one in reversed(until) if one in self.timed_reports), None)
+        """Return the report of ``phase``, or else of the last phase before it, whose sections it would repeat."""
+        phases = PHASES[: PHASES.index(phase) + 1]
+        return next((self.timed_reports[name].report for name in reversed(phases) if name in self.timed_reports), None)
 
 
 def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[RankResult, ...]:
-    """Every rank's account, in rank order."""
+    """Return the result of every rank, in rank order."""
     return tuple(make_rank_result(item, rank) for rank in outcome.ranks)
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """A rank's reports made whole again. Its last word on a phase stands: subtests tell of the call before the test."""
-    heard: dict[str, TimedReport] = {}
+    """Deserialize the reports of one rank; keep the last of several reports of one phase, as subtests make them."""
+    timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
-        told = load_phase_report(note)
-        if told is None:
+        phase_report = load_phase_report(note)
+        if phase_report is None:
             continue
-        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=told.report)
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=phase_report.report)
         if report is not None:
-            heard[told.phase] = TimedReport(note.at_ns, report)
-    set_up = "setup" not in heard or heard["setup"].report.passed
-    called = set_up and not item.config.getoption("setuponly", False)
-    return RankResult(outcome, heard, PHASES if called else ("setup", "teardown"))
+            timed_reports[phase_report.phase] = TimedReport(note.at_ns, report)
+    is_set_up = "setup" not in timed_reports or timed_reports["setup"].report.passed
+    is_called = is_set_up and not item.config.getoption("setuponly", False)
+    return RankResult(outcome, timed_reports, PHASES if is_called else ("setup", "teardown"))
 
 
 def load_phase_report(note: RankNote) -> PhaseReport | None:
-    """What a note tells of a phase. Its bytes, unpickled anew for each caller, were written by a rank of our own."""
-    told: Any = pickle.loads(note.payload)  # noqa: S301 - see the docstring
-    return told if isinstance(told, PhaseReport) else None
+    """Unpickle a note that a rank sent; return None if it is not a phase report."""
+    payload: Any = pickle.loads(note.payload)  # noqa: S301 - written by a rank that this process started
+    return payload if isinstance(payload, PhaseReport) else None
 
 
 def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]:
-    """Every fact of every rank. A group of no ranks is one too: nothing was tested."""
+    """Return every problem of every rank; no ranks at all are a problem too, because nothing was tested."""
     if not rank_results:
         return (RankProblem(0, "setup", 0, ProblemKind.MISSING_REPORT, BlameLevel.REPORTED, "was never started"),)
-    unanimous = {phase for phase in PHASES if all(is_skipped(account, phase) for account in rank_results)}
-    facts: list[RankProblem] = []
-    for account in rank_results:
-        told = [make_reported_problem(account.rank, phase, heard) for phase, heard in account.timed_reports.items()]
-        told = [fact for fact in told if not (fact and fact.kind is ProblemKind.SKIPPED and fact.phase in unanimous)]
-        own = [fact for fact in told if fact is not None]
-        facts += [*own, *find_end_problems(account, own)]
-    return tuple(facts)
+    skipped_phases = {phase for phase in PHASES if all(is_skipped(result, phase) for result in rank_results)}
+    problems: list[RankProblem] = []
+    for rank_result in rank_results:
+        reported = [
+            problem
+            for phase, timed_report in rank_result.timed_reports.items()
+            if (problem := make_reported_problem(rank_result.rank, phase, timed_report)) is not None
+            and not (problem.kind is ProblemKind.SKIPPED and phase in skipped_phases)
+        ]
+        problems += [*reported, *find_end_problems(rank_result, reported)]
+    return tuple(problems)
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Whether the rank told that it skipped in ``phase``; an expected failure is not a skip."""
-    heard = rank_result.timed_reports.get(phase)
-    return heard is not None and heard.report.skipped and not hasattr(heard.report, "wasxfail")
+    """Whether the rank skipped in ``phase``. An expected failure is not a skip, though pytest reports it as one."""
+    timed_report = rank_result.timed_reports.get(phase)
+    return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 
 
 def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> RankProblem | None:
-    """What a report says against passing."""
+    """Make the problem that a failed or skipped report describes; return None for a passed report."""
     report = timed_report.report
     if report.passed:
         return None
@@ -189,99 +193,99 @@ def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> R
 
 
 def get_report_message(report: pytest.TestReport) -> str:
-    """The exception in words, or the reason of a skip."""
+    """Return the exception message of a failed report, or the reason of a skipped one."""
     longrepr = report.longrepr
     if isinstance(longrepr, tuple):
         return str(longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(longrepr, "reprcrash", None)
     if crash is not None:
         return str(crash.message)
-    # A missing fixture, or an item of another plugin: plain text, in which pytest marks the error with an E.
-    lines = str(longrepr or f"{report.outcome} without a word").splitlines()
+    # The failure is plain text for a missing fixture or an item of another plugin; pytest marks error lines with "E ".
+    lines = str(longrepr or f"{report.outcome} without a message").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("E ")), first_line("\n".join(lines)))
 
 
 def find_end_problems(rank_result: RankResult, reported_problems: Sequence[RankProblem]) -> list[RankProblem]:
-    """What the end of a rank says against passing, beside what it told."""
+    """Return the problems that follow from how a rank ended, besides ``reported_problems`` of its reports."""
     outcome = rank_result.outcome
-    failed = [fact for fact in reported_problems if fact.kind is ProblemKind.FAILED]
+    failures = [problem for problem in reported_problems if problem.kind is ProblemKind.FAILED]
     if outcome.end is RankEnd.STOPPED or outcome.end is RankEnd.HUNG:
-        return [make_unfinished_problem(rank_result, is_blameless=not failed)]
+        return [make_unfinished_problem(rank_result, is_blameless=not failures)]
     if outcome.end is not RankEnd.RETURNED:
-        return [make_crash_problem(rank_result, failed)]
-    facts = []
+        return [make_crash_problem(rank_result, failures)]
+    problems = []
     if rank_result.missing_phases:
-        words = f"told nothing of its {rank_result.missing_phases[0]}"
-        facts.append(
+        message = f"sent no report of its {rank_result.missing_phases[0]}"
+        problems.append(
             RankProblem(
                 rank_result.rank,
                 rank_result.missing_phases[0],
                 outcome.at_ns,
                 ProblemKind.MISSING_REPORT,
                 BlameLevel.REPORTED,
-                words,
+                message,
             )
         )
     if outcome.leftovers:
-        words, text = "left behind: " + "; ".join(outcome.leftovers), "\n".join(outcome.leftovers)
-        facts.append(
+        message, details = "left behind: " + "; ".join(outcome.leftovers), "\n".join(outcome.leftovers)
+        problems.append(
             RankProblem(
                 rank_result.rank,
                 "teardown",
                 outcome.at_ns,
                 ProblemKind.LEFT_BEHIND,
                 BlameLevel.LEFTOVER,
-                words,
-                details=text,
+                message,
+                details=details,
             )
         )
-    return facts
+    return problems
 
 
 def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> RankProblem:
-    """A rank that had to be ended."""
+    """Make the problem of a rank that hung or was stopped; ``is_blameless`` if it had reported no failure."""
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     waiting = f", waiting in {outcome.site}" if outcome.site else ""
     if outcome.end is RankEnd.STOPPED:
-        words = (outcome.end.value if is_blameless else "was stopped") + (waiting or f", {where}")
+        message = (outcome.end.value if is_blameless else "was stopped") + (waiting or f", {where}")
         return RankProblem(
-            rank_result.rank, phase, outcome.at_ns, ProblemKind.STOPPED, BlameLevel.STOPPED, words, outcome.site
+            rank_result.rank, phase, outcome.at_ns, ProblemKind.STOPPED, BlameLevel.STOPPED, message, outcome.site
         )
-    words = f"{outcome.end.value}, {where}" + (f": {outcome.cause}" if outcome.cause else "")
-    words += "" if outcome.site in outcome.cause else waiting
+    message = f"{outcome.end.value}, {where}" + (f": {outcome.cause}" if outcome.cause else "")
+    message += "" if outcome.site in outcome.cause else waiting
     blame = BlameLevel.HUNG_IN_COLLECTIVE if outcome.site else BlameLevel.HUNG_ALONE
-    return RankProblem(rank_result.rank, phase, outcome.at_ns, ProblemKind.HUNG, blame, words, outcome.site)
+    return RankProblem(rank_result.rank, phase, outcome.at_ns, ProblemKind.HUNG, blame, message, outcome.site)
 
 
 def make_crash_problem(rank_result: RankResult, reported_failures: Sequence[RankProblem]) -> RankProblem:
-    """A rank that died, or whose machinery raised.
+    """Make the problem of a rank that crashed, or on which code around the test raised.
 
-    What it failed of before, it told before; and machinery that raises behind the last phase, where the ranks leave
-    together, raises because of a peer. Both are placed by the clock then.
+    Normally it is blamed before all reported failures. It is ordered by time instead if the rank had reported a failure
+    before, or if the harness raised after the last phase: there the ranks wait for each other, so a peer is the cause.
     """
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     cause, *further = outcome.cause.split("\n")
-    words = f"{outcome.end.value}: {cause}" if cause else outcome.end.value
-    if _BEFORE_RETURN in words:
-        words = words.replace(_BEFORE_RETURN, f", {where}")
-    elif _AFTER_RETURN not in words:
-        words = f"{words}, {where}"
-    words = "\n".join([words, *further])
+    message = f"{outcome.end.value}: {cause}" if cause else outcome.end.value
+    if _BEFORE_RETURN in message:
+        message = message.replace(_BEFORE_RETURN, f", {where}")
+    elif _AFTER_RETURN not in message:
+        message = f"{message}, {where}"
+    message = "\n".join([message, *further])
     kind = ProblemKind.HARNESS_ERROR if outcome.end is RankEnd.RAISED else ProblemKind.DIED
     blame = BlameLevel.DEATH if kind is ProblemKind.DIED else BlameLevel.HARNESS_ERROR
     if reported_failures or (kind is ProblemKind.HARNESS_ERROR and not rank_result.missing_phases):
         blame = BlameLevel.REPORTED
-    if outcome.exception == MISMATCH_EXCEPTION:  # found by the server; the ranks told what came of it
-        blame, phase, words = (
+    if outcome.exception == MISMATCH_EXCEPTION:  # the server found the cause; the ranks reported only its consequences
+        blame, phase, message = (
             BlameLevel.DEATH,
             reported_failures[0].phase if reported_failures else phase,
             f"disagreed: {outcome.cause}",
         )
-    return RankProblem(rank_result.rank, phase, outcome.at_ns, kind, blame, words, details=get_crash_text(outcome))
+    return RankProblem(rank_result.rank, phase, outcome.at_ns, kind, blame, message, details=get_crash_text(outcome))
 
 
 def locate_end(rank_result: RankResult) -> tuple[str, str]:
-    """The phase in which a rank ended, and in words."""
+    """Return the phase in which a rank ended, and a phrase such as "in call" or "before setup"."""
     if not rank_result.missing_phases:
         return "teardown", "after teardown"
     if rank_result.outcome.phase in PHASES:
@@ -290,12 +294,12 @@ def locate_end(rank_result: RankResult) -> tuple[str, str]:
 
 
 def get_crash_text(outcome: RankOutcome) -> str:
-    """The traceback of machinery that raised, or the stack that Python wrote when it died."""
+    """Return the traceback of an exception outside of the test, or the stack that faulthandler wrote at a crash."""
     if outcome.end is RankEnd.RAISED:
         return outcome.traceback.rstrip()
     errors = outcome.stack or "".join(part.text for part in outcome.captured_output if part.stream == "stderr")
-    at = errors.rfind(FATAL_ERROR_PREFIX)
-    return strip_harness_frames(errors[at:]) if at >= 0 else ""
+    start = errors.rfind(FATAL_ERROR_PREFIX)
+    return strip_harness_frames(errors[start:]) if start >= 0 else ""
 
 
 XFAIL_KINDS = (
@@ -308,64 +312,76 @@ XFAIL_KINDS = (
 
 
 def apply_xfail_mark(problems: Sequence[RankProblem], item: pytest.Item) -> tuple[RankProblem, ...]:
-    """The facts as an xfail mark sees them: of what has no report, a mark that expects any failure expects it all."""
-    reason = get_xfail_reason(item) if any(fact.kind in XFAIL_KINDS for fact in problems) else None
+    """Turn crashes, hangs, partial skips and leftovers into expected failures if an xfail mark expects any failure.
+
+    pytest itself applies the mark on each rank, but only to failures of the test.
+    """
+    reason = get_xfail_reason(item) if any(problem.kind in XFAIL_KINDS for problem in problems) else None
     if reason is None:
         return tuple(problems)
     return tuple(
-        replace(fact, kind=ProblemKind.FAILED_AS_EXPECTED, xfail_reason=reason) if fact.kind in XFAIL_KINDS else fact
-        for fact in problems
+        replace(problem, kind=ProblemKind.FAILED_AS_EXPECTED, xfail_reason=reason)
+        if problem.kind in XFAIL_KINDS
+        else problem
+        for problem in problems
     )
 
 
 def get_xfail_reason(item: pytest.Item) -> str | None:
-    """The reason of the item's xfail mark, if it holds here and expects any failure of a test that is run."""
-    # No public name evaluates the conditions of xfail marks.
+    """Return the reason of the xfail mark if its condition holds and it has neither ``raises`` nor ``run=False``.
+
+    Otherwise return None.
+    """
+    # There is no public function that evaluates the conditions of xfail marks.
     from _pytest.skipping import evaluate_xfail_marks
 
     if item.config.getoption("runxfail", False):
         return None
     try:
         mark = evaluate_xfail_marks(item)
-    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - a broken condition expects nothing; ranks told of it
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - ranks have reported the faulty condition
         return None
     return mark.reason if mark is not None and mark.run and mark.raises is None else None
 
 
 def select_failures(problems: Iterable[RankProblem]) -> tuple[RankProblem, ...]:
-    """The facts that make the test fail, in order of blame.
+    """Return the problems that make the test fail, in order of blame.
 
-    Where a rank failed as expected, what it did to its peers is expected too: they wait in vain, or pass unexpectedly.
+    If a rank failed as expected, the consequences for its peers are no failures: they were stopped while they waited
+    for it, or they passed unexpectedly.
     """
-    problems = sorted(problems, key=lambda fact: fact.blame_order)
-    real = [fact for fact in problems if fact.kind is not ProblemKind.FAILED_AS_EXPECTED]
-    if len(real) == len(problems):
-        return tuple(real)
-    if any(fact.kind is ProblemKind.FAILED_AS_EXPECTED and fact.phase != "teardown" for fact in problems):
-        real = [fact for fact in real if fact.kind is not ProblemKind.PASSED_UNEXPECTEDLY]
-    return tuple(real) if any(not is_consequence(fact) for fact in real) else ()
+    problems = sorted(problems, key=lambda problem: problem.blame_order)
+    failures = [problem for problem in problems if problem.kind is not ProblemKind.FAILED_AS_EXPECTED]
+    if len(failures) == len(problems):
+        return tuple(failures)
+    if any(problem.kind is ProblemKind.FAILED_AS_EXPECTED and problem.phase != "teardown" for problem in problems):
+        failures = [problem for problem in failures if problem.kind is not ProblemKind.PASSED_UNEXPECTEDLY]
+    return tuple(failures) if any(not is_consequence(problem) for problem in failures) else ()
 
 
 def is_consequence(problem: RankProblem) -> bool:
-    """Whether a peer's expected failure explains it."""
+    """Whether the expected failure of a peer may have caused the problem."""
     return problem.kind in (ProblemKind.STOPPED, ProblemKind.SKIPPED) or problem.blame is BlameLevel.HUNG_IN_COLLECTIVE
 
 
 def choose_reporting_phase(problem: RankProblem, failures: Sequence[RankProblem]) -> str:
-    """The phase whose report tells of a real failure; ``real[0]`` is the cause.
+    """Return the phase whose merged report shows ``problem``; ``failures[0]`` is the cause of the test's failure.
 
-    That of the cause, with two exceptions. A test that some rank did not get through never has its call told as passed
-    because the cause is in a teardown; and a failure in teardown that no peer's failure explains is told as such.
+    This is the phase of the cause, with two exceptions. If the cause is in teardown, problems of earlier phases belong
+    to the call, so that a call that one rank did not finish is never reported as passed. And a teardown failure that no
+    failure of a peer explains belongs to teardown.
     """
     cause = failures[0]
     if cause.phase == "teardown":
         return "teardown" if problem.phase == "teardown" else "call"
     if problem.phase != "teardown" or problem.kind in (ProblemKind.HUNG, ProblemKind.STOPPED):
         return cause.phase
-    failing = {other.rank for other in failures if other.phase == cause.phase and other.kind is not ProblemKind.STOPPED}
-    alone = (
+    failed_ranks = {
+        other.rank for other in failures if other.phase == cause.phase and other.kind is not ProblemKind.STOPPED
+    }
+    is_independent = (
         problem.kind in (ProblemKind.MISSING_REPORT, ProblemKind.LEFT_BEHIND)
         or problem.at_ns < cause.at_ns
-        or problem.rank in failing
+        or problem.rank in failed_ranks
     )
-    return "teardown" if alone else cause.phase
+    return "teardown" if is_independent else cause.phase

@@ -1,4 +1,4 @@
-"""The inside of a rank: pytest's own protocol of one test, told phase by phase."""
+"""Run pytest's protocol of one test on a rank and send the report of each phase to the pytest process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic_ns  # bound now: a test may patch the module's
+from time import monotonic_ns  # imported by name, because a test may patch time.monotonic_ns
 from typing import Any, Protocol
 
 import pytest
-from _pytest.capture import CaptureManager  # no public way to give a process a capture of its own
-from _pytest.runner import runtestprotocol  # what pytest-forked and pytest-rerunfailures call as well
+from _pytest.capture import CaptureManager  # there is no public way to replace the capture of a process
+from _pytest.runner import runtestprotocol  # pytest-forked and pytest-rerunfailures use it as well
 
 from zharness.pytest_ranks import debug, hypothesis_sync, rank_coverage, remote_fixtures
 from zharness.pytest_ranks.phase_report import PhaseReport
@@ -30,7 +30,7 @@ from zharness.world.rank import ServerChannel, seed_torch
 
 @dataclass(frozen=True)
 class SessionStop:
-    """A test asked for the end of the whole session: by pytest.exit, or by a KeyboardInterrupt."""
+    """A test stopped the whole session with ``pytest.exit`` or a KeyboardInterrupt."""
 
     rank: int
     trigger: str  # "exit" or "keyboard"
@@ -40,7 +40,7 @@ class SessionStop:
 
 @dataclass(frozen=True)
 class RecordedWarning:
-    """One warning as pytest recorded it."""
+    """A warning that pytest recorded on a rank, in a form that can be pickled."""
 
     category: type[Warning]
     message: str
@@ -52,10 +52,14 @@ class RecordedWarning:
 
 @dataclass(frozen=True)
 class RankSideEffects:
-    """What a rank returns for one test: what does not belong to one phase."""
+    """What a rank returns for one test besides its phase reports.
+
+    ``leftovers`` describes threads and processes that the test did not end, ``changed_state`` names process-wide
+    settings that it changed.
+    """
 
     recorded_warnings: tuple[RecordedWarning, ...] = ()
-    inner_reports: tuple[dict[str, Any], ...] = ()  # reports that were logged within the test: those of subtests
+    inner_reports: tuple[dict[str, Any], ...] = ()  # reports that were logged during the test, those of subtests
     leftovers: tuple[str, ...] = ()
     changed_state: str = ""
     stop: SessionStop | None = None
@@ -63,38 +67,43 @@ class RankSideEffects:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a process has at one moment that its next test would find."""
+    """Process-wide state that a test could leave for the next one: settings, threads and child processes."""
 
     fingerprint: ProcessFingerprint
     leftovers: dict[str, str]
 
     @classmethod
     def capture(cls) -> ProcessState:
+        """Capture the current state of this process."""
         return cls(take_fingerprint(), find_leftovers())
 
     def describe_changes_since(self, states: Sequence[ProcessState]) -> str:
-        """The names of what is as in none of ``states``."""
+        """Return the names of settings whose values differ from those in all of ``states``, separated by commas."""
         changes = [set(state.fingerprint.list_changes(self.fingerprint)) for state in states]
         return ", ".join(sorted(set.intersection(*changes)))
 
     def leftovers_since(self, states: Sequence[ProcessState]) -> dict[str, str]:
-        """The threads and processes that are in none of ``states``."""
+        """Return the threads and processes that exist in none of ``states``, as key and description."""
         return {
-            key: words for key, words in self.leftovers.items() if not any(key in state.leftovers for state in states)
+            key: description
+            for key, description in self.leftovers.items()
+            if not any(key in state.leftovers for state in states)
         }
 
 
 class ReportChannel(Protocol):
-    """A rank's line to whoever hears what it tells before its end."""
+    """The part of a rank's channel that sends reports before the test ends: ServerChannel or StoreChannel."""
 
-    def note(self, standing: RankStatus, payload: object, at_ns: int) -> None: ...
+    def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
+        """Send ``payload`` with its time; a FAILED status makes the receiver stop the other ranks."""
 
-    def label(self, phase: str) -> None: ...
+    def label(self, phase: str) -> None:
+        """Mark the output that follows as belonging to ``phase``."""
 
 
-@dataclass(eq=False)  # older pytest keeps plugins in a set
+@dataclass(eq=False)  # hashable, because older versions of pytest keep plugins in a set
 class PhaseReporter:
-    """A plugin of the rank: each phase's report goes to the server when it is made, so that a death loses nothing."""
+    """Pytest plugin of a rank that sends the report of each phase as soon as it is made, so that a crash loses none."""
 
     config: pytest.Config
     channel: ReportChannel
@@ -105,19 +114,22 @@ class PhaseReporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run setup, call and teardown of the item without logging: the pytest process logs the merged reports."""
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
-        left_out = remote_fixtures.make_skipped_call_report(item, reports[0])
-        if left_out is not None:
-            self.channel.note(RankStatus.OK, self.make_phase_report(left_out), monotonic_ns())
+        call_report = remote_fixtures.make_skipped_call_report(item, reports[0])
+        if call_report is not None:
+            self.channel.note(RankStatus.OK, self.make_phase_report(call_report), monotonic_ns())
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
+        """Label the output of setup."""
         self.channel.label("setup")
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Label the output of the call and synchronize a Hypothesis test with the other ranks."""
         self.channel.label("call")
         if self.wide_finalizers_before != count_wide_finalizers(item):
             self.state_before_call = ProcessState.capture()
@@ -126,24 +138,28 @@ class PhaseReporter:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        """Label the output of teardown."""
         self.channel.label("teardown")
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        at_ns = monotonic_ns()  # now, and not when the traceback has been put into words
+        """Send the report of a phase, with the time at which the phase ended."""
+        at_ns = monotonic_ns()  # before the traceback is formatted, which takes long and would distort the order
         report = yield
-        # Here pytest fails a test of which a subtest failed, from a count that only this process has.
+        # This hook of pytest fails a test if one of its subtests failed; only this process has counted them.
         self.config.hook.pytest_report_teststatus(report=report, config=self.config)
         self.channel.note(classify_report(report), self.make_phase_report(report), at_ns)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a report that is logged during the test, such as that of a subtest."""
         self.inner_reports.append(self.make_phase_report(report).report)
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, location: tuple[str, int, str] | None
     ) -> None:
+        """Keep a warning for the pytest process, which shows the warnings of all ranks."""
         self.recorded_warnings.append(
             RecordedWarning(
                 category=find_picklable_category(warning_message.category or UserWarning),
@@ -156,28 +172,29 @@ class PhaseReporter:
         )
 
     def make_phase_report(self, report: pytest.TestReport) -> PhaseReport:
-        """The report as data. What a test recorded as a property may be anything: in words if it cannot be sent."""
+        """Serialize a report; user properties are replaced by their ``repr`` if they cannot be pickled."""
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         try:
             pickle.dumps(data)
-        except Exception:  # noqa: BLE001 - an object may raise whatever it likes when it is pickled
+        except Exception:  # noqa: BLE001 - an object may raise any exception when it is pickled
             data = {**data, "user_properties": [(name, repr(value)) for name, value in report.user_properties]}
         return PhaseReport(str(report.when), data)
 
 
 def classify_report(report: pytest.TestReport) -> RankStatus:
-    """FAILED, LEFT where the other ranks may wait for this one in vain (a skip, an expected failure), else FINE.
+    """Return FAILED for a failure, SKIPPED for a skip or an expected failure, and OK otherwise.
 
-    A strict xfail mark whose test passed fails no rank by itself: another rank may fail as expected.
+    After SKIPPED the other ranks may wait for this rank forever. A test that passes under a strict xfail mark is OK,
+    because another rank may fail as expected.
     """
     if report.failed:
-        unexpected = isinstance(report.longrepr, str) and report.longrepr.startswith(STRICT_XPASS_PREFIX)
-        return RankStatus.OK if unexpected else RankStatus.FAILED
+        is_strict_xpass = isinstance(report.longrepr, str) and report.longrepr.startswith(STRICT_XPASS_PREFIX)
+        return RankStatus.OK if is_strict_xpass else RankStatus.FAILED
     return RankStatus.SKIPPED if report.skipped else RankStatus.OK
 
 
 def find_picklable_category(category: type[Warning]) -> type[Warning]:
-    """The category, or the nearest of its bases that can be sent to another process."""
+    """Return the warning category, or its nearest base class that another process can unpickle."""
     for base in category.__mro__:
         if issubclass(base, Warning) and base.__module__ in sys.modules and is_importable(base):
             return base
@@ -185,12 +202,12 @@ def find_picklable_category(category: type[Warning]) -> type[Warning]:
 
 
 def is_importable(category: type[Warning]) -> bool:
-    """Whether another process would find the class by its name, as pickle does."""
+    """Whether pickle finds the class by its module and name."""
     return getattr(sys.modules[category.__module__], category.__qualname__, None) is category
 
 
 class RankTestRunner:
-    """What the server's ranks inherit: the collected session, and how to run one of its tests in this process."""
+    """Function that ranks inherit through the fork: it runs one test of the collected session in the calling rank."""
 
     def __init__(
         self,
@@ -199,35 +216,35 @@ class RankTestRunner:
         main_process_plugins: tuple[object, ...],
         reporter: PhaseReporter | None = None,
     ) -> None:
-        """``ours`` are plugins of the pytest process that have no business in a rank.
+        """``main_process_plugins`` are unregistered in each forked rank.
 
-        ``settled`` is there in a process that is a rank and stays what it was besides.
+        A process that torchrun started is set up as a rank already; it passes its ``reporter``.
         """
         self._session = session
         self._terminal = terminal
         self._main_process_plugins = main_process_plugins
         self._reported_leftovers: set[str] = set()
-        self._previous_states: list[ProcessState] = []  # at most one: what this process had when its last test was over
-        # One, once this process is a rank that has run something.
-        self._reporters: list[PhaseReporter] = [] if reporter is None else [reporter]
+        self._previous_state: ProcessState | None = None  # the state of this process at the end of its last test
+        self._reporter = reporter  # None until this rank runs its first test
 
     def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
-        """Run the item at ``index``, keeping what the item at ``following`` needs as well.
+        """Run the item at ``index``; keep the fixtures that the item at ``next_index`` needs as well.
 
-        ``index`` None only tears down what the item at ``following`` does not need. A ``fixture`` is one that runs
-        elsewhere: only it is set up.
+        With ``index`` None, only tear down what the item at ``next_index`` does not need. With the name of a remote
+        ``fixture``, only set up that fixture.
         """
         items = self._session.items
         nextitem = None if next_index is None else items[next_index]
-        teller = self._get_reporter(test_dir)
+        reporter = self._get_reporter(test_dir)
         if index is None:
-            return self._tear_down(teller, nextitem)
+            return self._tear_down(reporter, nextitem)
         with remote_fixtures.limit_to_fixture(items[index], fixture):
-            return self._run_item(teller, items[index], nextitem, test_dir)
+            return self._run_item(reporter, items[index], nextitem, test_dir)
 
     def _run_item(
         self, reporter: PhaseReporter, item: pytest.Item, nextitem: pytest.Item | None, test_dir: str
     ) -> RankSideEffects:
+        """Run one item and return its side effects, compared with the state of the process before it."""
         seed_generators(item.nodeid)
         item.stash[TEST_DIR] = Path(test_dir)
         before = self._take_previous_state()
@@ -238,28 +255,32 @@ class RankTestRunner:
         except pytest.exit.Exception as error:
             stop = SessionStop(current_rank().rank, "exit", str(error.msg), error.returncode)
         except KeyboardInterrupt as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            words = f"{error}, in {place.name} ({Path(place.filename).name}, line {place.lineno})".lstrip(", ")
-            stop = SessionStop(current_rank().rank, "keyboard", words, None)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{error}, in {frame.name} ({Path(frame.filename).name}, line {frame.lineno})".lstrip(", ")
+            stop = SessionStop(current_rank().rank, "keyboard", reason, None)
         if stop is not None:
             reporter.channel.note(RankStatus.FAILED, stop, monotonic_ns())
         reporter.channel.label("")
         after, states = ProcessState.capture(), [before]
         if reporter.wide_finalizers_before != count_wide_finalizers(item) and nextitem is not None:
-            # What fixtures of a wider scope start and change in set-up is there for the tests that follow.
+            # Fixtures of a wider scope may start threads and change settings in setup for the tests that follow.
             states.append(reporter.state_before_call or after)
-        self._previous_states.append(after)
+        self._previous_state = after
         return self._collect_side_effects(
             reporter, stop, after.describe_changes_since(states), after.leftovers_since(states)
         )
 
     def _take_previous_state(self) -> ProcessState:
-        """What the next test finds: as the last one left it, since nothing runs here in between."""
-        return self._previous_states.pop() if self._previous_states else ProcessState.capture()
+        """Return the state at the end of the last test, as nothing runs in a rank in between; else capture it now.
+
+        Forgets the state: if the next test does not end normally, the state is no longer valid.
+        """
+        state, self._previous_state = self._previous_state, None
+        return ProcessState.capture() if state is None else state
 
     def _tear_down(self, reporter: PhaseReporter, nextitem: pytest.Item | None) -> RankSideEffects:
-        """Raises what a finaliser raises."""
-        self._previous_states.clear()
+        """Tear down what ``nextitem`` does not need. Raises the exception of a fixture's teardown."""
+        self._previous_state = None
         reporter.channel.label("teardown")
         with debug.return_terminal_afterwards(self._session.config):
             self._session._setupstate.teardown_exact(nextitem)
@@ -268,29 +289,30 @@ class RankTestRunner:
     def _collect_side_effects(
         self, reporter: PhaseReporter, stop: SessionStop | None, changed_state: str, leftovers: dict[str, str]
     ) -> RankSideEffects:
-        """What is left behind is told once: by the test, or when everything is torn down."""
-        words = tuple(words for key, words in leftovers.items() if key not in self._reported_leftovers)
+        """Take warnings and inner reports from ``reporter``; report each leftover thread or process only once."""
+        new_leftovers = tuple(text for key, text in leftovers.items() if key not in self._reported_leftovers)
         self._reported_leftovers.update(leftovers)
-        finished = RankSideEffects(
-            tuple(reporter.recorded_warnings), tuple(reporter.inner_reports), words, changed_state, stop
+        side_effects = RankSideEffects(
+            tuple(reporter.recorded_warnings), tuple(reporter.inner_reports), new_leftovers, changed_state, stop
         )
         reporter.recorded_warnings.clear()
         reporter.inner_reports.clear()
-        return finished
+        return side_effects
 
     def _get_reporter(self, test_dir: str) -> PhaseReporter:
-        if not self._reporters:
-            self._reporters.append(self._set_up_rank(test_dir))
-        return self._reporters[0]
+        """Return this rank's reporter; set up the rank at the first call."""
+        if self._reporter is None:
+            self._reporter = self._set_up_rank(test_dir)
+        return self._reporter
 
     def _set_up_rank(self, test_dir: str) -> PhaseReporter:
-        """Once in each rank: what the pytest process shares with its forks is replaced by something of its own."""
+        """Replace what a forked rank shares with the pytest process: plugins, capture, temporary directories."""
         config, me = self._session.config, current_rank()
         channel = me.channel
-        assert isinstance(channel, ServerChannel), "only a server's rank inherits this"
+        assert isinstance(channel, ServerChannel), "only a rank that a server forked needs this set-up"
         plugins = config.pluginmanager
         for plugin in plugins.get_plugins():
-            # xdist's worker would send over the pytest process's own connection; see also its own fork of pytest.
+            # The plugin of an xdist worker would send reports over the connection of the pytest process.
             if plugin in self._main_process_plugins or type(plugin).__module__ in XDIST_WORKER_MODULES:
                 plugins.unregister(plugin)
         disable_capture(config)
@@ -298,31 +320,34 @@ class RankTestRunner:
         config.stash[RANKS_BASE_DIR] = Path(test_dir).parent
         rank_coverage.set_up_rank_coverage(channel)
         debug.install_debugger(config, me.rank, channel, self._terminal)
-        teller = PhaseReporter(config, channel)
-        plugins.register(teller, "zharness-teller")
-        teller.recorded_warnings.clear()  # pytest repeats to a new plugin what was recorded before, here while collecting
-        return teller
+        reporter = PhaseReporter(config, channel)
+        plugins.register(reporter, "zharness-phase-reporter")
+        reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
+        return reporter
 
 
 TEST_DIR = pytest.StashKey[Path]()  # on an item: a directory that its ranks share
 RANKS_BASE_DIR = pytest.StashKey[Path]()  # on the config: a directory that the ranks of all tests share
-# The module of the worker's own plugin, under its name and as execnet calls what it has sent over.
+# Modules of an xdist worker's plugin: its name, and the name that execnet gives to code that it has sent.
 XDIST_WORKER_MODULES = ("xdist.remote", "__channelexec__")
 
 
 def disable_capture(config: pytest.Config) -> None:
-    """Let what this rank prints run into its pipes, where it survives the rank; capsys and capfd work as ever."""
+    """Stop pytest's global capture, so that output goes to the rank's pipes and is kept if the rank crashes.
+
+    ``capsys`` and ``capfd`` still work.
+    """
     plugins = config.pluginmanager
-    old = plugins.getplugin("capturemanager")
-    if old is not None:
-        plugins.unregister(old)
-    own = CaptureManager("no")
-    own.start_global_capturing()
-    plugins.register(own, "capturemanager")
+    inherited = plugins.getplugin("capturemanager")
+    if inherited is not None:
+        plugins.unregister(inherited)
+    manager = CaptureManager("no")
+    manager.start_global_capturing()
+    plugins.register(manager, "capturemanager")
 
 
 def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
-    """Number this rank's temporary directories in a directory of its own: ranks would take each other's numbers."""
+    """Make ``base`` the base of this rank's ``tmp_path``: in a shared base, ranks would create equal directories."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -330,15 +355,15 @@ def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
 
 
 def count_wide_finalizers(item: pytest.Item) -> list[tuple[str, int]]:
-    """How many finalisers wait on the nodes above the item: other numbers, other wide fixtures."""
+    """Count the finalizers on the nodes above the item; the counts change when a fixture of wider scope is set up."""
     stack = item.session._setupstate.stack
-    # The first finaliser of a node is its own teardown, and no fixture's.
+    # The first finalizer of a node is the teardown of the node itself, not that of a fixture.
     counts = [(node.nodeid, len(finalizers) - 1) for node, (finalizers, _) in stack.items() if node is not item]
     return [(nodeid, fixtures) for nodeid, fixtures in counts if fixtures]
 
 
 def seed_generators(nodeid: str) -> None:
-    """The same random numbers on every rank, in every mode and every run."""
+    """Seed random, torch and numpy from the test's id: the same on every rank and in every run."""
     number = int.from_bytes(hashlib.sha256(nodeid.encode()).digest()[:4], "big")
     random.seed(number)
     seed_torch(number)

@@ -1,4 +1,4 @@
-"""Where a test runs: on how many ranks, in which mode, until when; read from its markers and from the command line."""
+"""Parse the markers and command-line options that say on which ranks a test runs, and how."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from zharness.errors import UsageError
 from zharness.world.limits import check_world_size
 from zharness.world.task import CollectiveMode, Group, Isolation
 
-# "kept" is the group of the test before in ranks that live on; fresh ranks have none, and form one.
+# "kept" reuses the process group of the previous test in a rank pool; fresh ranks have none and form a new one.
 GROUPS_BY_NAME = {"kept": Group.REUSED, "new": Group.DEFAULT, "none": Group.NONE}
-WORLD_SIZE_PARAM = (
-    "_world"  # the name under which the world size is a parameter of the test, so that it is part of its id
-)
+WORLD_SIZE_PARAM = "_world"  # the world size is a parameter of the test of this name, so that the test's id contains it
 
 
 @dataclass(frozen=True)
 class RankRequirements:
-    """The ranks of one test. ``warm`` names the engine that their server has imported, or is empty."""
+    """The ranks that one test needs.
+
+    ``timeout`` is in seconds; ``warm_engine`` names the engine that the rank server imports, or is empty.
+    """
 
     world_size: int
     isolation: Isolation
@@ -31,9 +32,9 @@ class RankRequirements:
 
 
 def get_closest_mark(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """The marker that counts: of the function before the class before the module, of a class before its bases.
+    """Return the closest marker: of the function, the class, its base classes or the module; None without one.
 
-    pytest's own get_closest_marker takes the first of a class, which is the one of its most distant base.
+    pytest's own get_closest_marker returns the marker of the most distant base class instead of the class's own.
     """
     for node in reversed(item.listchain()):
         marks = [mark for mark in node.own_markers if mark.name == name]
@@ -43,31 +44,31 @@ def get_closest_mark(item: pytest.Item, name: str) -> pytest.Mark | None:
 
 
 def parse_world_sizes(marker: pytest.Mark) -> tuple[int, ...]:
-    """The world sizes of a ``world_size`` marker. Raises UsageError for anything but whole numbers from 1 up."""
-    # One list is DeepSpeed's spelling: world_size([2, 4]).
-    listed = len(marker.args) == 1 and isinstance(marker.args[0], (list, tuple))
-    found = tuple(marker.args[0]) if listed else marker.args
-    wrong = [size for size in found if not isinstance(size, int) or isinstance(size, bool) or size < 1]
-    if not found or wrong or len(set(found)) != len(found) or marker.kwargs:
-        got = ", ".join([*map(repr, found), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
+    """Return the sizes of a ``world_size`` marker. Raises UsageError unless they are different integers above 0."""
+    # DeepSpeed's tests pass one list: world_size([2, 4]).
+    is_list = len(marker.args) == 1 and isinstance(marker.args[0], (list, tuple))
+    sizes = tuple(marker.args[0]) if is_list else marker.args
+    invalid = [size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or size < 1]
+    if not sizes or invalid or len(set(sizes)) != len(sizes) or marker.kwargs:
+        arguments = ", ".join([*map(repr, sizes), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
         raise UsageError(
-            f"world_size({got}): expected one or more different whole numbers from 1 up, "
+            f"world_size({arguments}): expected one or more different whole numbers from 1 up, "
             "as in @pytest.mark.world_size(2, 4)"
         )
-    return tuple(found)
+    return tuple(sizes)
 
 
 def parametrize_world_sizes(metafunc: pytest.Metafunc) -> None:
-    """One test for each world size, with the id ``w2``."""
+    """Parametrize a test by the world sizes of its marker, with ids such as ``w2``."""
     marker = get_closest_mark(metafunc.definition, "world_size")
     if marker is not None and not has_world_size_parameter(metafunc.definition):
-        found = parse_world_sizes(marker)
+        sizes = parse_world_sizes(marker)
         metafunc.fixturenames.append(WORLD_SIZE_PARAM)
-        metafunc.parametrize(WORLD_SIZE_PARAM, found, ids=[f"w{size}" for size in found], indirect=True)
+        metafunc.parametrize(WORLD_SIZE_PARAM, sizes, ids=[f"w{size}" for size in sizes], indirect=True)
 
 
 def has_world_size_parameter(item: pytest.Item) -> bool:
-    """Whether ``parametrize("world_size", ...)`` already says on how many ranks each test runs."""
+    """Whether the test already has a parameter ``world_size``, which then sets the number of its ranks."""
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
         if "world_size" in (names.replace(",", " ").split() if isinstance(names, str) else names):
@@ -76,9 +77,9 @@ def has_world_size_parameter(item: pytest.Item) -> bool:
 
 
 def get_rank_requirements(item: pytest.Item) -> RankRequirements | None:
-    """The placement of a test that has a world size; None for one that runs in pytest's own process.
+    """Return the requirements of a test that has a world size; None for a test that runs in pytest's own process.
 
-    Raises UsageError for a marker that says what cannot be.
+    Raises UsageError for an invalid marker.
     """
     size = parse_world_size(item)
     if size is None:
@@ -95,7 +96,10 @@ def get_rank_requirements(item: pytest.Item) -> RankRequirements | None:
 
 
 def parse_world_size(item: pytest.Item) -> int | None:
-    """From the parameter; from the marker where a test cannot be parametrized, as a unittest.TestCase."""
+    """Return a test's world size, or None: from its parameter, or from its marker if it cannot be parametrized.
+
+    A method of a ``unittest.TestCase`` cannot. Raises UsageError if its marker has more than one world size.
+    """
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     if WORLD_SIZE_PARAM in parameters:
         return int(parameters[WORLD_SIZE_PARAM])
@@ -104,29 +108,35 @@ def parse_world_size(item: pytest.Item) -> int | None:
         return None
     if has_world_size_parameter(item) and isinstance(parameters.get("world_size"), int):
         return int(parameters["world_size"])
-    found = parse_world_sizes(marker)
-    if len(found) > 1:
-        raise UsageError(f"{item.nodeid}: a test that cannot be parametrized takes one world size, got {found}")
-    return found[0]
+    sizes = parse_world_sizes(marker)
+    if len(sizes) > 1:
+        raise UsageError(f"{item.nodeid}: a test that cannot be parametrized takes one world size, got {sizes}")
+    return sizes[0]
 
 
 def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
-    """``isolation("pooled", group="new")`` or ``isolation("fresh", group="none")``, or what the command line says."""
+    """Return isolation and process group from the ``isolation`` marker, or else from ``--isolation``.
+
+    The marker is ``isolation("pooled", group="new")``, for example. Raises UsageError if it is invalid.
+    """
     marker = get_closest_mark(item, "isolation")
-    words = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
+    names = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
     options = dict(marker.kwargs) if marker is not None else {}
     group = options.pop("group", "kept")
     allowed = [Isolation.FRESH.value, Isolation.POOLED.value]
-    if len(words) != 1 or words[0] not in allowed or group not in GROUPS_BY_NAME or options:
+    if len(names) != 1 or names[0] not in allowed or group not in GROUPS_BY_NAME or options:
         raise UsageError(
-            f"{item.nodeid}: isolation marker with {words} and {marker.kwargs if marker else {}}; "
+            f"{item.nodeid}: isolation marker with {names} and {marker.kwargs if marker else {}}; "
             f"expected one of {allowed}, and group= one of {list(GROUPS_BY_NAME)}"
         )
-    return Isolation(words[0]), GROUPS_BY_NAME[group]
+    return Isolation(names[0]), GROUPS_BY_NAME[group]
 
 
 def parse_rank_timeout(item: pytest.Item) -> float:
-    """``rank_timeout(S)``, or what the command line says; seconds."""
+    """Return the timeout in seconds from the marker ``rank_timeout(S)``, or else from ``--rank-timeout``.
+
+    Raises UsageError if the marker is invalid.
+    """
     marker = get_closest_mark(item, "rank_timeout")
     if marker is None:
         return float(item.config.getoption("--rank-timeout"))
@@ -137,18 +147,21 @@ def parse_rank_timeout(item: pytest.Item) -> float:
 
 
 def parse_collectives(item: pytest.Item) -> CollectiveMode:
-    """``collectives("trusted")``, or what the command line says."""
+    """Return whether collectives are compared, from the marker ``collectives("trusted")``, or else ``--collectives``.
+
+    Raises UsageError if the marker is invalid.
+    """
     marker = get_closest_mark(item, "collectives")
     if marker is None:
         return CollectiveMode(item.config.getoption("--collectives"))
-    allowed = [way.value for way in CollectiveMode]
+    allowed = [mode.value for mode in CollectiveMode]
     if len(marker.args) != 1 or marker.args[0] not in allowed or marker.kwargs:
         raise UsageError(f"{item.nodeid}: collectives marker with {list(marker.args)}; expected one of {allowed}")
     return CollectiveMode(marker.args[0])
 
 
 def parse_warm_engine(item: pytest.Item) -> str:
-    """The engine that ``warm("deepspeed")`` names, or the empty string."""
+    """Return the engine that the marker ``warm("deepspeed")`` names, or "". Raises UsageError if it is invalid."""
     marker = get_closest_mark(item, "warm")
     if marker is None:
         return ""
@@ -158,11 +171,11 @@ def parse_warm_engine(item: pytest.Item) -> str:
 
 
 def check_item_world_sizes(items: Sequence[pytest.Item]) -> None:
-    """Raises UsageError for the first test whose ranks cannot be had."""
+    """Check that this machine can start the ranks of every test. Raises UsageError for the first test that fails it."""
     for item in items:
-        placement = get_rank_requirements(item)
-        if placement is not None:
+        requirements = get_rank_requirements(item)
+        if requirements is not None:
             try:
-                check_world_size(placement.world_size)
+                check_world_size(requirements.world_size)
             except UsageError as error:
                 raise UsageError(f"{item.nodeid}: {error}") from None

@@ -1,4 +1,4 @@
-"""Ranks and texts in words: lists of ranks, plurals, and texts that are equal but for an address."""
+"""Format lists of ranks and sentences about ranks, and compare texts of different ranks."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ import re
 from collections.abc import Collection, Iterable
 
 _ADDRESS_PATTERN = re.compile(r"\b0x[0-9a-fA-F]+\b")
-_PLURAL_PREFIXES = {"was ": "were ", "told nothing of its ": "told nothing of their "}
+_PLURAL_PREFIXES = {"was ": "were ", "sent no report of its ": "sent no report of their "}
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """``rank 1``, or ``ranks 0, 2-255``."""
+    """Format a list of ranks as ``rank 1`` or ``ranks 0, 2-255``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    many = len(runs) > 1 or len(runs[0]) > 1
-    return ("ranks " if many else "rank ") + ", ".join("-".join(map(str, run)) for run in runs)
+    is_plural = len(runs) > 1 or len(runs[0]) > 1
+    return ("ranks " if is_plural else "rank ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def pluralize_predicate(predicate: str) -> str:
-    """``were ended by a signal`` for ``was ended by a signal``."""
-    for one, many in _PLURAL_PREFIXES.items():
-        if predicate.startswith(one):
-            return many + predicate.removeprefix(one)
+    """Put a predicate about one rank into the plural: ``was stopped`` becomes ``were stopped``."""
+    for singular, plural in _PLURAL_PREFIXES.items():
+        if predicate.startswith(singular):
+            return plural + predicate.removeprefix(singular)
     return predicate
 
 
 def format_rank_sentence(ranks: Collection[int], *predicates: str) -> str:
-    """``rank 1 was ended by a signal``; ``ranks 0-3 failed in call; then were ended by a signal``."""
-    told = predicates if len(ranks) == 1 else tuple(pluralize_predicate(predicate) for predicate in predicates)
-    return f"{format_ranks(ranks)} {'; then '.join(told)}"
+    """Format a sentence about ranks, such as ``ranks 0-3 failed in call; then were ended by a signal``."""
+    if len(ranks) > 1:
+        predicates = tuple(pluralize_predicate(predicate) for predicate in predicates)
+    return f"{format_ranks(ranks)} {'; then '.join(predicates)}"
 
 
 def first_line(text: str) -> str:
-    """The first line that says something."""
+    """Return the first line that is not blank, stripped; the empty string if there is none."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def mask_addresses(text: str) -> str:
-    """``text`` as it would be at any address: objects and threads differ between ranks in nothing else."""
+    """Replace memory addresses by ``0x..``, so that equal texts of different ranks compare equal."""
     return _ADDRESS_PATTERN.sub("0x..", text)
 
 
 def prefix_lines(rank: int, text: str) -> str:
-    """Every line with its rank in front, and a line end behind the last."""
+    """Put ``[rank N]`` in front of every line; the result ends with a newline unless ``text`` is empty."""
     return "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())

@@ -1,11 +1,11 @@
-"""Fixtures that run elsewhere: on ranks of their own, before those of the test that asks for them.
+"""Remote fixtures: they run on ranks of their own, before the ranks of the test that requests them start.
 
 [Note: a fixture on other ranks]
-Ranks cannot start ranks, so nothing of this happens inside the test. Before the conductor sends a test out, it looks
-for such fixtures among those the test asks for, and for each of them it has the same test set up on as many ranks as
-the fixture wants: with the test's parameters and marks, without its body, and with no more fixtures than this one, what
-it needs, and those that are used without being asked for. There the fixture's function runs; in the test's own ranks
-it is an empty fixture. What the one group leaves for the other it writes into a directory that both can see.
+Ranks cannot start ranks, so a remote fixture does not run inside its test. Before the controller sends a test to its
+ranks, it finds the remote fixtures that the test requests. For each of them it sets up the same test, with its
+parameters and marks, on as many ranks as the fixture needs. There, only the remote fixture, the fixtures that it needs
+and autouse fixtures are set up, and the test's body is not run. On the test's own ranks the remote fixture does
+nothing. To pass data to the test, the remote fixture writes files into a directory that both groups of ranks share.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from zharness.pytest_ranks.rank_requirements import RankRequirements
 from zharness.world import GroupOutcome, Isolation, is_rank
 from zharness.world.task import Group
 
-RUNNING_FIXTURE = pytest.StashKey[
-    str
-]()  # on an item, in a rank that is there for one fixture: the name of that fixture
+# On an item: the name of the remote fixture that this rank sets up; empty on the ranks of the test itself.
+RUNNING_FIXTURE = pytest.StashKey[str]()
 
 
 @dataclass(frozen=True)
 class RemoteFixture:
-    """A fixture and the ranks it runs on. ``timeout`` None is the test's own; ``name`` is the one tests ask for."""
+    """The name of a remote fixture and the ranks it runs on; with ``timeout`` None, the test's timeout applies."""
 
     name: str
     world_size: int
@@ -41,24 +40,27 @@ class RemoteFixture:
     timeout: float | None = None
 
     def adapt_requirements(self, requirements: RankRequirements) -> RankRequirements:
-        """Its ranks: new ones, forked by the server of the test."""
+        """Change the test's requirements to those of the fixture: new ranks, forked by the same server."""
         timeout = requirements.timeout if self.timeout is None else self.timeout
         return replace(
             requirements, world_size=self.world_size, isolation=Isolation.FRESH, group=self.group, timeout=timeout
         )
 
 
-_remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the function that pytest knows as the fixture's
+_remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the function that is registered with pytest
 
 
 def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture) -> Any:
-    """A pytest fixture that runs ``function`` elsewhere; its parameters are fixtures, and its value is None."""
+    """Return a pytest fixture with value None that calls ``function`` on ranks of its own.
 
-    def stand_in(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
+    The parameters of ``function`` are fixtures.
+    """
+
+    def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
         if not is_rank():
             raise UsageError(
-                f"the fixture {remote.name} runs on {remote.world_size} ranks of its own, before those of a test in "
-                "ranks; got a test in pytest's own process; mark it with @pytest.mark.world_size(N)"
+                f"the fixture {remote.name} runs on {remote.world_size} ranks of its own, before a test on ranks; "
+                "got a test in pytest's own process; mark it with @pytest.mark.world_size(N)"
             )
         running = request.node.stash.get(RUNNING_FIXTURE, "")
         if running == remote.name:
@@ -66,67 +68,76 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
         elif not running and remote.name not in request.node.fixturenames:
             raise UsageError(
                 f"the fixture {remote.name} runs before its test, on {remote.world_size} ranks of its own, so a test "
-                "asks for it as a parameter; got request.getfixturevalue"
+                "must request it as a parameter; got request.getfixturevalue"
             )
 
-    wanted = [
-        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.Parameter.empty)
-        for one in inspect.signature(function).parameters.values()
-        if one.default is inspect.Parameter.empty and one.kind is not inspect.Parameter.VAR_KEYWORD
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        and parameter.name != "request"
     ]
     request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    # pytest reads a fixture's needs from its signature; so what the function needs is set up first, and parametrized.
-    stand_in.__signature__ = inspect.Signature([request, *(one for one in wanted if one.name != "request")])  # type: ignore[attr-defined]
-    stand_in.__name__ = stand_in.__qualname__ = remote.name
-    stand_in.__doc__ = function.__doc__
-    _remote_fixtures[stand_in] = remote
-    return pytest.fixture(name=remote.name)(stand_in)
+    # pytest reads the fixtures that a fixture needs from its signature, and sets them up first.
+    fixture_function.__signature__ = inspect.Signature([request, *parameters])  # type: ignore[attr-defined]
+    fixture_function.__name__ = fixture_function.__qualname__ = remote.name
+    fixture_function.__doc__ = function.__doc__
+    _remote_fixtures[fixture_function] = remote
+    return pytest.fixture(name=remote.name)(fixture_function)
 
 
 def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
-    """The fixtures that a test asks for and that run elsewhere, each behind those it asks for itself."""
+    """Return the remote fixtures that a test requests, each after the remote fixtures that it needs itself."""
     if not _remote_fixtures:
         return []
-    found: dict[str, RemoteFixture | None] = {}
+    remotes: dict[str, RemoteFixture | None] = {}
     for name in getattr(item, "fixturenames", ()):
-        _collect_remote_fixtures(item, name, found)
-    return [where for where in found.values() if where is not None]
+        _collect_remote_fixtures(item, name, remotes)
+    return [remote for remote in remotes.values() if remote is not None]
 
 
 def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None]) -> None:
+    """Add the fixture ``name`` and those that it needs to ``remotes``, with None for fixtures that are not remote."""
     # There is no public way from a test to the definitions of its fixtures.
     info = getattr(item, "_fixtureinfo", None)
-    known = info.name2fixturedefs.get(name, ()) if info is not None else ()
-    if name in remotes or not known:
+    definitions = info.name2fixturedefs.get(name, ()) if info is not None else ()
+    if name in remotes or not definitions:
         return
-    for needed in known[-1].argnames:
+    for needed in definitions[-1].argnames:
         if needed != name:
             _collect_remote_fixtures(item, needed, remotes)
-    remotes[name] = _remote_fixtures.get(known[-1].func)
+    remotes[name] = _remote_fixtures.get(definitions[-1].func)
 
 
 @contextmanager
 def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
-    """In a rank that is there for the fixture ``name``: within it, no more of ``item`` is run than that needs."""
+    """Within the block, running ``item`` only sets up the remote fixture ``fixture_name`` and what it needs.
+
+    An empty ``fixture_name`` changes nothing.
+    """
     item.stash[RUNNING_FIXTURE] = fixture_name
     if not fixture_name:
         yield
         return
     info: Any = item._fixtureinfo  # type: ignore[attr-defined]
-    wanted = {fixture_name, *info.initialnames} - ({*info.argnames} - {fixture_name})
-    fixtures: list[str] = item.fixturenames  # type: ignore[attr-defined]
-    all_of_them, option = list(fixtures), item.config.option
-    before, option.setuponly = option.setuponly, True
-    fixtures[:] = [one for one in fixtures if one in wanted]
+    needed = {fixture_name, *info.initialnames} - ({*info.argnames} - {fixture_name})
+    names: list[str] = item.fixturenames  # type: ignore[attr-defined]
+    original_names, option = list(names), item.config.option
+    original_setuponly, option.setuponly = option.setuponly, True
+    names[:] = [name for name in names if name in needed]
     try:
         yield
     finally:
-        fixtures[:] = all_of_them
-        option.setuponly = before
+        names[:] = original_names
+        option.setuponly = original_setuponly
 
 
 def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | None:
-    """The report of the body that such a rank leaves out, so that nobody misses it; None where none was left out."""
+    """Make a passed call report for a rank that sets up a remote fixture and so does not run the test's body.
+
+    Return None for other ranks and after a failed setup. Without it, the missing report would count as a failure.
+    """
     if not item.stash.get(RUNNING_FIXTURE, "") or not setup.passed:
         return None
     now = time.time()
@@ -138,15 +149,15 @@ def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pyt
 def make_remote_setup_reports(
     item: pytest.Item, remote: RemoteFixture, outcome: GroupOutcome
 ) -> list[pytest.TestReport]:
-    """The report of the test's setup as far as it got, and behind one that did not pass that of its teardown."""
+    """Return the setup report of a test after one remote fixture; if that failed, a passed teardown report as well."""
     reports = merge_reports(item, outcome)
-    first = next((report for report in reports if not report.passed), None)
-    setup = copy.copy(first or reports[0])
+    failed = next((report for report in reports if not report.passed), None)
+    setup = copy.copy(failed or reports[0])
     setup.when = "setup"
     setup.duration = outcome.seconds
-    if first is None:
+    if failed is None:
         return [setup]
-    setup.sections = [("Fixture", describe_remote_setup(remote, first)), *first.sections]
+    setup.sections = [("Fixture", describe_remote_setup(remote, failed)), *failed.sections]
     teardown = copy.copy(reports[0])
     teardown.when, teardown.outcome, teardown.longrepr = "teardown", "passed", None
     teardown.sections, teardown.duration = [], 0.0
@@ -155,16 +166,16 @@ def make_remote_setup_reports(
 
 
 def describe_remote_setup(remote: RemoteFixture, report: pytest.TestReport) -> str:
-    """The sentence that tells this setup from one of the test's own ranks."""
-    many = "1 rank" if remote.world_size == 1 else f"{remote.world_size} ranks"
-    return f"{remote.name} {report.outcome} on {many} of its own, in {report.when}; the test was not run"
+    """Describe the outcome of a remote fixture that did not pass."""
+    ranks = "1 rank" if remote.world_size == 1 else f"{remote.world_size} ranks"
+    return f"{remote.name} {report.outcome} on {ranks} of its own, in {report.when}; the test was not run"
 
 
 def add_remote_setup(remote_reports: Sequence[pytest.TestReport], reports: Sequence[pytest.TestReport]) -> None:
-    """Make what fixtures elsewhere took and printed part of the setup that ``reports`` tell of."""
+    """Add the output of remote fixtures to all ``reports`` of a test, and their duration to that of its setup."""
     for report in reports:
-        report.sections[:0] = [section for before in remote_reports for section in before.sections]
+        report.sections[:0] = [section for remote_report in remote_reports for section in remote_report.sections]
         if report.when == "setup":
-            spent = sum(before.duration for before in remote_reports)
-            report.duration += spent
-            report.start -= spent
+            seconds = sum(remote_report.duration for remote_report in remote_reports)
+            report.duration += seconds
+            report.start -= seconds

@@ -1,4 +1,4 @@
-"""A pytest beside the one that reports: it shows nothing, writes nothing, and takes nobody's temporary paths."""
+"""Silence pytest on the ranks of torchrun other than 0: no terminal output, no report files, a private basetemp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import pytest
 
-# Plugins that write a file about the session: one process does.
+# Plugins that write a file about the session; only rank 0 must write it.
 _FILE_WRITING_PLUGINS = (
     "_pytest.junitxml",
     "_pytest.cacheprovider",
@@ -24,36 +24,36 @@ _FILE_WRITING_PLUGINS = (
 
 
 class DeferredTerminalOutput:
-    """The terminal's output held back until it is known whether this process reports."""
+    """Buffer pytest's terminal output until it is known whether this process reports, then print or discard it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._writer: Any = None  # the writer behind pytest's reporter: there is no public way to it
+        self._writer: Any = None  # the TerminalWriter of pytest's reporter, which has no public name
         self._terminal_file: Any = None
         self._buffer = io.StringIO()
 
     def start_buffering(self) -> None:
-        """Hold back what is printed from now on."""
+        """Buffer all output from now on."""
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
             self._writer = reporter._tw
             self._terminal_file, self._writer._file = self._writer._file, self._buffer
 
     def release(self) -> None:
-        """Print what was held back, and all that follows."""
+        """Print the buffered output and stop buffering."""
         if self._writer is not None:
             self._writer._file = self._terminal_file
             self._terminal_file.write(self._buffer.getvalue())
             self._terminal_file.flush()
 
     def discard(self) -> None:
-        """Print nothing, ever."""
+        """Discard the buffered output and all that follows."""
         if self._writer is not None:
-            self._writer._file = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+            self._writer._file = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
 
 
 def unregister_file_writers(config: pytest.Config) -> None:
-    """Take the plugins away that would write the files which rank 0 writes."""
+    """Unregister plugins that write files about the session, which rank 0 writes already."""
     plugins = config.pluginmanager
     for plugin in plugins.get_plugins():
         module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
@@ -62,7 +62,7 @@ def unregister_file_writers(config: pytest.Config) -> None:
 
 
 def use_private_basetemp(config: pytest.Config, rank: int) -> None:
-    """Beside the directory that --basetemp names, which rank 0 removes and makes anew, one of this rank's own."""
+    """Use a directory for each rank beside that of ``--basetemp``, which rank 0 removes and creates again."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None and factory._given_basetemp is not None and factory._basetemp is None:
         given = Path(factory._given_basetemp)
@@ -71,14 +71,14 @@ def use_private_basetemp(config: pytest.Config, rank: int) -> None:
 
 
 def find_capture_files(config: pytest.Config) -> Mapping[str, IO[Any]]:
-    """The files into which pytest's own capture has the output of this process go, if it uses files."""
+    """Return the files to which pytest's global capture redirects "stdout" and "stderr"; empty without such files."""
     capture = getattr(config.pluginmanager.getplugin("capturemanager"), "_global_capturing", None)
-    found = {}
+    files = {}
     for name, stream in (("stdout", getattr(capture, "out", None)), ("stderr", getattr(capture, "err", None))):
         file = getattr(stream, "tmpfile", None)
         try:
-            file.fileno()  # type: ignore[union-attr]  # None, or a file in memory, has no descriptor
+            file.fileno()  # type: ignore[union-attr]  # raises for None and for a file in memory
         except (AttributeError, OSError):
             continue
-        found[name] = file
-    return found  # type: ignore[return-value]  # those that have no descriptor are left out
+        files[name] = file
+    return files  # type: ignore[return-value]  # every file has a descriptor, so none is None

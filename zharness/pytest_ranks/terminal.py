@@ -1,4 +1,4 @@
-"""The terminal of the pytest process, and how a rank borrows it."""
+"""Let a rank borrow the terminal of the pytest process, for a debugger."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from zharness.errors import UsageError
 
 @dataclass(frozen=True)
 class Terminal:
-    """Copies of the pytest process's standard streams, and the rank that may have them.
+    """Duplicates of the pytest process's standard streams, and the rank that may borrow them.
 
-    ``group`` is the process group that owns the terminal, 0 where standard input is none, and ``settings`` those of the
-    terminal. ``refusal`` says why nobody can have the streams, or is empty; then they are -1.
+    ``foreground_pgid`` is the foreground process group of the terminal, or 0 if standard input is no terminal.
+    ``settings`` are the terminal's attributes. If ``unavailable_reason`` is not empty, no rank can borrow the streams,
+    and the descriptors are -1.
     """
 
     rank: int
@@ -38,26 +39,29 @@ class Terminal:
 
 
 def open_terminal(config: pytest.Config) -> Terminal:
-    """The terminal as a rank may have it. Raises UsageError where ``--pdb`` or ``--trace`` asks for it in vain."""
+    """Duplicate the standard streams for the rank of ``--pdb-rank``.
+
+    Raises UsageError for a negative rank, and with ``--pdb`` or ``--trace`` if standard input cannot be read.
+    """
     rank = int(config.getoption("--pdb-rank"))
     if rank < 0:
         raise UsageError(f"--pdb-rank {rank}: expected the number of a rank, from 0 up")
     if hasattr(config, "workerinput"):
-        words = "an xdist worker has no terminal; run with -n 0 or -p no:xdist"
-        return Terminal(rank, unavailable_reason=words)
+        reason = "an xdist worker has no terminal; run with -n 0 or -p no:xdist"
+        return Terminal(rank, unavailable_reason=reason)
     with use_real_stdin(config):
-        words = explain_unreadable_stdin()
-        if not words:
+        reason = explain_unreadable_stdin()
+        if not reason:
             return Terminal(rank, os.dup(0), os.dup(1), os.dup(2), *get_terminal_state(0))
     for option, name in (("--pdb", "usepdb"), ("--trace", "trace")):
         if config.getoption(name, default=False):
-            raise UsageError(f"{option} cannot open a debugger in a rank: {words}")
-    return Terminal(rank, unavailable_reason=words)
+            raise UsageError(f"{option} cannot open a debugger on a rank: {reason}")
+    return Terminal(rank, unavailable_reason=reason)
 
 
 @contextmanager
 def use_real_stdin(config: pytest.Config) -> Iterator[None]:
-    """Descriptor 0 as it was before pytest's capture, which leaves it at /dev/null between two tests."""
+    """Restore the real standard input within the block; pytest's capture redirects descriptor 0 to /dev/null."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         yield
@@ -66,16 +70,16 @@ def use_real_stdin(config: pytest.Config) -> Iterator[None]:
     try:
         yield
     finally:
-        capture.resume_global_capture()  # the only way to have standard input captured again
+        capture.resume_global_capture()  # only this captures standard input again
         capture.suspend_global_capture()
 
 
 def explain_unreadable_stdin() -> str:
-    """Why nobody can type into standard input; the empty string when somebody, or something, can."""
-    if sys.__stdin__ is None:  # whatever has descriptor 0 by now is some other file
+    """Explain why a debugger cannot read commands from standard input; return the empty string if it can."""
+    if sys.__stdin__ is None:  # descriptor 0 may have been reused for another file
         return "standard input is closed"
-    found = os.fstat(0)
-    if stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev:
+    status = os.fstat(0)
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
         return f"standard input is {os.devnull}"
     if fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
         return "standard input is open for writing only"
@@ -85,7 +89,7 @@ def explain_unreadable_stdin() -> str:
 
 
 def get_foreground_pgid(descriptor: int) -> int:
-    """The process group that may read from a terminal; 0 for what is no terminal, or not that of this session."""
+    """Return the foreground process group of a terminal; 0 if ``descriptor`` is not this session's terminal."""
     try:
         return os.tcgetpgrp(descriptor)
     except OSError:
@@ -93,36 +97,36 @@ def get_foreground_pgid(descriptor: int) -> int:
 
 
 def get_terminal_state(descriptor: int) -> tuple[int, tuple[Any, ...]]:
-    """The owner of a terminal, and its settings."""
-    group = get_foreground_pgid(descriptor)
-    return group, tuple(termios.tcgetattr(descriptor)) if group else ()
+    """Return a terminal's foreground process group and its settings; (0, ()) if ``descriptor`` is no terminal."""
+    pgid = get_foreground_pgid(descriptor)
+    return pgid, tuple(termios.tcgetattr(descriptor)) if pgid else ()
 
 
 def set_foreground_pgid(descriptor: int, pgid: int) -> None:
-    """Make ``group`` the one that reads from a terminal."""
-    # The kernel stops whoever does this from the background, unless that one blocks the signal.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    """Make ``pgid`` the foreground process group of a terminal, which may read from it."""
+    # The kernel stops a background process that does this, unless the process blocks SIGTTOU.
+    original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         with suppress(OSError):  # the terminal was closed
             os.tcsetpgrp(descriptor, pgid)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, original_mask)
 
 
 def restore_settings(descriptor: int, settings: tuple[Any, ...]) -> None:
-    """Give a terminal its settings back, of which a line that was being typed may have changed some."""
+    """Restore a terminal's settings, which line editing may have changed."""
     with suppress(termios.error):  # the terminal was closed
         termios.tcsetattr(descriptor, termios.TCSADRAIN, list(settings))
 
 
 def reclaim_terminal(terminal: Terminal) -> None:
-    """In the pytest process: take the terminal back from a rank that died with it."""
-    owner = get_foreground_pgid(terminal.stdin) if terminal.foreground_pgid else 0
-    if owner in (0, terminal.foreground_pgid):
+    """Take the terminal back into the pytest process if the rank that had borrowed it has died."""
+    pgid = get_foreground_pgid(terminal.stdin) if terminal.foreground_pgid else 0
+    if pgid in (0, terminal.foreground_pgid):
         return
     try:
-        os.killpg(owner, 0)
-    except ProcessLookupError:  # of a living owner, such as a shell that has put pytest aside, nothing is taken
+        os.killpg(pgid, 0)
+    except ProcessLookupError:  # leave the terminal to a living process group, such as the shell of a suspended pytest
         set_foreground_pgid(terminal.stdin, terminal.foreground_pgid)
         restore_settings(terminal.stdin, terminal.settings)
     except PermissionError:
@@ -131,7 +135,7 @@ def reclaim_terminal(terminal: Terminal) -> None:
 
 @contextmanager
 def borrow_terminal(terminal: Terminal) -> Iterator[None]:
-    """In a rank: with standard streams, foreground and keys as the pytest process has them."""
+    """Give a rank the standard streams, the foreground and the key signals of the pytest process within the block."""
     with ExitStack() as stack:
         for part in (
             redirect_descriptors(terminal),
@@ -145,9 +149,9 @@ def borrow_terminal(terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def redirect_descriptors(terminal: Terminal) -> Iterator[None]:
-    """With descriptors 0, 1 and 2 on the terminal.
+    """Redirect descriptors 0, 1 and 2 to the terminal within the block.
 
-    "continue" has capfd back at work before anybody hears of it: what it has redirected meanwhile is left to it.
+    At the end it leaves a descriptor alone that was redirected meanwhile: pdb's "continue" resumes ``capfd`` earlier.
     """
     copies = (terminal.stdin, terminal.stdout, terminal.stderr)
     before = [os.dup(descriptor) for descriptor in range(3)]
@@ -164,37 +168,41 @@ def redirect_descriptors(terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def replace_std_streams() -> Iterator[None]:
-    """With Python's streams on descriptors 0, 1 and 2, whatever the test has made of them."""
-    own: dict[str, io.TextIOWrapper] = {
-        "stdin": io.TextIOWrapper(UnbufferedStdin()),  # type: ignore[arg-type]  # its stub asks for a name
-        "stdout": open(1, "w", buffering=1, closefd=False),  # noqa: SIM115 - a debugger that was left may still hold it
+    """Replace ``sys.stdin``, ``stdout`` and ``stderr`` by streams on descriptors 0, 1 and 2 within the block."""
+    streams: dict[str, io.TextIOWrapper] = {
+        "stdin": io.TextIOWrapper(UnbufferedStdin()),  # type: ignore[arg-type]  # the stub requires a name attribute
+        "stdout": open(1, "w", buffering=1, closefd=False),  # noqa: SIM115 - a closed debugger may still refer to it
         "stderr": open(2, "w", buffering=1, closefd=False),  # noqa: SIM115 - as above
     }
-    before = {name: getattr(sys, name) for name in own}
-    for name, stream in own.items():
+    originals = {name: getattr(sys, name) for name in streams}
+    for name, stream in streams.items():
         setattr(sys, name, stream)
     try:
         yield
     finally:
-        for name, stream in own.items():
+        for name, stream in streams.items():
             stream.flush()
             if getattr(sys, name) is stream:
-                setattr(sys, name, before[name])
+                setattr(sys, name, originals[name])
 
 
 class UnbufferedStdin(io.RawIOBase):
-    """Descriptor 0, of which nothing is taken ahead: the rest of a script is for the rank that is stopped next."""
+    """Standard input without read-ahead: later lines of a script belong to the next debugger, on another rank."""
 
     def readable(self) -> bool:
+        """Whether it can be read: always."""
         return True
 
     def fileno(self) -> int:
+        """Return descriptor 0."""
         return 0
 
     def isatty(self) -> bool:
+        """Whether descriptor 0 is a terminal."""
         return os.isatty(0)
 
     def readinto(self, buffer: Any) -> int:
+        """Read at most one byte into ``buffer`` and return the number of bytes read."""
         data = os.read(0, 1)
         buffer[: len(data)] = data
         return len(data)
@@ -202,22 +210,22 @@ class UnbufferedStdin(io.RawIOBase):
 
 @contextmanager
 def enter_foreground(terminal: Terminal) -> Iterator[None]:
-    """With this process in the terminal's foreground: it leads a process group of its own, which could not read."""
+    """Put this rank into the terminal's foreground within the block; its own process group could not read otherwise."""
     if not terminal.foreground_pgid:
         yield
         return
-    before, settings = get_terminal_state(terminal.stdin)
+    original_pgid, settings = get_terminal_state(terminal.stdin)
     set_foreground_pgid(terminal.stdin, os.getpgrp())
     try:
         yield
     finally:
         restore_settings(terminal.stdin, settings)
-        set_foreground_pgid(terminal.stdin, before)
+        set_foreground_pgid(terminal.stdin, original_pgid)
 
 
 @contextmanager
 def set_key_signals() -> Iterator[None]:
-    """With Ctrl-C for the debugger and nothing for Ctrl-Z, which would stop this rank and leave pytest waiting."""
+    """Let Ctrl-C interrupt the debugger and ignore Ctrl-Z within the block; Ctrl-Z would suspend only this rank."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

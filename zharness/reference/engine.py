@@ -1,4 +1,4 @@
-"""The training engine: forward, backward, boundary, step."""
+"""``Engine``: forward, backward, accumulation boundary and step of a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from torch import Tensor, nn
 
 from zharness.comm import Comm
 from zharness.errors import CheckpointError, NonFiniteError, UsageError
-from zharness.reference import memory
 from zharness.reference.checkpoints import storage, universal
 from zharness.reference.checkpoints.training_state import CheckpointContents, TrainingState
-from zharness.reference.clipping import GradientClipper
-from zharness.reference.coalesced_collectives import all_gather_full_tensors
+from zharness.reference.client.optimizer import check_only_leaves, refuse_direct_steps
 from zharness.reference.deepspeed_json.settings import Settings
-from zharness.reference.gradients import Gradients
+from zharness.reference.gradients import GradientClipper, Gradients
+from zharness.reference.inspection import memory
+from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
-from zharness.reference.loss_scale import LossScale
-from zharness.reference.optimizer import check_only_leaves, refuse_direct_steps
+from zharness.reference.mixed_precision.loss_scale import LossScale
+from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.parameters import Parameters
-from zharness.reference.precision import OnOverflow
-from zharness.reference.rank_errors import raise_on_all_ranks
-from zharness.reference.unshard import UnshardedMemoryTracker
+from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
 
 
 class EnginePhase(Enum):
-    """What an engine may be asked for now. ``no_sync`` and ``close`` change it."""
+    """Whether an engine trains, accumulates inside ``no_sync``, or is closed; each method allows some phases."""
 
     TRAINING = "training"
     NO_SYNC = "inside no_sync"
@@ -39,11 +38,10 @@ class EnginePhase(Enum):
 
 
 class Engine:
-    """ZeRO over one module: every verb is the plain one, on parts of the whole. See [Note: phases].
+    """ZeRO over one module. See [Note: phases] in the package's docstring.
 
-    No hook watches the loss or the outputs: gradients are divided where they are reduced. So every spelling of
-    backward, losses that never passed through the engine, and several backwards before one step mean what they mean in
-    torch.
+    The engine sets no hook on the loss or the outputs: gradients are divided where they are reduced. So every way to
+    call backward, a loss computed outside the engine, and several backwards before one step work as in plain PyTorch.
     """
 
     def __init__(
@@ -78,26 +76,26 @@ class Engine:
         self._micro_batches = 0
         self._clipper = GradientClipper(settings, loss_scale, gradients)
         self._step_guard = refuse_direct_steps(optimizer, parameters.leaves)
-        kept = {"loss_scale": loss_scale if loss_scale.is_needed() else None, "schedule": schedule}
-        stateful = {name: each for name, each in kept.items() if each is not None}
+        candidates = {"loss_scale": loss_scale if loss_scale.is_needed() else None, "schedule": schedule}
+        stateful = {name: each for name, each in candidates.items() if each is not None}
         self._training_state = TrainingState(module, model_params, placements, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, under the configured torch_autocast; the loss is computed outside of it."""
+        """Run the module's forward, under the configured torch_autocast, which does not cover the loss."""
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         precision = self.settings.precision
         with precision.autocast_context(self._device.type):
             return self.module(*precision.cast_inputs(args), **precision.cast_inputs(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """``scale(loss).backward()``; the mean over ranks and micro-batches is taken where gradients are reduced."""
+        """Call ``scale(loss).backward()``. Gradients become means over ranks and micro-batches when reduced."""
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """``loss`` times the loss scale, where one is needed; call ``backward`` on that. ``retain_graph`` says nothing.
+        """Multiply ``loss`` by the loss scale if one is needed; call ``backward`` on the result.
 
-        An external scale (``override_loss_scale``) goes before torch_autocast's, and that before fp16's own. Raises
-        UsageError unless ``loss`` is a tensor of one element.
+        An external scale (``override_loss_scale``) has precedence over the configured one. ``retain_graph`` has no
+        effect; DeepSpeed's callers pass it. Raises UsageError unless ``loss`` is a tensor of one element.
         """
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -106,43 +104,44 @@ class Engine:
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
-        """Whether a backward of an unscaled loss would be wrong; such a one raises UsageError."""
+        """Whether losses need ``scale``. A backward of an unscaled loss then raises UsageError."""
         return self._loss_scale.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
-        """Use an external loss scale, which the caller moves; None returns to the configured one."""
+        """Use an external loss scale, which only the caller changes; None restores the configured one."""
         self._loss_scale.override(scale)
 
     @property
     def loss_scale(self) -> float:
-        """What ``scale`` multiplies by now."""
+        """The current loss scale."""
         return self._loss_scale.value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank; a later one outside is reduced with them. Stages 0 and 1 only.
+        """Accumulate gradients on this rank inside the block; they are reduced at the next ``step``. Stages 0 and 1.
 
-        Raises UsageError where gradients are sharded, since a shard has no room for what is not reduced; accumulate
-        over ``step`` there. ``step`` inside the block raises it as well.
+        Raises UsageError at stages 2 and 3, where a gradient shard has no room for a full gradient: accumulate over
+        ``step`` instead. Calling ``step`` inside the block raises UsageError too.
         """
         self._require_phase(EnginePhase.TRAINING)
         if self._placements.gradients is ShardPlacement.SHARDED:
             raise UsageError(
-                f"no_sync at stage {self.settings.stage}: sharded gradients have no room for what is not reduced; "
+                f"no_sync at stage {self.settings.stage}: sharded gradients have no room for unreduced ones; "
                 "set gradient_accumulation_steps and call step() after every micro-batch"
             )
         self._phase = EnginePhase.NO_SYNC
         try:
             yield
         finally:
-            if self._phase is EnginePhase.NO_SYNC:  # and not closed meanwhile
+            if self._phase is EnginePhase.NO_SYNC:  # it was not closed inside the block
                 self._phase = EnginePhase.TRAINING
 
     def step(self) -> None:
-        """Count the micro-batch; at the boundary update the parameters and forget the gradients. Collective then.
+        """Count the micro-batch; at the accumulation boundary update the parameters and drop the gradients.
 
-        A step whose gradients are not finite on some rank changes no weight on any: it is skipped and counted under
-        fp16 and (unless bf16.check_grad_overflow is false) bf16, and raises NonFiniteError otherwise.
+        Collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: the step is
+        skipped and counted under fp16 and bf16 (unless bf16.check_grad_overflow is false), and raises NonFiniteError
+        otherwise.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1
@@ -150,20 +149,21 @@ class Engine:
             return
         self._parameters.check_ready_to_step()
         check_only_leaves(self.optimizer, self._parameters.leaves)
-        reduced = self._gradients.reduce_pending()
-        finite = self._clipper.unscale_and_clip(reduced)
-        if finite:
-            self._update(reduced)
+        reduced_grads = self._gradients.reduce_pending()
+        is_finite = self._clipper.unscale_and_clip(reduced_grads)
+        if is_finite:
+            self._update(reduced_grads)
         self.zero_grad()
-        self.skipped_steps += not finite
-        self._loss_scale.update(not finite)
-        if not finite and self.settings.precision.on_overflow is OnOverflow.RAISE:
+        self.skipped_steps += not is_finite
+        self._loss_scale.update(not is_finite)
+        if not is_finite and self.settings.precision.on_overflow is OnOverflow.RAISE:
             raise NonFiniteError(
                 f"after step {self.steps} a gradient is not finite on some rank (norm {self.grad_norm()}): no weight "
-                "was changed and the gradients are forgotten; look at the loss, the data and the learning rate"
+                "was changed and the gradients were dropped; check the loss, the data and the learning rate"
             )
 
     def _update(self, reduced_grads: Mapping[str, Tensor]) -> None:
+        """Run the optimizer on the leaves with these gradients, publish the new parameters and step the schedule."""
         leaves = self._parameters.leaves
         try:
             for name, grad in reduced_grads.items():
@@ -180,74 +180,77 @@ class Engine:
 
     def _require_phase(self, *phases: EnginePhase) -> None:
         if self._phase not in phases:
-            raise UsageError(f"the engine is {self._phase.value}; this call needs it {phases[0].value}")
+            raise UsageError(f"the engine is {self._phase.value}; this method needs it to be {phases[0].value}")
 
     def zero_grad(self) -> None:
-        """Forget every gradient, reduced or not, and the micro-batches that they came from.
+        """Drop all gradients, reduced or not, and begin a new accumulation window.
 
-        The module's and the optimizer's own ``zero_grad`` cannot: they do not see the gradients that are reduced.
+        The module's and the optimizer's ``zero_grad`` are not enough: they do not see reduced gradients.
         """
         self._gradients.clear()
         self._loss_scale.forget_scaled_backward()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """The norm of the last step's gradients, unscaled and before clipping; None where no step needed it."""
+        """Return the norm of the last step's gradients, unscaled and before clipping; None if that step needed none."""
         return self._clipper.norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """The reduced gradients so far, unscaled, original names and shapes, on CPU. Collective."""
+        """Return the full gradients so far by name, reduced and unscaled, on the CPU. Collective."""
         return {name: grad / self._loss_scale.value for name, grad in self._gradients.full_grads().items()}
 
     def full_params(self) -> dict[str, Tensor]:
-        """The current weights, original names and shapes, on CPU. Collective."""
+        """Return the full current weights by name, on the CPU. Collective."""
         return self._parameters.full_params()
 
     def gathered(
         self, parameters: Iterable[str | nn.Parameter] | None = None, source: int = 0
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        """A block in which full weights may be edited: by name in the dictionary it gives, or as module attributes.
+        """Unshard weights for editing inside the block, in the dictionary that it yields or as module attributes.
 
-        ``parameters`` are names or the model's Parameters, all of them when None. Afterwards every rank has what rank
-        ``source`` made of them, masters included; after an exception, on any rank, nobody has any edit. Collective at
-        both ends, at every stage. Raises UsageError for an unknown parameter, and where another rank raised.
+        ``parameters`` are names or the model's Parameters; None means all. At the end rank ``source``'s edits are
+        broadcast, to master weights too. If any rank raises, no rank keeps an edit. Collective at both ends, at every
+        stage. Raises UsageError for an unknown parameter, and if another rank raised.
         """
         return self._parameters.unshard_for_edit(parameters, source)
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """A block whose forwards and backwards may use other parameters on other ranks, as branches on data do.
+        """Let ranks use different parameters inside the block, as branches on data do.
 
-        What a rank does not use counts as zero in the mean. Without it, stage 3 asks the same reads of every rank, each
-        a collective (two, inside the block: the first says which), and stage 2 as many backwards, those of reentrant
-        checkpoints among them. Collective at its end. Raises UsageError where another rank raised inside it, and for
-        another such block, or a step, inside it; at every stage.
+        A parameter that a rank does not use counts as zero in the mean. Outside the block, stage 3 needs the same reads
+        on every rank, and stage 2 the same number of backwards, those of reentrant checkpoints included. Inside it,
+        each read at stage 3 costs two collectives instead of one. Collective at its end. Raises UsageError at every
+        stage if another rank raised inside the block, and for a ``step`` or another such block inside it.
         """
         with self._parameters.allow_uneven_ranks(), self._gradients.allow_uneven_ranks():
             yield
 
     def full_masters(self) -> dict[str, Tensor]:
-        """The optimizer's own copies of the weights, where it works in another dtype than the model. Collective."""
+        """Return the full master weights by name, on the CPU; empty if there are none. Collective."""
         return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by parameter name, original shapes, on CPU; scalars such as ``step`` as they are."""
+        """Return the full optimizer state by parameter name and key, on the CPU. Collective.
+
+        Elementwise state has the parameter's shape; scalars such as ``step`` stay scalars.
+        """
         leaves = self._parameters.leaves
-        kept = {name: state for name, leaf in leaves.items() if (state := self.optimizer.state.get(leaf))}
+        states = {name: state for name, leaf in leaves.items() if (state := self.optimizer.state.get(leaf))}
         shards = {
             (name, key): (value, self._model_params[name].layout)
-            for name, state in kept.items()
+            for name, state in states.items()
             for key, value in state.items()
             if self._is_shard(value, leaves[name])
         }
-        whole = all_gather_full_tensors(shards, self.comm)
+        full = all_gather_full_tensors(shards, self.comm)
         return {
             name: {
-                key: whole[name, key] if (name, key) in whole else value.detach().to("cpu", copy=True)
+                key: full[name, key] if (name, key) in full else value.detach().to("cpu", copy=True)
                 for key, value in state.items()
                 if isinstance(value, Tensor)
             }
-            for name, state in kept.items()
+            for name, state in states.items()
         }
 
     def _is_shard(self, value: Any, leaf: Tensor) -> bool:
@@ -255,75 +258,77 @@ class Engine:
         return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's ``state_dict`` with whole parameters on CPU, for ``load_state_dict`` of a plain one. Collective.
+        """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model. Collective.
 
-        A tied weight is one tensor under all its names, as in the plain one. Buffers are this rank's, as is a copy of
-        what modules' ``get_extra_state`` give.
+        A tied weight is one tensor under all its names, as in a plain model. Buffers and the modules' extra state
+        (``get_extra_state``) are copies of this rank's.
         """
-        whole = self.full_params()
-        named = {id(original.parameter): whole[name] for name, original in self._model_params.items()}
+        full = self.full_params()
+        by_id = {id(param.parameter): full[name] for name, param in self._model_params.items()}
         return {
-            name: named[id(value)] if id(value) in named else _copy_to_cpu(value)
+            name: by_id[id(value)] if id(value) in by_id else _copy_to_cpu(value)
             for name, value in self.module.state_dict(keep_vars=True).items()
         }
 
     def save_checkpoint(
         self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> Path:
-        """Save all that training goes on from to ``save_dir/tag`` (``global_step{steps}`` without one); its path.
+        """Save the training state to ``save_dir/tag``; the default tag is ``global_step{steps}``. Returns the path.
 
-        Parameters, the optimizer with its groups, the schedule, the loss scale, the counts of steps; and each rank's
-        own buffers, extra state of modules, and ``client_state``, in which a caller may keep the state of random
-        generators. Collective, on a file system that all ranks see. Raises CheckpointError on every rank, also where a
-        schedule has no state_dict; whatever interrupts, the checkpoint before stays whole and the latest.
+        It has the parameters, the optimizer with its groups, the schedule, the loss scale and the step counts; and of
+        each rank its buffers, the modules' extra state, and ``client_state``, where a caller may keep the state of
+        random generators. Collective, on a file system that all ranks share. Raises CheckpointError on every rank, also
+        if the schedule has no state_dict. An interrupted save leaves the previous checkpoint complete and the latest.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
             if self._micro_batches or self._pending_gradients():
-                raise CheckpointError("gradients wait for a step, and no checkpoint keeps them: call step or zero_grad")
+                raise CheckpointError(
+                    "there are gradients from before the accumulation boundary, which a checkpoint does not keep: call "
+                    "step() up to the boundary, or zero_grad()"
+                )
             contents = self._training_state.collect_contents(self.steps, self.skipped_steps)
-            facts = {"contents": vars(contents)}
-            own = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
+            common_state = {"contents": vars(contents)}
+            rank_state = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
-        return storage.save_checkpoint(
-            Path(save_dir), tag, self._training_state.local_tensors(contents), facts, own, self.comm
-        )
+        local_tensors = self._training_state.local_tensors(contents)
+        return storage.save_checkpoint(Path(save_dir), tag, local_tensors, common_state, rank_state, self.comm)
 
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
     ) -> tuple[Path, dict[str, Any]]:
-        """Go on from ``load_dir/tag``, or from the latest; its path and this rank's ``client_state``.
+        """Load ``load_dir/tag``, or the latest checkpoint. Returns its path and this rank's ``client_state``.
 
-        Any stage at any world size reads what any other wrote; what is each rank's own comes from rank 0 where this
-        rank did not write. ``load_module_only`` takes parameters, buffers and extra state of modules alone. Gradients
-        that wait are forgotten. Collective. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint
-        that is missing, damaged, carries code, or is of another model or optimizer.
+        Any stage at any world size reads the checkpoints of any other; a rank that the checkpoint does not have gets
+        rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads parameters, buffers and extra
+        state alone. Drops all gradients. Collective. Raises CheckpointError on every rank, with nothing loaded, for a
+        checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
-        found = storage.open_checkpoint(Path(load_dir), tag, self.comm)
+        saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
         with raise_on_all_ranks(self.comm):
-            contents = CheckpointContents(**found.common_state["contents"])
-            self._training_state.check_compatible(contents, found.rank_state["extra_state"], load_module_only)
-            pieces = self._training_state.make_empty_tensors(contents, load_module_only)
-        found.read_tensors(pieces)
-        self._resume_from(contents, pieces, load_module_only)
-        self._training_state.load_extra_state(found.rank_state["extra_state"])
-        return found.path, found.rank_state["client_state"]
+            contents = CheckpointContents(**saved.common_state["contents"])
+            self._training_state.check_compatible(contents, saved.rank_state["extra_state"], load_module_only)
+            local_tensors = self._training_state.make_empty_tensors(contents, load_module_only)
+        saved.read_tensors(local_tensors)
+        self._resume_from(contents, local_tensors, load_module_only)
+        self._training_state.load_extra_state(saved.rank_state["extra_state"])
+        return saved.path, saved.rank_state["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
-        """Go on from a checkpoint of DeepSpeed's that its ``ds_to_universal`` converted; ``path`` and ``client_state``.
+        """Load a DeepSpeed checkpoint that ``ds_to_universal`` converted. Returns ``path`` and its ``client_state``.
 
-        ``mpu`` tells which tensor-parallel slice the model on this rank is. Takes weights, buffers, extra state of
-        modules, Adam's moments, counts and settings, the loss scale, and the schedule where both sides have one.
-        Collective. Raises CheckpointError on every rank, with nothing loaded, for one that is missing, incomplete,
-        damaged, unsafe, or of another model.
+        ``mpu`` gives the tensor-parallel rank and size of this model. Loads weights, buffers, the modules' extra state,
+        Adam's moments, step counts and settings, the loss scale, and the schedule if both sides have the same kind.
+        Collective. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing,
+        incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
-            found = universal.read_universal_checkpoint(Path(path), self._training_state, mpu)
-        self._resume_from(found.contents, found.local_tensors)
-        self._training_state.load_extra_state(found.extra_state)
-        return Path(path), found.client_state
+            saved = universal.read_universal_checkpoint(Path(path), self._training_state, mpu)
+        self._resume_from(saved.contents, saved.local_tensors)
+        self._training_state.load_extra_state(saved.extra_state)
+        return Path(path), saved.client_state
 
     def _resume_from(
         self, contents: CheckpointContents, local_tensors: Mapping[str, Tensor], module_only: bool = False
@@ -334,46 +339,48 @@ class Engine:
             self.steps, self.skipped_steps = contents.steps, contents.skipped_steps
 
     def _pending_gradients(self) -> list[Tensor]:
-        local = (original.parameter.grad for original in self._model_params.values())
+        """List all gradients on this rank, reduced or not."""
+        local = (param.parameter.grad for param in self._model_params.values())
         return [*self._gradients.reduced_tensors(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Per parameter, start and stop of each rank's flat elements; empty where the optimizer state is whole."""
+        """Return for each parameter the range (start, stop) of flat elements that each rank owns; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
         ranks = range(self.comm.world_size)
-        return {name: tuple(map(original.layout.shard_bounds, ranks)) for name, original in self._model_params.items()}
+        return {name: tuple(map(param.layout.shard_bounds, ranks)) for name, param in self._model_params.items()}
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes allocated on this rank for parameters, gradients and optimizer state (masters among it)."""
+        """Return the bytes on this rank of parameters, gradients and optimizer state (master weights included)."""
         return {kind: memory.storage_bytes(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def memory_report(self) -> dict[str, dict[str, int]]:
-        """The same, of each kind the bytes in each dtype, as in ``{"parameters": {"bfloat16": 1024}}``."""
+        """Return ``held_bytes`` by dtype, as in ``{"parameters": {"bfloat16": 1024}}``."""
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
-        parameters = [original.parameter for original in self._model_params.values()]
-        state = [value for held in self.optimizer.state.values() for value in held.values()]
+        parameters = [param.parameter for param in self._model_params.values()]
+        state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "parameters": parameters,
             "gradients": [*self._gradients.reduced_tensors(), *(p.grad for p in parameters)],
-            "optimizer_state": [*self._parameters.master_weights.values(), *state],
+            "optimizer_state": [*self._parameters.master_weights.values(), *state_values],
         }
 
     def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters that are alive on this rank now; 0 between steps."""
+        """Return the bytes of unsharded parameters that are alive on this rank; 0 between steps."""
         return self._memory_tracker.live_bytes()
 
     def peak_gathered_bytes(self) -> int:
-        """The most that ``gathered_bytes`` ever was, since ``reset_peak``."""
+        """Return the peak of ``gathered_bytes`` since ``reset_peak``."""
         return self._memory_tracker.peak
 
     def reset_peak(self) -> None:
+        """Restart the measurement of ``peak_gathered_bytes``."""
         self._memory_tracker.peak = self._memory_tracker.live_bytes()
 
     def close(self) -> None:
-        """Take the hooks and the exchanged classes away. No collective: at stage 3 the parameters stay shards."""
+        """Remove the hooks and restore the modules' classes. Runs no collective: at stage 3 parameters stay shards."""
         if self._phase is not EnginePhase.CLOSED:
             self._phase = EnginePhase.CLOSED
             self._step_guard.remove()

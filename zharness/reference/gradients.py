@@ -1,4 +1,4 @@
-"""Reduced gradients on this rank, and the one way that leads from a parameter's ``grad`` to them."""
+"""The gradients of one engine: reduced from each parameter's ``grad``, accumulated, unscaled and clipped."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from torch.utils.hooks import RemovableHandle
 
 from zharness.reference.bucket_reducer import BucketReducer
 from zharness.reference.buckets import Bucket
-from zharness.reference.coalesced_collectives import all_gather_full_tensors
+from zharness.reference.deepspeed_json.settings import Settings
+from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
+from zharness.reference.mixed_precision.loss_scale import LossScale
+from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.unshard import ShardingContext
 
 
 class Gradients:
-    """The mean gradient of each parameter, whole or this rank's elements of it, in the shape of the optimizer's leaf.
+    """The mean gradient of each parameter, in the shape of the optimizer's leaf: full, or this rank's shard.
 
-    ``parameter.grad`` holds what is not reduced yet; ``absorb`` moves it here and leaves None behind. A gradient is in
-    one of the two places, never in both, so it cannot be reduced twice, whenever and however often backward runs.
+    ``parameter.grad`` holds what is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to None, so a
+    gradient is in one of the two places and cannot be reduced twice, whenever and however often backward runs.
 
-    * Whole gradients wait in ``parameter.grad`` until the boundary asks for them.
-    * Sharded gradients of whole parameters are absorbed bucket by bucket as backward makes them: see ``Rounds``.
-    * Sharded gradients of sharded parameters come reduced out of ``Gather``'s backward and are only moved (at once,
-      where the optimizer's dtype is wider).
+    * Replicated gradients (stages 0 and 1) stay in ``parameter.grad`` until the accumulation boundary.
+    * Sharded gradients of replicated parameters (stage 2) are reduced bucket by bucket during backward: see
+      ``BucketReducer``.
+    * Gradients of sharded parameters (stage 3) leave the backward of ``ReduceGrad`` already reduced and are moved here:
+      at the boundary, or at once if the optimizer's dtype is wider.
 
-    A parameter that only some ranks used counts as zero on the others; one that none used has no gradient. The ranks
-    agree on that before each reduction. It holds for whole parameters; where they are sharded, every backward must make
-    the same gradients on every rank, in one order.
+    A parameter that only some ranks used counts as zero on the others; one that no rank used has no gradient. The ranks
+    agree on that before each reduction. This holds for replicated parameters; at stage 3 every backward has to make the
+    same gradients on every rank, in the same order (or run inside ``uneven``).
     """
 
     def __init__(
@@ -53,29 +57,31 @@ class Gradients:
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Absorb gradients as they come: those that are whole, and those that would add up in too narrow a dtype."""
+        """Register the hooks that reduce gradients during backward.
+
+        Stage 2 needs them for every trained parameter; stage 3 for those whose micro-batches would otherwise add up in
+        a dtype narrower than the optimizer's.
+        """
         if self._placements.gradients is ShardPlacement.REPLICATED:
             return
-        trained = [original for original in self._model_params.values() if original.parameter.requires_grad]
+        trained = [param for param in self._model_params.values() if param.parameter.requires_grad]
         if self._placements.parameters is ShardPlacement.REPLICATED:
-            names = {original.name for original in trained}
+            names = {param.name for param in trained}
             self._bucket_reducer = BucketReducer(
                 [b for b in (b.select(names) for b in self._buckets) if b.members], self._reduce_bucket_if_used
             )
-            self._hooks = [_register_grad_hook(original, self._bucket_reducer.on_grad_ready) for original in trained]
+            self._hooks = [_register_grad_hook(param, self._bucket_reducer.on_grad_ready) for param in trained]
         else:
-            narrow = [o for o in trained if o.has_master]
-            self._hooks = [
-                _register_grad_hook(original, self._make_reduce_hook(Bucket((original,)))) for original in narrow
-            ]
+            narrow = [param for param in trained if param.has_master]
+            self._hooks = [_register_grad_hook(param, self._make_reduce_hook(Bucket((param,)))) for param in narrow]
 
     def _make_reduce_hook(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
-        # torch calls it for a parameter that got no gradient too, where one node makes those of several.
+        # torch also calls it for a parameter without a gradient if one node makes the gradients of several parameters.
         return lambda parameter: self._reduce_and_add(bucket) if parameter.grad is not None else None
 
     @contextmanager
     def allow_uneven_ranks(self) -> Iterator[None]:
-        """Inside, gradients of whole parameters wait for the boundary: ranks may run different backwards."""
+        """Let ranks run different backwards inside the block: stage 2 then reduces at the accumulation boundary."""
         if self._bucket_reducer is not None:
             self._remove_hooks()
         try:
@@ -85,9 +91,10 @@ class Gradients:
                 self._register_hooks()
 
     def reduce_pending(self) -> dict[str, Tensor]:
-        """All that backward left, reduced; parameters without gradient are left out. Collective.
+        """Reduce what backward left in ``parameter.grad``. Collective.
 
-        Raises UsageError on every rank where sharded parameters were used unlike, outside ``uneven``.
+        Returns all reduced gradients by name, in the same order on all ranks; a parameter that no rank used is left
+        out. Raises UsageError on every rank if they used sharded parameters differently outside ``uneven``.
         """
         if self._placements.parameters is ShardPlacement.SHARDED:
             self._context.collectives.check_same_collectives()
@@ -96,15 +103,15 @@ class Gradients:
             self._reduce_and_add(bucket.select(used))
         if self._bucket_reducer is not None:
             self._bucket_reducer.reset()
-        # In one order on all ranks: which came first differs, where ranks used different parameters.
+        # The order in which gradients were made differs if ranks used different parameters; the model's does not.
         return {name: self._reduced_grads[name] for name in self._model_params if name in self._reduced_grads}
 
     def reduced_tensors(self) -> list[Tensor]:
-        """What is reduced already; the rest is in the parameters."""
+        """List the gradients that are reduced already; the others are in ``parameter.grad``."""
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """The reduced gradients in their original shapes, copied to CPU. Collective."""
+        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. Collective."""
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -112,15 +119,16 @@ class Gradients:
         return all_gather_full_tensors(shards, self._context.comm)
 
     def clear(self) -> None:
-        """No gradient anywhere: neither reduced nor waiting; and nothing that a failed backward left gathered."""
+        """Drop all gradients, reduced or not, and what a failed backward left unsharded."""
         self._reduced_grads.clear()
         self._context.prefetcher.clear()
-        for original in self._model_params.values():
-            original.parameter.grad = None
+        for param in self._model_params.values():
+            param.parameter.grad = None
         if self._bucket_reducer is not None:
             self._bucket_reducer.reset()
 
     def close(self) -> None:
+        """Remove the hooks and drop all gradients."""
         self._remove_hooks()
         self.clear()
 
@@ -129,29 +137,35 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """The names of those with a gradient on any rank, and whether any rank has ``more``. Collective: bytes."""
-        flags = torch.tensor([*(o.parameter.grad is not None for o in candidates), has_more], dtype=torch.uint8)
+        """Exchange which ``candidates`` have a gradient: one byte for each. Collective if parameters are replicated.
+
+        Returns the names of those with a gradient on any rank, and whether ``has_more`` is true on any rank.
+        """
+        flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
             flags = flags.to(candidates[0].parameter.device)
             self._context.comm.all_reduce(flags, op=dist.ReduceOp.MAX)
-        *used, further = flags.tolist()
-        return {original.name for original, flag in zip(candidates, used, strict=True) if flag}, bool(further)
+        *used, any_has_more = flags.tolist()
+        return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(any_has_more)
 
     def _reduce_bucket_if_used(self, bucket: Bucket, has_more: bool) -> bool:
-        """Absorb what any rank has of ``bucket``; whether that is anything, or some rank has ``more``. Collective."""
-        used, further = self._agree_on_used(bucket.members, has_more)
+        """Reduce the members of ``bucket`` that have a gradient on any rank. Collective.
+
+        Returns whether there are any, or ``has_more`` is true on any rank.
+        """
+        used, any_has_more = self._agree_on_used(bucket.members, has_more)
         self._reduce_and_add(bucket.select(used))
-        return bool(used) or further
+        return bool(used) or any_has_more
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
         if not bucket.members:
             return
-        for original, share in zip(bucket.members, self._reduce(bucket), strict=True):
-            self._add(original, share)
+        for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
+            self._add(param, grad_shard)
 
     def _add_remote_grad(self, param: ModelParam, mean: Tensor) -> None:
-        """Add what came of a gradient that only other ranks made, in the dtype in which gradients add up."""
+        """Add this rank's share of a mean gradient that only other ranks contributed to, in the optimizer's dtype."""
         self._add(param, self._to_master_dtype(mean, param))
 
     @torch.no_grad()
@@ -160,39 +174,77 @@ class Gradients:
         self._reduced_grads[param.name] = grad_shard if before is None else before.add_(grad_shard)
 
     def _reduce(self, bucket: Bucket) -> list[Tensor]:
-        """The bucket's gradients, taken from the parameters: a rank that did not use one takes part with zeros."""
-        rank, formats, comm = self._context.comm.rank, bucket.members[0].dtypes, self._context.comm
-        taken = [_take_local_grad(original) for original in bucket.members]
+        """Reduce the bucket's gradients and set ``parameter.grad`` to None; an unused parameter contributes zeros.
+
+        Returns one tensor for each member, in the shape of its leaf and the optimizer's dtype.
+        """
+        comm, master_dtype = self._context.comm, bucket.members[0].dtypes.master_dtype
+        local_grads = [_take_local_grad(param) for param in bucket.members]
         if self._placements.parameters is ShardPlacement.SHARDED:
-            return [self._to_master_dtype(grad, original) for grad, original in zip(taken, bucket.members, strict=True)]
-        outgoing = [original.cast_for_reduce(grad) for original, grad in zip(bucket.members, taken, strict=True)]
+            return [self._to_master_dtype(grad, param) for grad, param in zip(local_grads, bucket.members, strict=True)]
+        outgoing = [param.cast_for_reduce(grad) for param, grad in zip(bucket.members, local_grads, strict=True)]
         divisor = self._remaining_divisor(bucket.members[0])
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
-            return bucket.split_full_tensors(bucket.all_reduce(outgoing, comm).to(formats.master_dtype).div_(divisor))
-        return bucket.split_shards(bucket.reduce_scatter(outgoing, comm).to(formats.master_dtype).div_(divisor), rank)
+            return bucket.split_full_tensors(bucket.all_reduce(outgoing, comm).to(master_dtype).div_(divisor))
+        return bucket.split_shards(bucket.reduce_scatter(outgoing, comm).to(master_dtype).div_(divisor), comm.rank)
 
     def _to_master_dtype(self, shard: Tensor, param: ModelParam) -> Tensor:
-        """A gradient that came reduced; undivided, where the optimizer's dtype is wider than the one it came in."""
-        mine = shard[: param.layout.owned_numel(self._context.comm.rank)].to(param.dtypes.master_dtype)
-        return mine.div_(self._remaining_divisor(param)) if param.has_master else mine
+        """Cast a reduced gradient to the optimizer's dtype, without padding.
+
+        With a master it arrives undivided (``ShardCollectives._remaining_divisor``) and is divided here.
+        """
+        owned = shard[: param.layout.owned_numel(self._context.comm.rank)].to(param.dtypes.master_dtype)
+        return owned.div_(self._remaining_divisor(param)) if param.has_master else owned
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """What is left to divide a sum by, after its way over the wire."""
+        """What is left to divide a reduced sum by, after the division before it was sent."""
         return self._context.divisor / param.predivide_factor
 
     def is_finite(self) -> bool:
-        """Whether every element of what ``reduced`` gave last is finite, on every rank. Collective: one byte."""
-        ends = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
-        seen = torch.stack([*ends, torch.zeros((), dtype=torch.float64, device=self._device)])
-        return not self._context.comm.all_reduce((~seen.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
+        """Whether all reduced gradients are finite on every rank. Collective: one byte."""
+        extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
+        values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
+        return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
-        """The 2-norm of what ``reduced`` gave last, all together, summed in float64. Collective where it is sharded."""
+        """Compute the 2-norm of all reduced gradients together, in float64. Collective if they are sharded."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:
             self._context.comm.all_reduce(total)
         return math.sqrt(total.item())
+
+
+class GradientClipper:
+    """Unscale and clip the gradients of a step with one factor.
+
+    ``norm`` is that of the last step, unscaled and before clipping. It is None if the step needed no norm: without
+    clipping, a loss scale, or a precision that skips steps on overflow.
+    """
+
+    def __init__(self, settings: Settings, loss_scale: LossScale, gradients: Gradients) -> None:
+        self.norm: float | None = None
+        self._max_norm = settings.max_grad_norm
+        self._skips_on_overflow = settings.precision.on_overflow is OnOverflow.SKIP
+        self._loss_scale = loss_scale
+        self._gradients = gradients
+
+    def unscale_and_clip(self, reduced_grads: Mapping[str, Tensor]) -> bool:
+        """Unscale ``reduced_grads`` and clip them to ``gradient_clipping``, in place. Collective.
+
+        Returns False, with the gradients unchanged, if a gradient is not finite on some rank. Clips as
+        torch.nn.utils.clip_grad_norm_ does.
+        """
+        self.norm, factor = None, 1.0 / self._loss_scale.value
+        if self._max_norm is not None or self._skips_on_overflow or self._loss_scale.is_needed():
+            self.norm = self._gradients.norm() / self._loss_scale.value
+        is_finite = self._gradients.is_finite() if self.norm is None else math.isfinite(self.norm)
+        if self._max_norm is not None and self.norm is not None:
+            factor *= min(1.0, self._max_norm / (self.norm + 1e-6))
+        if is_finite and factor != 1.0:
+            for grad in reduced_grads.values():
+                grad.mul_(factor)
+        return is_finite
 
 
 def _register_grad_hook(param: ModelParam, function: Callable[[nn.Parameter], None]) -> RemovableHandle:
@@ -201,6 +253,7 @@ def _register_grad_hook(param: ModelParam, function: Callable[[nn.Parameter], No
 
 
 def _take_local_grad(param: ModelParam) -> Tensor:
+    """Move the gradient out of ``parameter.grad``, as a dense tensor; zeros if there is none."""
     parameter = param.parameter
     local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""Who holds what: the row of owners that is a ZeRO stage, and the flat range of elements that is a rank's share."""
+"""What each ZeRO stage shards, and which flat range of a parameter's elements each rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.comm import Comm
 
 
 class ShardPlacement(Enum):
-    """Whether every rank holds all of something, or each rank its own shard of it."""
+    """Whether every rank holds a full copy, or each rank its own shard."""
 
     REPLICATED = "whole"
     SHARDED = "sharded"
@@ -24,7 +24,10 @@ class ShardPlacement(Enum):
 
 @dataclass(frozen=True)
 class StagePlacements:
-    """One ZeRO stage. Bytes per rank in fp32 with Adam, psi parameters: 8, 4 and 4 psi, each over N where sharded."""
+    """The placements of one ZeRO stage.
+
+    With Adam in fp32 and psi parameters they cost 8, 4 and 4 psi bytes per rank, divided by N where sharded.
+    """
 
     optimizer_state: ShardPlacement
     gradients: ShardPlacement
@@ -43,11 +46,11 @@ STAGES: Mapping[int, StagePlacements] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How ``n`` elements lie over N ranks: rank r owns flat elements r*k to (r+1)*k, with k = ceil(n/N).
+    """How the n elements of a parameter are sharded over N ranks: rank r owns flat elements r*k to (r+1)*k.
 
-    The last shards are shorter, or empty, when N does not divide n. Collectives want equal lengths, so whatever crosses
-    the wire is padded to k elements per rank; the padding never reaches an optimizer. ``stride`` is how the original
-    lay in memory: kernels sum in an order that depends on it, so a gathered copy lies the same way.
+    k = ceil(n/N), so the last shards are shorter, or empty, if N does not divide n. Collectives need equal lengths, so
+    what is sent is padded to k elements per rank; the padding never reaches an optimizer. ``stride`` is the memory
+    layout of the original parameter. Kernels sum in an order that depends on it, so unsharded tensors have it too.
     """
 
     shape: torch.Size
@@ -56,19 +59,20 @@ class ShardLayout:
 
     @cached_property
     def numel(self) -> int:
+        """The number of elements of the full parameter: n."""
         return math.prod(self.shape)
 
     @cached_property
     def shard_length(self) -> int:
-        """Elements of one padded shard: k."""
+        """The number of elements of one padded shard: k."""
         return -(-self.numel // self.world_size)
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the elements that ``rank`` owns."""
+        """Return start and stop of the flat elements that ``rank`` owns."""
         return min(rank * self.shard_length, self.numel), min((rank + 1) * self.shard_length, self.numel)
 
     def owned_numel(self, rank: int) -> int:
-        """How many elements ``rank`` owns."""
+        """Return how many elements ``rank`` owns, without padding."""
         start, stop = self.shard_bounds(rank)
         return stop - start
 
@@ -77,9 +81,10 @@ class ShardLayout:
 class ParamDtypes:
     """The dtypes of one parameter.
 
-    As the model holds it and its gradient is made (``held``), as that gradient crosses the wire (``wire``), and as the
-    optimizer holds its own copy, state and reduced gradient (``master``). ``gathered`` is how stage 3 gathers it inside
-    a torch.autocast of that dtype, and None where that is as it is held.
+    ``param_dtype`` is that of the parameter in the model and of its local gradient, ``reduce_dtype`` that in which the
+    gradient is reduced, ``master_dtype`` that of the master weight, the optimizer state and the reduced gradient.
+    ``unshard_dtype`` is the torch.autocast dtype in which stage 3 all-gathers the parameter; None means
+    ``param_dtype``.
     """
 
     param_dtype: torch.dtype
@@ -90,7 +95,7 @@ class ParamDtypes:
 
 @dataclass(frozen=True)
 class ModelParam:
-    """One parameter of the user's model: its first name, the Parameter itself, its layout and its dtypes."""
+    """One parameter of the user's model: its first name, the Parameter object, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter
@@ -99,42 +104,42 @@ class ModelParam:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer works on a copy of the parameter, in a dtype of its own."""
+        """Whether the optimizer updates a master weight, a copy of the parameter in another dtype."""
         return self.dtypes.master_dtype != self.dtypes.param_dtype
 
     @property
     def predivide_factor(self) -> int:
-        """A power of two, at least the number of ranks where the wire is fp16: divided by it, finite gradients add up.
+        """What a gradient is divided by before it is reduced: a power of two >= N if the reduce dtype is fp16, else 1.
 
-        So a step overflows where a rank's own gradient does, as in plain PyTorch, and not in the sum alone.
+        The sum over ranks then stays finite if the gradients are, so a step overflows only where plain PyTorch's does.
         """
         return 2 ** (self.layout.world_size - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
 
     def cast_for_reduce(self, grad: Tensor) -> Tensor:
-        """A gradient as it crosses the wire."""
+        """Divide a gradient by ``predivide_factor`` and cast it to the reduce dtype."""
         return (grad / self.predivide_factor if self.predivide_factor > 1 else grad).to(self.dtypes.reduce_dtype)
 
 
 def collect_model_params(
     module: nn.Module, world_size: int, dtypes: Mapping[nn.Parameter, ParamDtypes]
 ) -> dict[str, ModelParam]:
-    """Every parameter once, by the name that ``named_parameters()`` gives it first."""
+    """Return every parameter once, by the first name that ``named_parameters()`` gives it."""
     return {name: ModelParam(name, p, _make_layout(p, world_size), dtypes[p]) for name, p in module.named_parameters()}
 
 
 def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
-    dense = torch.empty_like(parameter, device="meta")  # keeps a permuted stride, not one with gaps or overlaps
+    dense = torch.empty_like(parameter, device="meta")  # keeps permuted strides, but no gaps or overlaps
     return ShardLayout(parameter.shape, dense.stride(), world_size)
 
 
 def pad_flat(values: Tensor, length: int) -> Tensor:
-    """``values`` flat, with zeros behind up to ``length`` elements; a copy only where one is needed."""
+    """Flatten ``values`` and pad it with zeros to ``length`` elements; copies only if needed."""
     flat = values.reshape(-1)
     return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """Every rank's ``row`` (1-D, as long on all of them): shape (N, length of a row). Collective."""
+    """All-gather every rank's ``row`` (1-D, of the same length on all ranks): shape (N, length). Collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)
@@ -142,7 +147,7 @@ def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
 
 
 def all_gather_full_tensor(shard: Tensor, layout: ShardLayout, comm: Comm) -> Tensor:
-    """The full tensor, from every rank's shard (padded or not). Collective."""
+    """All-gather the full tensor from every rank's shard (padded or not). Collective."""
     full = shard.new_empty(layout.shard_length * layout.world_size)
     if layout.numel:
         comm.all_gather(full, pad_flat(shard, layout.shard_length).contiguous())

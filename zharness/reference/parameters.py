@@ -1,4 +1,4 @@
-"""The model's parameters on this rank: whole or a shard, and the leaf of each that the optimizer updates."""
+"""The model's parameters on this rank, replicated or sharded, and the leaf tensors that the optimizer updates."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import Tensor, nn
 
 from zharness.errors import ConfigError, UsageError
 from zharness.reference.buckets import Bucket
-from zharness.reference.coalesced_collectives import all_gather_full_tensors, broadcast_tensors
+from zharness.reference.client.meta_init import find_deferred_modules, infer_device
+from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors, broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements, all_gather_rows
-from zharness.reference.meta_init import find_deferred_modules, infer_device
 from zharness.reference.sharded_modules import ModuleClassSwap, ParamUnsharder
 from zharness.reference.unshard import ShardingContext
 
-# The modules whose own parameters an engine has.
+# The modules whose parameters belong to an engine.
 OWNED_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def refuse_owned_modules(module: nn.Module) -> None:
-    """Raises ConfigError for a model of which another engine has a part."""
+    """Raise ConfigError if a module of the model belongs to another engine."""
     for name, each in module.named_modules():
         if each in OWNED_MODULES:
             raise ConfigError(
-                f"module {name!r} of the model belongs to an engine already, which it would corrupt: close() that one "
-                "first; from stage 3, whose parameters stay shards, pass copy.deepcopy(engine.module) made before that"
+                f"module {name!r} of the model belongs to another engine already: close() that engine first; at stage "
+                "3, where its parameters stay shards, pass copy.deepcopy(engine.module) made before close()"
             )
 
 
 class Parameters:
-    """What ``owners`` leaves of the parameters on this rank.
+    """The parameters of one engine on this rank, as ``placements`` distributes them.
 
-    ``leaves`` are what the optimizer sees, by name: the whole parameter, or this rank's elements of it. They are views
-    of the parameter's own memory (of the shard's, where parameters are sharded), so an optimizer step needs no copy
-    back, and they share its version counter, so autograd notices the step. Where the optimizer works in another dtype
-    than the model holds, the leaf is a master: a copy of the values as they were given, from which ``publish`` casts.
+    ``leaves`` are the tensors that the optimizer updates, by name: the full parameter, or this rank's elements of it.
+    A leaf is a view of the parameter's (or its shard's) memory, so an optimizer step needs no copy back, and shares its
+    version counter, so autograd notices the step. If the optimizer has another dtype than the model, the leaf is a
+    master weight instead, a copy of the original values, and ``publish`` casts it back into the parameter.
     """
 
     def __init__(
@@ -57,39 +57,42 @@ class Parameters:
         self._unsharder: ParamUnsharder | None = None
         self._class_swap: ModuleClassSwap | None = None
         self.master_weights: dict[str, Tensor] = {}
-        for original in self._materialise_params(module):
-            self._cast_and_shard(original)
+        for param in self._materialise_params(module):
+            self._cast_and_shard(param)
         if placements.parameters is ShardPlacement.SHARDED:
             self._unsharder = ParamUnsharder(model_params, context)
             self._class_swap = ModuleClassSwap(module, self._unsharder)
-        self.leaves = {name: self.master_weights.get(name, self._make_leaf(o)) for name, o in model_params.items()}
+        self.leaves = {name: self.master_weights.get(name, self._make_leaf(p)) for name, p in model_params.items()}
         self._known_versions = {name: model_params[name].parameter._version for name in self.master_weights}
         self._owned_modules = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
 
     def _materialise_params(self, module: nn.Module) -> Iterator[ModelParam]:
-        """Each parameter, whole. What was built on the meta device gets rank 0's values, module by module, before."""
-        waiting: dict[Tensor, ModelParam] = {original.parameter: original for original in self._model_params.values()}
-        home = infer_device(module, self._comm)
-        for each in find_deferred_modules(module):
-            made = each.materialise(home)
-            broadcast_tensors(made, self._comm)
-            for tensor in made:
-                if tensor in waiting:
-                    yield waiting.pop(tensor)
-        yield from waiting.values()
+        """Yield each full parameter once. Modules on the meta device are materialised first, one by one. Collective.
+
+        The caller shards each parameter before the next module is materialised, so only one module is ever complete.
+        """
+        remaining: dict[Tensor, ModelParam] = {param.parameter: param for param in self._model_params.values()}
+        device = infer_device(module, self._comm)
+        for deferred in find_deferred_modules(module):
+            tensors = deferred.materialise(device)
+            broadcast_tensors(tensors, self._comm)
+            for tensor in tensors:
+                if tensor in remaining:
+                    yield remaining.pop(tensor)
+        yield from remaining.values()
 
     def _cast_and_shard(self, param: ModelParam) -> None:
-        """Put the parameter's master aside, then leave of it what the model holds: its dtype, this rank's part."""
-        parameter, formats = param.parameter, param.dtypes
+        """Copy the parameter's master weight, then cast the parameter to its dtype and, at stage 3, shard it."""
+        parameter, dtypes = param.parameter, param.dtypes
         if param.has_master:
-            self.master_weights[param.name] = self._local_elements(param).to(formats.master_dtype, copy=True)
-        if parameter.dtype != formats.param_dtype:
-            parameter.data = parameter.detach().to(formats.param_dtype)
+            self.master_weights[param.name] = self._local_elements(param).to(dtypes.master_dtype, copy=True)
+        if parameter.dtype != dtypes.param_dtype:
+            parameter.data = parameter.detach().to(dtypes.param_dtype)
         if self._placements.parameters is ShardPlacement.SHARDED:
             _shard_in_place(param, self._comm.rank)
 
     def _local_elements(self, param: ModelParam) -> Tensor:
-        """This rank's elements of a parameter that is whole still, in the shape of its leaf."""
+        """Return this rank's elements of a full parameter, in the shape of its leaf."""
         values = param.parameter.detach()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return values
@@ -97,13 +100,17 @@ class Parameters:
         return values.reshape(-1)[start:stop]
 
     def _make_leaf(self, param: ModelParam) -> Tensor:
+        """Return this rank's elements as a view of the parameter, which is a padded shard at stage 3."""
         if self._placements.parameters is ShardPlacement.SHARDED:
             return param.parameter.detach()[: param.layout.owned_numel(self._comm.rank)]
         return self._local_elements(param)
 
     @torch.no_grad()
     def publish(self, names: Iterable[str]) -> None:
-        """After an optimizer step on the leaves ``names``: gather what every rank holds whole. Collective."""
+        """Write the leaves ``names`` back after an optimizer step. Collective at stages 1 and 2.
+
+        Stages 1 and 2 all-gather the updated shards into the parameters; the others cast the master weights.
+        """
         updated = set(names)
         if (
             self._placements.optimizer_state is ShardPlacement.SHARDED
@@ -115,33 +122,32 @@ class Parameters:
                 self._make_leaf(self._model_params[name]).copy_(self.leaves[name])
         for name in updated:
             parameter = self._model_params[name].parameter
-            # A rank whose shard is empty edited nothing, yet must refuse an old graph as the other ranks do.
+            # A rank whose shard is empty edited nothing, but must refuse a stale graph as the other ranks do.
             torch.autograd.graph.increment_version(parameter)
             self._record_version(self._model_params[name])
 
     def _record_version(self, param: ModelParam) -> None:
-        """The engine itself has changed the parameter."""
+        """Record that the engine itself has changed the parameter, so that it is not taken for a user's edit."""
         if self._unsharder is not None:
             self._unsharder.record_version(param.parameter)
         elif param.name in self._known_versions:
             self._known_versions[param.name] = param.parameter._version
 
     def _all_gather_shards(self, names: Container[str]) -> None:
-        for bucket in self._buckets:
-            chosen = bucket.select(names)
-            if chosen.members:
-                held = chosen.members[0].dtypes.param_dtype
-                rows = all_gather_rows(
-                    chosen.pack_shards(self.leaves[o.name].to(held) for o in chosen.members), self._comm
-                )
-                chosen.unpack_rows(rows, [original.parameter.detach() for original in chosen.members])
+        """All-gather the leaves ``names`` of all ranks into the replicated parameters, bucket by bucket. Collective."""
+        for bucket in (each.select(names) for each in self._buckets):
+            if bucket.members:
+                dtype = bucket.members[0].dtypes.param_dtype
+                row = bucket.pack_shards(self.leaves[param.name].to(dtype) for param in bucket.members)
+                rows = all_gather_rows(row, self._comm)
+                bucket.unpack_rows(rows, [param.parameter.detach() for param in bucket.members])
 
     def allow_uneven_ranks(self) -> AbstractContextManager[None]:
-        """The engine's ``uneven``."""
+        """Let ranks use different parameters inside the block: the part of ``Engine.uneven`` for reads."""
         return self._collectives.allow_uneven_ranks()
 
     def check_ready_to_step(self) -> None:
-        """Raise UsageError inside ``gathered`` or ``uneven``, and for an edit that the step would lose."""
+        """Raise UsageError inside ``gathered`` or ``uneven``, and for an in-place edit that the step would undo."""
         self._collectives.require_even("a step")
         if self._unsharder is not None:
             self._unsharder.refuse_lost_edits()
@@ -149,74 +155,75 @@ class Parameters:
         for name, version in self._known_versions.items():
             if self._model_params[name].parameter._version != version:
                 raise UsageError(
-                    f"parameter {name!r} was edited in place, but the optimizer steps on its master and would undo the "
-                    "edit; edit it inside `with engine.gathered():`, or load_checkpoint"
+                    f"parameter {name!r} was edited in place, but the optimizer updates its master weight and would "
+                    "undo the edit; edit it inside `with engine.gathered():`, or load_checkpoint"
                 )
 
     @contextmanager
     def unshard_for_edit(
         self, selection: Iterable[str | nn.Parameter] | None, source: int
     ) -> Iterator[dict[str, Tensor]]:
-        """The engine's ``gathered``. Collective, at both ends."""
-        found = [self._find_param(each) for each in (self._model_params if selection is None else selection)]
-        parameters = [original.parameter for original in found]
+        """Unshard for ``Engine.gathered`` and write the edits back at the end. Collective at both ends."""
+        selected = [self._find_param(each) for each in (self._model_params if selection is None else selection)]
+        parameters = [param.parameter for param in selected]
         values = (
             [p.detach() for p in parameters]
             if self._unsharder is None
             else self._unsharder.unshard_for_edit(parameters)
         )
         before = [value.clone() for value in values] if self._unsharder is None else []
-        outcome = torch.ones(1, dtype=torch.uint8, device=values[0].device if values else None)
-        given = {original.name: value for original, value in zip(found, values, strict=True)}
+        any_failed = torch.ones(1, dtype=torch.uint8, device=values[0].device if values else None)
+        editable = {param.name: value for param, value in zip(selected, values, strict=True)}
         try:
-            yield given
-            outcome.zero_()
+            yield editable
+            any_failed.zero_()
         finally:
-            given.clear()  # what is edited later would be lost
+            editable.clear()  # an edit after the block would be lost
             if self._unsharder is not None:
                 self._unsharder.end_edit()
-            self._comm.all_reduce(outcome, op=dist.ReduceOp.MAX)
-            if outcome.any():
-                for value, old, original in zip(values, before, found, strict=False):
+            self._comm.all_reduce(any_failed, op=dist.ReduceOp.MAX)
+            if any_failed.any():
+                for value, old, param in zip(values, before, selected, strict=False):
                     value.copy_(old)
-                    self._record_version(original)
-        if outcome.any():
-            raise UsageError("another rank raised inside gathered(), so the edits of every rank are dropped")
-        for original, value in zip(found, values, strict=True):
-            self._broadcast_edit(original, value, source)
+                    self._record_version(param)
+        if any_failed.any():
+            raise UsageError("another rank raised inside gathered(), so the edits of all ranks are dropped")
+        for param, value in zip(selected, values, strict=True):
+            self._broadcast_edit(param, value, source)
 
     @torch.no_grad()
     def _broadcast_edit(self, param: ModelParam, value: Tensor, source: int) -> None:
-        """Make rank ``source``'s ``value`` the full parameter on every rank. Collective.
+        """Broadcast rank ``source``'s ``value`` as the full parameter of every rank. Collective.
 
-        A master keeps the elements that were not edited: they are finer than what the model holds of them.
+        A master weight keeps the elements that were not edited: they are more precise than the model's.
         """
         broadcast_tensors([value], self._comm, source)
         if self._placements.parameters is ShardPlacement.REPLICATED:
             param.parameter.detach().copy_(value)
         start, stop = param.layout.shard_bounds(self._comm.rank)
-        part = value if self._placements.optimizer_state is ShardPlacement.REPLICATED else value.reshape(-1)[start:stop]
-        leaf = self.leaves[param.name]
-        leaf.copy_(torch.where(leaf.to(part.dtype) == part, leaf, part.to(leaf.dtype)))
+        is_replicated = self._placements.optimizer_state is ShardPlacement.REPLICATED
+        local, leaf = value if is_replicated else value.reshape(-1)[start:stop], self.leaves[param.name]
+        leaf.copy_(torch.where(leaf.to(local.dtype) == local, leaf, local.to(leaf.dtype)))
         self.publish([param.name])
 
     def _find_param(self, selected: str | nn.Parameter) -> ModelParam:
-        for original in self._model_params.values():
-            if original.name == selected or original.parameter is selected:
-                return original
+        """Find a parameter by name or identity. Raises UsageError for an unknown one."""
+        for param in self._model_params.values():
+            if param.name == selected or param.parameter is selected:
+                return param
         shown = selected if isinstance(selected, str) else f"a tensor of shape {tuple(selected.shape)}"
         raise UsageError.unknown_name("parameter", shown, self._model_params)
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        """The current weights, copied to CPU. Collective where parameters are sharded."""
+        """Copy the full current weights to the CPU. Collective if parameters are sharded."""
         return self._gather_full_tensors(
-            {name: o.parameter for name, o in self._model_params.items()}, self._placements.parameters
+            {name: param.parameter for name, param in self._model_params.items()}, self._placements.parameters
         )
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
-        """The masters where there are any, original shapes, copied to CPU. Collective where they are sharded."""
+        """Copy the full master weights to the CPU; empty if there are none. Collective if they are sharded."""
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
@@ -227,25 +234,25 @@ class Parameters:
         )
 
     def close(self) -> None:
-        """Give the modules their classes back. Sharded parameters stay shards: no collective runs here."""
+        """Restore the modules' classes. Runs no collective: sharded parameters stay shards of this engine."""
         if self._class_swap is not None:
             self._class_swap.restore_classes()
         else:
             OWNED_MODULES.difference_update(self._owned_modules)
 
     def mark_modules_owned(self) -> None:
-        """From now on no other engine gets these parameters: until ``close``, and for good where they are shards."""
+        """Let other engines refuse these modules: until ``close``, or for good if the parameters are shards."""
         OWNED_MODULES.update(self._owned_modules)
 
 
 def _shard_in_place(param: ModelParam, rank: int) -> None:
-    """Exchange the parameter's data for this rank's shard, padded to the common length."""
+    """Replace the parameter's data by this rank's shard, padded to the common length."""
     layout = param.layout
     start, stop = layout.shard_bounds(rank)
     shard = param.parameter.detach().new_zeros(layout.shard_length)
     shard[: stop - start] = param.parameter.detach().reshape(-1)[start:stop]
-    # A graph that is older than the engine may hold the parameter's gradient accumulator, which insists on the whole
-    # shape. Autograd makes a new one only where the dtype changes, so it does, for a moment.
-    other = torch.float32 if shard.dtype == torch.float64 else torch.float64
-    param.parameter.data = shard.new_empty(0, dtype=other)
+    # A graph older than the engine may hold the parameter's gradient accumulator, which expects the full shape.
+    # Autograd makes a new accumulator only if the dtype changes, so change it for a moment.
+    other_dtype = torch.float32 if shard.dtype == torch.float64 else torch.float64
+    param.parameter.data = shard.new_empty(0, dtype=other_dtype)
     param.parameter.data = shard

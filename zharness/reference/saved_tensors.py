@@ -1,4 +1,4 @@
-"""Where a module's graph saved a gathered parameter, and the promise to gather it again that takes its place."""
+"""Reshard after a module's forward: replace what its graph saved of unsharded parameters by pack and unpack hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from zharness import torch_private as private
 from zharness.reference.unshard import UnshardedParam
 
-# Operations whose output shares the storage of their input.
+# Nodes of operations whose output shares the storage of their input.
 VIEW_NODE_NAMES = frozenset(
     f"{name}Backward0" for name in ("Permute", "Select", "Slice", "Split", "T", "Transpose", "Unsqueeze", "View")
 )
@@ -20,63 +20,70 @@ CAST_NODE_NAME = "ToCopyBackward0"
 
 
 def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], first_sequence_number: int) -> None:
-    """Replace what the nodes behind ``output`` saved of ``copies``. A tensor that is missed is only held longer."""
-    promisers = {copy.storage_address(): copy for copy in unsharded_params}
+    """Replace what the autograd nodes behind ``output`` saved of ``unsharded_params`` by hooks that unshard again.
+
+    A saved tensor that is not recognised keeps the full parameter alive until backward; the result is still correct.
+    """
+    by_address = {each.storage_address(): each for each in unsharded_params}
     with private.suspend_transforms():
         for node in _graph_nodes(output, first_sequence_number):
             for saved, tensor in private.iter_saved_tensors(node):
                 address = tensor.untyped_storage()._cdata
-                if address not in promisers and (source := _find_cast_source(tensor)) is not None:
-                    promisers[address] = source.with_dtype(tensor.dtype)
-                if address in promisers:
-                    saved.register_hooks(promisers[address].pack_hook, promisers[address].unpack_hook)
+                if address not in by_address and (source := _find_cast_source(tensor)) is not None:
+                    by_address[address] = source.with_dtype(tensor.dtype)
+                if address in by_address:
+                    saved.register_hooks(by_address[address].pack_hook, by_address[address].unpack_hook)
 
 
 def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
-    """The copy of which ``tensor`` views a cast; torch.autocast makes such, and autograd saves them instead of it.
+    """Find the unsharded parameter of which ``tensor`` is a cast, or a view of a cast, as torch.autocast makes them.
 
-    The cast of a part of a parameter is not recognised: which part it was is not to be read off the graph.
+    The cast of a part of a parameter gives None: the graph does not tell which part it was.
     """
     node = tensor.grad_fn
     while node is not None and node.name() in VIEW_NODE_NAMES:
         node = node.next_functions[0][0]
     if node is None or node.name() != CAST_NODE_NAME:
         return None
-    copy = getattr(node.next_functions[0][0], "unsharded_param", None)
-    if not isinstance(copy, UnshardedParam):
+    source = getattr(node.next_functions[0][0], "unsharded_param", None)  # set by AllGatherParam.setup_context
+    if not isinstance(source, UnshardedParam):
         return None
-    same_size = tensor.untyped_storage().nbytes() == copy.model_param.layout.numel * tensor.dtype.itemsize
-    return copy if same_size else None
+    is_whole = tensor.untyped_storage().nbytes() == source.model_param.layout.numel * tensor.dtype.itemsize
+    return source if is_whole else None
 
 
 def _graph_nodes(output: Any, first_sequence_number: int) -> Iterator[Node]:
-    """The autograd nodes behind ``output`` that were made since ``begin``, each once."""
+    """Iterate over the autograd nodes behind ``output`` that the running forward made, each once."""
     stack = [
         tensor.grad_fn
         for tensor in map(private.unwrap_functorch, _output_tensors(output))
         if tensor.grad_fn is not None
     ]
-    met = set(stack)
+    visited = set(stack)
     while stack:
         node = stack.pop()
         yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in met and private.is_made_since(below, first_sequence_number):
-                met.add(below)
-                stack.append(below)
+        for next_node, _ in node.next_functions:
+            if (
+                next_node is not None
+                and next_node not in visited
+                and private.is_made_since(next_node, first_sequence_number)
+            ):
+                visited.add(next_node)
+                stack.append(next_node)
 
 
 def _output_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output: tuples, lists, dicts, dataclasses and their nestings."""
+    """Iterate over the tensors in a module's output, which may nest tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
         return
-    inside: Any = ()
+    items: Any = ()
     if isinstance(value, Mapping):
-        inside = value.values()
+        items = value.values()
     elif isinstance(value, (tuple, list)):
-        inside = value
+        items = value
     elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, each.name) for each in fields(value)]
-    for item in inside:
+        items = [getattr(value, each.name) for each in fields(value)]
+    for item in items:
         yield from _output_tensors(item)

@@ -1,14 +1,15 @@
-"""Stage 3's modules: their parameters are shards, and reading one by attribute hands out the full tensor.
+"""The modules of a stage 3 model: reading a parameter as an attribute unshards it.
 
-The Parameter object stays where it was, so names, identity, tied weights and ``functional_call`` are as before; only
-its data is the shard. Each module's class is exchanged for a subclass with two methods: ``__getattr__`` turns a sharded
-Parameter into a gathered tensor, and ``__call__`` marks the visit, the time during which reads belong to that module.
-Three more keep the model a model: a submodule that is attached later is exchanged too, and a deep copy is a plain one.
+The Parameter object stays where it was, so names, identity, tied weights and ``functional_call`` work as before; only
+its data is the shard. Each module's class is swapped for a subclass with two methods: ``__getattr__`` unshards a
+sharded Parameter that is read, and ``__call__`` runs ``pre_forward``, the forward and ``post_forward``. Three more
+methods keep the model usable: a submodule that is attached later gets a swapped class too, and a deep copy is a plain,
+full module.
 """
 
 from __future__ import annotations
 
-import copy as copying
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,10 @@ from zharness.reference.unshard import (
 
 @dataclass
 class ModuleForward:
-    """One running forward of one module: where its graph begins, and the copies that were read during it."""
+    """One running forward of one module: where its graph begins, and the parameters that it unsharded.
+
+    ``tensors_by_read`` has the full tensors by parameter name, dtype and whether grad mode was on.
+    """
 
     first_sequence_number: int
     module: nn.Module | None = None
@@ -40,59 +44,61 @@ class ModuleForward:
 
 
 class ParamUnsharder:
-    """Reads of sharded parameters, each attributed to the innermost running module."""
+    """Unshard the parameters that modules read, and reshard them after the forward of the module that read them."""
 
     def __init__(self, model_params: Mapping[str, ModelParam], context: ShardingContext) -> None:
-        self._sharded_params = {original.parameter: original for original in model_params.values()}
+        self._sharded_params = {param.parameter: param for param in model_params.values()}
         self._context = context
         self._running_forwards: list[ModuleForward] = []
-        self._grad_placeholders: dict[tuple[str, bool], Tensor] = {}
+        self._grad_placeholders: dict[tuple[str, bool], Tensor] = {}  # by parameter name and grad mode
         self._params_by_bucket: dict[int, list[ModelParam]] = {}
         self._editable_params: dict[nn.Parameter, Tensor] = {}
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
-        """``value``, or the full tensor where ``value`` is a sharded parameter. Collective then.
+        """Return the full tensor if ``value`` is a sharded parameter, else ``value``. Collective if it is sharded.
 
-        Raises UsageError where an edit of a gathered copy would be lost, or where a gradient would bypass one.
+        Raises UsageError if the parameter was edited in place, which would be lost, and in a forward with gradients
+        inside ``gathered``, where the gradient would not reach the parameter.
         """
-        original = self._sharded_params.get(value) if isinstance(value, nn.Parameter) else None
-        if original is None:
+        param = self._sharded_params.get(value) if isinstance(value, nn.Parameter) else None
+        if param is None:
             return value
         if value in self._editable_params:
             if self._running_forwards and torch.is_grad_enabled():
                 raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
             return self._editable_params[value]
         self.refuse_lost_edits([value])
-        visit = self._running_forwards[-1] if self._running_forwards else ModuleForward(0)
-        dtype = _choose_unshard_dtype(original, visit.module)
-        key = (original.name, dtype, torch.is_grad_enabled())
-        if key not in visit.tensors_by_read:
-            copy = UnshardedParam(original, dtype, self._context)
-            full = unshard_param(copy, self._get_grad_placeholder(copy))
+        running = self._running_forwards[-1] if self._running_forwards else ModuleForward(0)
+        dtype = _choose_unshard_dtype(param, running.module)
+        key = (param.name, dtype, torch.is_grad_enabled())
+        if key not in running.tensors_by_read:
+            unsharded_param = UnshardedParam(param, dtype, self._context)
+            full = unshard_param(unsharded_param, self._get_grad_placeholder(unsharded_param))
             if not self._running_forwards:
                 self._context.prefetcher.clear()
-            visit.unsharded_params.append(copy)
+            running.unsharded_params.append(unsharded_param)
             if private.is_transforming():
-                return full  # a wrapper of torch.func dies with its transform, which may end before the visit does
-            visit.tensors_by_read[key] = full
-        return visit.tensors_by_read[key]
+                return full  # not cached: a torch.func wrapper dies with its transform, maybe before the forward ends
+            running.tensors_by_read[key] = full
+        return running.tensors_by_read[key]
 
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Full tensors that may be edited; reading by attribute gives these until ``take_back``. Collective."""
+        """Unshard ``parameters`` for editing; attribute reads give these tensors until ``end_edit``. Collective."""
         for parameter in parameters:
-            copy = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
-            self._editable_params[parameter] = copy.unshard().detach()
+            unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
+            self._editable_params[parameter] = unsharded_param.unshard().detach()
         self._context.prefetcher.clear()
         return list(self._editable_params.values())
 
     def end_edit(self) -> None:
+        """Reshard the parameters that ``unshard_for_edit`` returned; the caller writes their edits back."""
         for parameter in self._editable_params:
             self.record_version(parameter)
         self._editable_params.clear()
 
     def unshard_for_deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Tell a running deep copy that the copies of ``module``'s own shards are full Parameters. Collective."""
+        """Put full Parameters for ``module``'s own shards into the ``memo`` of a running deep copy. Collective."""
         for parameter in module._parameters.values():
             if parameter in self._sharded_params and id(parameter) not in memo:
                 full = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context).unshard().clone()
@@ -100,105 +106,125 @@ class ParamUnsharder:
         self._context.prefetcher.clear()
 
     def record_version(self, parameter: nn.Parameter) -> None:
-        """The engine itself has changed the shard of ``parameter``."""
+        """Record that the engine itself has changed the shard of ``parameter``."""
         self._known_versions[parameter] = parameter._version
 
     def refuse_lost_edits(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Raise UsageError for a parameter (any, when none is given) that was changed, but not by the engine.
+        """Raise UsageError if any of ``parameters`` (all if empty) was changed, but not by the engine.
 
-        A gathered copy shares its shard's version counter, so an edit of it shows there; its values do not. An edit
-        through ``.data`` bypasses that counter, as it bypasses autograd, and cannot be seen.
+        An unsharded tensor shares its shard's version counter, so an in-place edit of it raises the counter, but does
+        not reach the shard. An edit through ``.data`` bypasses the counter, as it bypasses autograd, and is not seen.
         """
         for parameter in parameters or self._sharded_params:
             if parameter in self._editable_params:
-                raise UsageError("the engine was asked to step inside gathered(); leave that block before it")
+                raise UsageError("step() was called inside gathered(); leave that block before it")
             if parameter._version != self._known_versions[parameter]:
                 raise UsageError(
-                    f"parameter {self._sharded_params[parameter].name!r} was edited in place, but its weights are sharded and "
-                    "the edit of a gathered copy would be lost; edit it inside `with engine.gathered():`"
+                    f"parameter {self._sharded_params[parameter].name!r} was edited in place, but its weights are "
+                    "sharded and an edit of the unsharded tensor would be lost; edit it inside "
+                    "`with engine.gathered():`"
                 )
 
     def _get_grad_placeholder(self, unsharded_param: UnshardedParam) -> Tensor:
-        """One for each parameter in the outermost running forward, so that its reads there are reduced together.
+        """Return the gradient placeholder of the parameter in the outermost running forward.
 
-        Made at the first of them and not once and for all: autograd runs the youngest node first, and would leave an
-        old one, with its full gradient, to the end of the backward.
+        All reads of that forward share it, so their gradients are reduced once. It is made at the first read of each
+        forward: autograd runs the youngest nodes first, and would keep the full gradient of a node made long before
+        until the end of the backward.
         """
         key = (unsharded_param.model_param.name, torch.is_grad_enabled())
         if key in self._grad_placeholders:
             return self._grad_placeholders[key]
         if not self._running_forwards or private.is_transforming():
             return make_grad_placeholder(unsharded_param)
-        copies = (
-            self._params_reduced_with(unsharded_param)
-            if torch.is_grad_enabled() and self._context.collectives.is_even
-            else [unsharded_param]
-        )
-        for each, stand in zip(copies, make_grad_placeholders(copies), strict=True):
-            self._grad_placeholders[each.model_param.name, torch.is_grad_enabled()] = stand
+        is_bucketed = torch.is_grad_enabled() and self._context.collectives.is_even
+        group = self._params_reduced_with(unsharded_param) if is_bucketed else [unsharded_param]
+        for each, placeholder in zip(group, make_grad_placeholders(group), strict=True):
+            self._grad_placeholders[each.model_param.name, torch.is_grad_enabled()] = placeholder
         return self._grad_placeholders[key]
 
     def _params_reduced_with(self, unsharded_param: UnshardedParam) -> list[UnshardedParam]:
-        """The copies whose gradients are reduced with that of ``copy``, without those that have stand-ins already.
+        """List the parameters whose gradients are reduced together with that of ``unsharded_param``, itself included.
 
-        Those of its bucket that belong to the outermost running module: in a recomputation, a small part of it.
+        They are the trained parameters of its bucket that belong to the outermost running module (which is a small part
+        of the model in a recomputation) and have no placeholder yet.
         """
-        if not unsharded_param.model_param.parameter.requires_grad:
+        param = unsharded_param.model_param
+        if not param.parameter.requires_grad:
             return [unsharded_param]
-        root = self._running_forwards[0].module
+        root, buckets = self._running_forwards[0].module, self._context.reduce_buckets
         if not self._params_by_bucket and root is not None:
             for parameter in root.parameters():
                 if parameter in self._sharded_params and parameter.requires_grad:
-                    original = self._sharded_params[parameter]
-                    self._params_by_bucket.setdefault(id(self._context.reduce_buckets[original.name]), []).append(
-                        original
-                    )
-        family = self._params_by_bucket.get(id(self._context.reduce_buckets[unsharded_param.model_param.name]), [])
-        found = {original.name: original for original in (*family, unsharded_param.model_param)}
+                    trained = self._sharded_params[parameter]
+                    self._params_by_bucket.setdefault(id(buckets[trained.name]), []).append(trained)
+        members = self._params_by_bucket.get(id(buckets[param.name]), [])
+        group = {each.name: each for each in (*members, param)}
         return [
-            UnshardedParam(o, unsharded_param.dtype, self._context)
-            for o in found.values()
-            if (o.name, True) not in self._grad_placeholders
+            UnshardedParam(each, unsharded_param.dtype, self._context)
+            for each in group.values()
+            if (each.name, True) not in self._grad_placeholders
         ]
 
     def run_forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run the ``forward`` of ``module``; what its graph saved of the copies read meanwhile becomes promises."""
-        visit = ModuleForward(private.next_sequence_number(), module)
-        self._running_forwards.append(visit)
+        """Run ``forward``, the forward of ``module``, and reshard what it unsharded. Returns the module's output."""
+        running = self.pre_forward(module)
         try:
             output = forward()
         finally:
-            self._running_forwards.pop()
-            visit.tensors_by_read.clear()
-            if not self._running_forwards:
-                self._grad_placeholders.clear()
-                self._params_by_bucket.clear()
-                self._context.prefetcher.clear_after_forward()
-        if visit.unsharded_params:
-            replace_saved_tensors(output, visit.unsharded_params, visit.first_sequence_number)
-        if self._running_forwards:
-            # Alive still: part of the output, or saved on a branch that is not. The caller's graph may lead there.
-            self._running_forwards[-1].unsharded_params.extend(
-                copy for copy in visit.unsharded_params if copy.is_alive()
-            )
+            self._leave_forward(running)
+        self.post_forward(running, output)
         return output
+
+    def pre_forward(self, module: nn.Module) -> ModuleForward:
+        """Begin a forward of ``module``: parameters that are read from now on are unsharded for it."""
+        running = ModuleForward(private.next_sequence_number(), module)
+        self._running_forwards.append(running)
+        return running
+
+    def _leave_forward(self, running: ModuleForward) -> None:
+        """End a forward, also one that raised: drop its cached tensors, and what the outermost forward prefetched."""
+        self._running_forwards.pop()
+        running.tensors_by_read.clear()
+        if not self._running_forwards:
+            self._grad_placeholders.clear()
+            self._params_by_bucket.clear()
+            self._context.prefetcher.clear_after_forward()
+
+    def post_forward(self, running: ModuleForward, output: Any) -> None:
+        """Reshard the parameters that a finished forward unsharded.
+
+        A parameter that is still alive is part of the output, or was saved on a branch that does not lead to it. It is
+        passed on to the caller's forward, whose graph may lead there.
+        """
+        self.reshard(running, output)
+        if self._running_forwards:
+            alive = [each for each in running.unsharded_params if each.is_alive()]
+            self._running_forwards[-1].unsharded_params.extend(alive)
+
+    def reshard(self, running: ModuleForward, output: Any) -> None:
+        """Replace what the graph of ``output`` saved of the unsharded parameters, so that nothing keeps them alive."""
+        if running.unsharded_params:
+            replace_saved_tensors(output, running.unsharded_params, running.first_sequence_number)
 
 
 def _choose_unshard_dtype(model_param: ModelParam, running_module: nn.Module | None) -> torch.dtype:
-    """Where torch.autocast would cast the parameter anyway, gathering it so halves the wire and what autograd saves.
+    """Choose the autocast dtype where torch.autocast would cast the parameter anyway, else the parameter's dtype.
 
-    For the forward of the module that holds it alone: another one may ask what dtype it has, as PEFT's adapters do.
+    It halves what is sent and what autograd saves. Only reads in the forward of the module that owns the parameter
+    count: other modules may inspect its dtype, as PEFT's adapters do.
     """
-    parameter, low = model_param.parameter, model_param.dtypes.unshard_dtype
+    parameter, autocast_dtype = model_param.parameter, model_param.dtypes.unshard_dtype
     device = parameter.device.type
-    own = running_module is not None and any(each is parameter for each in running_module._parameters.values())
-    if own and low is not None and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == low:
-        return low
-    return parameter.dtype
+    if autocast_dtype is None or running_module is None:
+        return parameter.dtype
+    is_own = any(each is parameter for each in running_module._parameters.values())
+    is_active = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == autocast_dtype
+    return autocast_dtype if is_own and is_active else parameter.dtype
 
 
 class ModuleClassSwap:
-    """The exchanged classes of one model's modules, and the way back."""
+    """Swap the classes of one model's modules for ones that unshard, and restore them."""
 
     def __init__(self, module: nn.Module, unsharder: ParamUnsharder) -> None:
         self._unsharder = unsharder
@@ -211,7 +237,10 @@ class ModuleClassSwap:
             raise
 
     def swap_classes(self, module: nn.Module) -> None:
-        """Exchange the class of ``module`` and of all modules below it, each once. Raises ConfigError."""
+        """Swap the class of ``module`` and of all its submodules, each once.
+
+        Raises ConfigError for a module compiled by torch.jit, whose reads cannot be intercepted.
+        """
         for name, each in module.named_modules():
             base = type(each)
             if isinstance(each, torch.jit.ScriptModule):
@@ -224,6 +253,7 @@ class ModuleClassSwap:
             each.__class__ = self._sharded_classes[base]
 
     def restore_classes(self) -> None:
+        """Give every module the class that it had before."""
         while self._original_classes:
             module, base = self._original_classes.pop()
             module.__class__ = base
@@ -232,6 +262,8 @@ class ModuleClassSwap:
 def _make_sharded_class(
     base: type[nn.Module], unsharder: ParamUnsharder, swap_classes: Callable[[nn.Module], None]
 ) -> type[nn.Module]:
+    """Make the subclass of ``base`` whose parameters are unsharded when they are read; see the module's docstring."""
+
     def read_attribute(self: nn.Module, name: str) -> Any:
         return unsharder.unshard_if_sharded(base.__getattr__(self, name))
 
@@ -261,7 +293,7 @@ def _make_sharded_class(
         "__module__": base.__module__,
     }
     if issubclass(base, nn.RNNBase):
-        # RNNs keep a list of their parameters as well, and read that: here it is made at each read and never kept.
+        # RNNs read their parameters from a list of their own: make it at each read, so that it keeps nothing alive.
         body["_flat_weights"] = property(
             lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda self, weights: None
         )
@@ -269,11 +301,11 @@ def _make_sharded_class(
 
 
 def _deepcopy_with_original_class(module: nn.Module, base: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """What ``copy.deepcopy`` makes of a module of class ``base``: with that class, which reads nothing."""
+    """Deep-copy ``module`` as an instance of ``base``, its class before the swap, so that reading unshards nothing."""
     if hasattr(base, "__deepcopy__"):
         made: nn.Module = base.__deepcopy__(module, memo)
         made.__class__ = base
         return made
     made = memo[id(module)] = base.__new__(base)
-    made.__dict__.update(copying.deepcopy(module.__dict__, memo))
+    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return made

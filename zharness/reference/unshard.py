@@ -1,11 +1,13 @@
-"""Gathered parameters as differentiable values: reading one is an all-gather, its backward a reduce-scatter.
+"""Unshard a parameter as a differentiable operation: the forward is an all-gather, the backward a reduce-scatter.
 
-A gathered copy that autograd saved for backward would live until then, and the whole model with it. So when a module's
-forward is over, each saved reference to a copy is replaced by a promise to gather it again (``Copy.pack`` and
-``Copy.unpack``, through torch's own ``SavedTensor.register_hooks``, one saved tensor at a time). Nothing ever frees
-bytes that somebody may still read: a copy's storage goes when its last reference goes, in a second backward on a
-retained graph, under ``create_graph``, in a recomputation or inside a transform of torch.func alike. What cannot be
-replaced is held, and counted, until its graph is dropped.
+An unsharded tensor that autograd saves for backward would stay alive until then, and with it the whole model. So after
+a module's forward, ``saved_tensors.replace_saved_tensors`` replaces each saved reference to it by a pack hook, which
+keeps only its shape, and an unpack hook, which all-gathers again in backward (``UnshardedParam.pack_hook`` and
+``unpack_hook``, through torch's ``SavedTensor.register_hooks``).
+
+No code frees a storage explicitly: it is freed when its last reference goes. That holds for a second backward on a
+retained graph, ``create_graph``, recomputation and torch.func transforms alike. A saved tensor that cannot be replaced
+stays alive, and is counted by the memory tracker, until its graph is freed.
 """
 
 from __future__ import annotations
@@ -21,52 +23,21 @@ from torch import Tensor
 from zharness import torch_private as private
 from zharness.comm import Comm
 from zharness.errors import StaleGraphError
-from zharness.reference import torch_fallback
 from zharness.reference.buckets import Bucket
 from zharness.reference.collectives import ShardCollectives
+from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import ModelParam
 from zharness.reference.prefetch import Prefetcher
-
-
-class UnshardedMemoryTracker:
-    """Bytes of every gathered storage that is alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        self._live_storages: dict[int, private.WeakStorage] = {}  # by address
-        self._upper_bound_bytes = 0  # of these; some may be dead
-        self._prefetched_bytes = 0
-        self.peak = 0
-
-    def add(self, tensor: Tensor) -> private.WeakStorage:
-        storage = private.WeakStorage(tensor)
-        if storage.address() not in self._live_storages:
-            self._live_storages[storage.address()] = storage
-            self._upper_bound_bytes += storage.nbytes
-        self._update_peak()
-        return storage
-
-    def set_prefetched_bytes(self, nbytes: int) -> None:
-        """So many bytes are on the shelf now."""
-        self._prefetched_bytes = nbytes
-        self._update_peak()
-
-    def _update_peak(self) -> None:
-        """Who is alive matters only where there may be more than ever: not at every read of every step."""
-        if self._prefetched_bytes + self._upper_bound_bytes > self.peak:
-            self.peak = max(self.peak, self.live_bytes())
-
-    def live_bytes(self) -> int:
-        gone = private.are_storages_expired(self._live_storages)
-        if any(gone):
-            kept = zip(self._live_storages.items(), gone, strict=True)
-            self._live_storages = {address: storage for (address, storage), dead in kept if not dead}
-            self._upper_bound_bytes = sum(storage.nbytes for storage in self._live_storages.values())
-        return self._prefetched_bytes + self._upper_bound_bytes
+from zharness.reference.torch_func import torch_fallback
 
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """What a gather and its backward need beside the parameter: group, ledger, divisor, collectives and buckets."""
+    """What unsharding and reducing need beside the parameter; one for each engine.
+
+    ``divisor`` turns a sum over ranks and micro-batches into the mean. ``reduce_buckets`` maps each parameter's name to
+    the bucket in which its gradient is reduced.
+    """
 
     comm: Comm
     memory_tracker: UnshardedMemoryTracker
@@ -78,7 +49,7 @@ class ShardingContext:
 
 @dataclass(frozen=True)
 class SavedView:
-    """Where in a copy's storage a saved tensor lies."""
+    """Where a saved tensor lies in the storage of the unsharded parameter: all that is kept of it until backward."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -87,7 +58,7 @@ class SavedView:
 
 @dataclass(frozen=True)
 class BackwardGather:
-    """A copy gathered again for one backward, which will ask for it ``due`` more times."""
+    """A parameter that was unsharded for one backward (autograd graph task), and how many more nodes will unpack it."""
 
     graph_task_id: int
     unsharded: Tensor
@@ -95,7 +66,7 @@ class BackwardGather:
 
 
 class UnshardedParam:
-    """One read of a sharded parameter: how to gather it, and whether the gathered storage is still alive."""
+    """One read of a sharded parameter in a forward: unshard it, and unshard it again for the backward of that read."""
 
     def __init__(self, model_param: ModelParam, dtype: torch.dtype, context: ShardingContext) -> None:
         self.model_param = model_param
@@ -107,15 +78,15 @@ class UnshardedParam:
         self._backward_gather: BackwardGather | None = None
 
     def unshard(self) -> Tensor:
-        """The full parameter in the copy's dtype. Collective.
+        """All-gather the full parameter in ``self.dtype``. Collective.
 
-        The result shares its version counter with the shard (``detach`` does, ``data`` exchanges what lies behind it).
-        So an optimizer step, which edits the shard, makes autograd refuse every graph that saved the old weights, by
-        the very check that refuses them in plain PyTorch.
+        The result shares its version counter with the shard: ``detach`` keeps the counter, and assigning ``data``
+        replaces the values behind it. An optimizer step edits the shard, so autograd then refuses every graph that
+        saved the old weights, with the same check as in plain PyTorch.
         """
         layout, shard = self.model_param.layout, self.model_param.parameter
         with torch.no_grad(), private.suspend_transforms():
-            # A copy, since a backend may hold the buffer of a finished collective a moment longer than its caller does.
+            # Copy: a backend may keep the buffer of a finished collective alive a moment longer than its caller.
             values = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
             if self.context.collectives.is_even:
                 self.context.prefetcher.fetch_into(self.model_param, values)
@@ -127,46 +98,48 @@ class UnshardedParam:
         return full
 
     def with_dtype(self, dtype: torch.dtype) -> UnshardedParam:
-        """The same parameter in another dtype, to be gathered only when backward asks for it."""
+        """Return the same parameter in another dtype; it is all-gathered only if backward unpacks it."""
         return UnshardedParam(self.model_param, dtype, self.context)
 
     def is_alive(self) -> bool:
+        """Whether the unsharded storage has not been freed yet."""
         return self._storage is not None and self._storage.is_alive()
 
     def storage_address(self) -> int | None:
-        """The address of the gathered storage."""
+        """The address of the unsharded storage; None if nothing was unsharded."""
         return None if self._storage is None else self._storage.address()
 
     def pack_hook(self, tensor: Tensor) -> SavedView:
-        """The promise that takes the place of a saved tensor."""
+        """Replace a saved tensor by its place in the unsharded storage (autograd's pack hook)."""
         self._packed_count += 1
         return SavedView(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack_hook(self, view: SavedView) -> Tensor:
-        """The saved tensor again, for the node that needs it now. Collective."""
+        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). Collective.
+
+        Raises StaleGraphError if the parameter was changed since its forward.
+        """
         self._raise_if_stale()
         with torch.no_grad(), private.suspend_transforms():
             return self._unshard_for_backward().as_strided(view.size, view.stride, view.offset)
 
     def _unshard_for_backward(self) -> Tensor:
-        """One gather per backward, however many nodes saved this copy: it is kept until the last of them has asked."""
+        """Unshard once per backward, however many nodes saved the parameter: keep it until the last of them ran."""
         task = private.current_graph_task_id()
-        lasting = (
-            task != -1 and private.can_queue_callback()
-        )  # else nobody says which backward asks, or when it is over
-        loan = self._backward_gather
-        if loan is None or loan.graph_task_id != task:
-            loan = BackwardGather(task, self.unshard(), self._packed_count)
-            if lasting:
-                # A backward that needs only some of the nodes never asks for the rest.
-                private.queue_backward_callback(self._end_backward)
-            else:
+        gather = self._backward_gather
+        if gather is None or gather.graph_task_id != task:
+            gather = BackwardGather(task, self.unshard(), self._packed_count)
+            # A backward that needs only some of the nodes never unpacks the rest, so its end has to reshard too.
+            if task == -1 or not torch_fallback.call_after_backward(self.post_backward):
+                self._backward_gather = None
                 self.context.prefetcher.clear()
-        last = loan.remaining_uses == 1 or not lasting
-        self._backward_gather = None if last else BackwardGather(task, loan.unsharded, loan.remaining_uses - 1)
-        return loan.unsharded
+                return gather.unsharded
+        remaining = gather.remaining_uses - 1
+        self._backward_gather = BackwardGather(task, gather.unsharded, remaining) if remaining else None
+        return gather.unsharded
 
-    def _end_backward(self) -> None:
+    def post_backward(self) -> None:
+        """Reshard at the end of a backward: drop what was unsharded for it, and what was prefetched."""
         self._backward_gather = None
         self.context.prefetcher.clear()
 
@@ -181,20 +154,23 @@ class UnshardedParam:
 
 
 def make_grad_placeholder(unsharded_param: UnshardedParam) -> Tensor:
-    """Where the gradients of all reads of one parameter meet: its full shape, without storage for it."""
+    """Make the tensor in which autograd adds up the gradients of all reads of one parameter.
+
+    It has the full shape but no storage for it; its backward is ``reduce_grad``.
+    """
     return _apply_to_param(ReduceGrad, unsharded_param.model_param.parameter, unsharded_param)
 
 
 def make_grad_placeholders(unsharded_params: Sequence[UnshardedParam]) -> tuple[Tensor, ...]:
-    """``stand_in`` of several, whose gradients are reduced together, in one collective."""
+    """Make the gradient placeholders of several parameters, whose gradients are reduced in one collective."""
     result: tuple[Tensor, ...] = torch_fallback.apply_function(
-        ReduceGradBucket, unsharded_params, *(c.model_param.parameter for c in unsharded_params)
+        ReduceGradBucket, unsharded_params, *(each.model_param.parameter for each in unsharded_params)
     )
     return result
 
 
 def unshard_param(unsharded_param: UnshardedParam, grad_placeholder: Tensor) -> Tensor:
-    """The full parameter, differentiable with respect to ``stand``. Collective."""
+    """Unshard the parameter; its gradient flows into ``grad_placeholder``. Collective."""
     return _apply_to_param(AllGatherParam, grad_placeholder, unsharded_param)
 
 
@@ -204,27 +180,31 @@ def _apply_to_param(function: type[torch.autograd.Function], tensor: Tensor, uns
 
 
 class ReduceGrad(torch.autograd.Function):
-    """Shard to a stand-in of the full shape; backward sums over ranks and divides, so that no loss is ever scaled.
+    """Shard -> gradient placeholder of the full shape; backward reduce-scatters the full gradient to its mean's shard.
 
-    Autograd adds up the gradients of a tensor's uses before it calls what made the tensor. So however often a forward
-    reads a parameter (tied weights, a module called twice), its gradient is whole on this rank before it is reduced,
-    once, and rounded as in plain PyTorch.
+    Autograd adds up the gradients of all uses of the placeholder before it runs this backward. So however often a
+    forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before it is
+    reduced once, and is rounded as in plain PyTorch. The division happens here, so no loss is scaled for it.
     """
 
     @staticmethod
     def forward(shard: Tensor, unsharded_param: UnshardedParam) -> Tensor:
+        """Expand one zero to the full shape."""
         return shard.new_zeros(()).expand(unsharded_param.model_param.layout.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam], output: Tensor) -> None:
+        """Keep the parameter for backward."""
         ctx.unsharded_param = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Reduce the full gradient to this rank's shard of the mean. Collective."""
         return _run_grad_collective(grad, ctx.unsharded_param), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: Tensor, unsharded_param: UnshardedParam) -> Any:
+        """Raise RuntimeError: a shard has no batch dimension."""
         raise RuntimeError(
             f"parameter {unsharded_param.model_param.name!r} is sharded and cannot be batched by vmap; "
             "pass full_params() through torch.func.functional_call instead"
@@ -232,95 +212,106 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """``Meet`` for several parameters: its backward runs once all of their gradients are whole on this rank.
+    """``ReduceGrad`` for several parameters: backward runs when all of their gradients are complete on this rank.
 
-    Those that nothing used have none. A backward that is differentiated again, or batched, reduces them one by one.
+    An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
+    reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.
     """
 
     @staticmethod
     def forward(unsharded_params: Sequence[UnshardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
+        """Expand one zero for each parameter to its full shape."""
         return tuple(
-            s.new_zeros(()).expand(c.model_param.layout.shape) for c, s in zip(unsharded_params, shards, strict=True)
+            shard.new_zeros(()).expand(each.model_param.layout.shape)
+            for each, shard in zip(unsharded_params, shards, strict=True)
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep the parameters for backward; the gradient of an unused one stays None."""
         ctx.unsharded_params = inputs[0]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        made = [(copy, grad) for copy, grad in zip(ctx.unsharded_params, grads, strict=True) if grad is not None]
+        """Reduce the full gradients to this rank's shards of the means. Collective."""
+        pairs = [(each, grad) for each, grad in zip(ctx.unsharded_params, grads, strict=True) if grad is not None]
         if (
             torch.is_grad_enabled()
             or private.is_transforming()
-            or any(private.is_legacy_batched(grad) for _, grad in made)
+            or any(private.is_legacy_batched(grad) for _, grad in pairs)
         ):
-            return None, *(
-                None if g is None else _run_grad_collective(g, c)
-                for c, g in zip(ctx.unsharded_params, grads, strict=True)
-            )
-        means = iter(
-            ctx.unsharded_params[0].context.collectives.reduce_grads(
-                [copy.model_param for copy, _ in made], [grad for _, grad in made]
-            )
-        )
+            one_by_one = zip(ctx.unsharded_params, grads, strict=True)
+            return None, *(None if grad is None else _run_grad_collective(grad, each) for each, grad in one_by_one)
+        collectives = ctx.unsharded_params[0].context.collectives
+        means = iter(collectives.reduce_grads([each.model_param for each, _ in pairs], [grad for _, grad in pairs]))
         return None, *(None if grad is None else next(means) for grad in grads)
 
 
 class AllGatherParam(torch.autograd.Function):
-    """A parameter's stand-in to the parameter itself: the all-gather of its shards.
+    """Gradient placeholder -> full parameter: the all-gather of its shards.
 
-    Written as forward without ctx plus setup_context, the form that torch.func can transform. The gradient is cast to
-    the shard's dtype before it is reduced, where torch.autocast casts it too.
+    Backward passes the full gradient on to the placeholder, cast to the shard's dtype before it is reduced, as
+    torch.autocast casts it. It is written as forward without ctx plus setup_context, which torch.func can transform.
     """
 
     @staticmethod
     def forward(grad_placeholder: Tensor, unsharded_param: UnshardedParam) -> Tensor:
+        """All-gather the full parameter. Collective."""
         return unsharded_param.unshard()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam], output: Tensor) -> None:
+        """Keep the parameter for backward."""
         ctx.unsharded_param = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        dense = grad if grad.layout is torch.strided else grad.to_dense()  # an embedding's, with sparse=True
+        """Cast the full gradient to the shard's dtype; a sparse one (nn.Embedding with sparse=True) becomes dense."""
+        dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.to(ctx.unsharded_param.model_param.parameter.dtype), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, grad_placeholder: Tensor, unsharded_param: UnshardedParam) -> Any:
+        """Raise RuntimeError: a shard has no batch dimension."""
         raise RuntimeError(f"parameter {unsharded_param.model_param.name!r} is sharded and cannot be batched by vmap")
 
 
 class GradCollective(Enum):
-    """Between the whole of a parameter's gradient, on every rank, and the shard of their mean."""
+    """The two collectives on gradients, each the adjoint of the other."""
 
-    REDUCE_SCATTER = "every rank's whole to the shard of the mean"
-    ALL_GATHER = "every rank's shard to the whole, divided"
+    REDUCE_SCATTER = "every rank's full gradient to this rank's shard of the mean"
+    ALL_GATHER = "every rank's shard to the full tensor, divided"
 
     @property
     def adjoint(self) -> GradCollective:
-        """The way of the gradient: each is the other's adjoint."""
+        """The collective that the gradient of this one takes."""
         return GradCollective.ALL_GATHER if self is GradCollective.REDUCE_SCATTER else GradCollective.REDUCE_SCATTER
 
 
 class GradCollectiveFunction(torch.autograd.Function):
-    """One of the two ways: the backward of Meet, and then each the backward of the other, for create_graph."""
+    """One of the two gradient collectives as a differentiable function; its backward is the other one.
+
+    It is the backward of ``ReduceGrad``, and differentiable for ``create_graph``.
+    """
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        channel = unsharded_param.context.collectives
-        run = channel.reduce_grad if collective is GradCollective.REDUCE_SCATTER else channel.all_gather_grad
+        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. Collective."""
+        collectives = unsharded_param.context.collectives
+        is_reduce = collective is GradCollective.REDUCE_SCATTER
+        run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad
         with private.suspend_transforms():
             return private.map_batch_rows(lambda row: run(unsharded_param.model_param, row), tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam, GradCollective], output: Tensor) -> None:
+        """Keep the parameter and the collective for backward."""
         _, ctx.unsharded_param, ctx.collective = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Run the adjoint collective. Collective."""
         return _run_grad_collective(grad, ctx.unsharded_param, ctx.collective.adjoint), None, None
 
     @staticmethod
@@ -331,6 +322,7 @@ class GradCollectiveFunction(torch.autograd.Function):
         unsharded_param: UnshardedParam,
         collective: GradCollective,
     ) -> Any:
+        """Run the collective on each row of the batch."""
         rows = tensor.movedim(in_dims[0] or 0, 0)
         return torch.stack([_run_grad_collective(row, unsharded_param, collective) for row in rows]), 0
 

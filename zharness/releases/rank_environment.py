@@ -1,33 +1,31 @@
-"""The environment of the rank server for a release of an engine. Unlike ``release_environment`` this imports torch."""
+"""The environment of ranks that run a release of an engine. Imports torch, unlike ``release_environment``."""
 
 from __future__ import annotations
 
 from zharness import engines
 from zharness.engines import registry
+from zharness.engines.rank_environment import build_rank_environment
 from zharness.errors import UsageError
 from zharness.releases.release_environment import get_installed_version, is_same_release, prepare_release
-from zharness.run import runner
 from zharness.world.server import RankEnvironment
 
 
 def get_release_environment(engine: str) -> RankEnvironment:
-    """Return what the rank server of an engine needs, downloading a release that is not the installed one.
+    """Build the environment of the rank server of ``engine``, NAME, NAME==RELEASE or NAME@CHECKOUT.
 
-    Raises UsageError if the release cannot be installed, or if this process has imported another release of the
-    package.
+    Fetches a release that is not the installed one. Raises UsageError for an engine or release that cannot be had, and
+    for another release of a package that this process has imported already.
     """
     info = engines.info(engine)
     release, installed = registry.split_release(engine)[1], get_installed_version(info.distribution)
     if release is None and registry.find_checkout(engine) is None:
-        return runner.build_rank_environment(engine)
-    if info.distribution in registry.ALREADY_IMPORTED and not (
-        release and installed and is_same_release(release, installed)
-    ):
+        engines.require(engine)
+        return build_rank_environment(engine)
+    is_installed = bool(release and installed and is_same_release(release, installed))
+    if info.distribution in registry.ALREADY_IMPORTED and not is_installed:
         raise UsageError(
-            f"{engine} is not the installed release, {installed}, and ranks are forks of a process "
-            f"that has imported it; run checks in an environment of its own: pip install {info.distribution}=={release}"
+            f"{engine} is not the installed release, {installed}, and ranks are forks of a process that has imported "
+            f"it; run the laws in an environment of its own: pip install {info.distribution}=={release}"
         )
-    found = prepare_release(engine, info.distribution)
-    engine_path = runner.engine_search_path(engine)
-    module = info.module if found.search_path else ""
-    return RankEnvironment((*found.search_path, *engine_path), found.environment, info.warm_up, module)
+    prepared = prepare_release(engine, info.distribution)
+    return build_rank_environment(engine, prepared.search_path, prepared.environment)

@@ -1,4 +1,4 @@
-"""Records made readable: the matrix, failures in words, a page."""
+"""Render records: tables, descriptions of failures, XML, and an HTML page."""
 
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.matrix import render_matrix

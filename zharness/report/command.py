@@ -1,4 +1,4 @@
-"""Records of earlier runs as tables, a page and XML, alone or held against another run."""
+"""The command ``zharness report``: render records of earlier runs, alone or compared with another run."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ import click
 
 from zharness.report import overview
 from zharness.report.comparison import compare_runs, render_comparison
-from zharness.report.matrix import records_exit_code
 from zharness.report.outputs import Outputs
+from zharness.run.outcomes import records_exit_code
 from zharness.run.record_reader import load_records
 
 
 def run_report(files: Sequence[Path], against: Path | None, contracts: bool, outputs: Outputs) -> int:
-    """Print one table and write what was asked for; the exit code is that of the run. Raises UsageError.
+    """Load records, print a table, write the requested files, and return the exit code of the run. Raises UsageError.
 
-    With ``against``, what differs from that earlier run comes first. Lines that are no records are skipped and told;
-    where the rest is as expected the exit code is 2, since such a line may have been the failure.
+    ``against`` is the file of an earlier run: the differences from it are printed first. ``contracts`` prints the
+    documented differences instead of the overview. Lines that are not records are listed; if all records are as
+    expected the exit code is then 2, since a skipped line may have been a failure.
     """
     outputs.require_writable()
-    found = load_records(files)
-    before = load_records([against]) if against is not None else None
-    comparison = None if before is None else compare_runs(before.records, found.records)
-    skipped = (*found.skipped_lines, *(before.skipped_lines if before is not None else ()))
+    current = load_records(files)
+    earlier = load_records([against]) if against is not None else None
+    comparison = None if earlier is None else compare_runs(earlier.records, current.records)
     parts = [
-        overview.render_contracts(found.records) if contracts else overview.render_overview(found.records),
-        "\n\n".join(
-            words
-            for words in (found.describe_skipped(), before.describe_skipped() if before is not None else "")
-            if words
-        ),
+        "" if comparison is None else render_comparison(comparison),
+        overview.render_contracts(current.records) if contracts else overview.render_overview(current.records),
+        current.describe_skipped(),
+        "" if earlier is None else earlier.describe_skipped(),
     ]
-    if comparison is not None:
-        parts.insert(0, render_comparison(comparison))
     click.echo("\n\n".join(part for part in parts if part))
-    outputs.write_reports(found.records, sum(record.seconds for record in found.records), skipped, comparison)
-    code = records_exit_code(found.records)
-    if found.skipped_lines and code == 0:
+    skipped = (*current.skipped_lines, *(() if earlier is None else earlier.skipped_lines))
+    outputs.write_reports(current.records, sum(record.seconds for record in current.records), skipped, comparison)
+    code = records_exit_code(current.records)
+    if current.skipped_lines and code == 0:
         click.echo(
-            f"\nexit code 2: every record is as expected, but {len(found.skipped_lines)} lines could not be read"
+            f"\nexit code 2: every record is as expected, but {len(current.skipped_lines)} lines could not be read"
         )
         return 2
     return code

@@ -1,7 +1,8 @@
-"""Two runs side by side: what is newly broken, what newly holds, what one of them has alone."""
+"""Compare two runs: cells that are newly broken, cells that newly hold, and cells that only one run has."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -9,18 +10,18 @@ from enum import Enum
 from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.report.failures import shorten_cause
-from zharness.report.matrix import outcome_name
 from zharness.run import Record
 from zharness.run.changes import ChangeKind, LawStatus, classify_change, law_status, strip_release
+from zharness.run.outcomes import outcome_name
 
-MAX_LISTED_CELLS = 8  # cells that went the same way are told one by one up to this number in a terminal
+MAX_LISTED_CELLS = 8  # differences of one kind that are listed one by one in a terminal
 
 
 class DifferenceKind(Enum):
-    """How a cell of one run differs from the other's, in the order in which a reader wants to know."""
+    """How a cell differs between two runs; the order is that of the report."""
 
     NEWLY_BROKEN = "newly broken"
-    NEW_FAILURE = "new failure"  # broken where nothing was shown before
+    NEW_FAILURE = "new failure"  # broken now, unknown before
     FAILS_DIFFERENTLY = "fails otherwise"
     NEWLY_HOLDING = "newly holding"
     INCONCLUSIVE = "shows nothing any more"
@@ -39,7 +40,7 @@ _DIFFERENCE_KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell that differs; ``before`` is None where it is new, ``after`` where it is gone."""
+    """A cell that differs; ``before`` is None for a new cell, ``after`` for a removed one."""
 
     kind: DifferenceKind
     before: Record | None
@@ -47,71 +48,71 @@ class Difference:
 
     @property
     def latest_record(self) -> Record:
-        """The record that stands for the cell: the later one where there is one."""
-        found = self.after or self.before
-        assert found is not None
-        return found
+        """The later record, or the earlier one of a removed cell."""
+        latest = self.after or self.before
+        assert latest is not None
+        return latest
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What differs, the worst first, and how many cells both runs have."""
+    """The differences, the worst kind first, and the number of cells that both runs have."""
 
     differences: tuple[Difference, ...]
     shared_count: int
 
     def differences_of_kind(self, kind: DifferenceKind) -> list[Difference]:
-        """The differences of one kind."""
+        """Return the differences of one kind."""
         return [each for each in self.differences if each.kind is kind]
 
     def count_by_kind(self) -> dict[DifferenceKind, int]:
-        """How many of each kind that there is."""
-        return {turn: len(self.differences_of_kind(turn)) for turn in DifferenceKind if self.differences_of_kind(turn)}
+        """Count the differences of each kind that occurs."""
+        return {kind: len(self.differences_of_kind(kind)) for kind in DifferenceKind if self.differences_of_kind(kind)}
 
     def describe(self) -> str:
-        """One line."""
-        parts = ", ".join(f"{count} {turn.value}" for turn, count in self.count_by_kind().items())
+        """Summarize the comparison in one line."""
+        parts = ", ".join(f"{count} {kind.value}" for kind, count in self.count_by_kind().items())
         return f"{self.shared_count} cells compared: {parts or 'nothing differs'}"
 
 
 def compare_runs(before: Sequence[Record], after: Sequence[Record]) -> RunComparison:
-    """What differs between two runs; a cell's last line in each is in force.
+    """Compare two runs; the last record of a cell in each run counts.
 
-    An engine that each run has on one release is the same engine in both, whatever the releases are. Raises UsageError
-    where the runs share no cell.
+    An engine of which each run has one release is the same engine in both, even if the releases differ. Raises
+    UsageError if the runs share no cell.
     """
-    same = engines_with_several_releases(before, after)
-    earlier, later = ({comparison_key(record.cell, same): record for record in run} for run in (before, after))
+    ambiguous = engines_with_several_releases(before, after)
+    earlier, later = ({comparison_key(record.cell, ambiguous): record for record in run} for run in (before, after))
     shared = earlier.keys() & later.keys()
     if not shared:
         raise UsageError(
-            f"nothing to compare: of {len(earlier)} cells before and {len(later)} now none is the same; "
-            "name two runs of the same checks, stages, world sizes, dtypes and models"
+            f"nothing to compare: the earlier run has {len(earlier)} cells, the later {len(later)}, and they share "
+            "none; name two runs of the same laws, stages, world sizes, dtypes and models"
         )
-    found = [classify_difference(earlier.get(case), later.get(case)) for case in dict.fromkeys([*later, *earlier])]
+    classified = [classify_difference(earlier.get(cell), later.get(cell)) for cell in dict.fromkeys([*later, *earlier])]
     order = list(DifferenceKind)
-    told = sorted(filter(None, found), key=lambda each: order.index(each.kind))
-    return RunComparison(tuple(told), len(shared))
+    differences = sorted(filter(None, classified), key=lambda each: order.index(each.kind))
+    return RunComparison(tuple(differences), len(shared))
 
 
 def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
-    """The engines, by their bare names, that some run has on several releases: there, the release tells cells apart."""
-    found = set()
+    """Return the engines, without release, of which one of the runs has several releases."""
+    engines = set()
     for run in runs:
-        spellings: dict[str, set[str]] = {}
+        releases: dict[str, set[str]] = {}
         for record in run:
-            spellings.setdefault(strip_release(record.cell).engine, set()).add(record.cell.engine)
-        found |= {name for name, spelled in spellings.items() if len(spelled) > 1}
-    return found
+            releases.setdefault(strip_release(record.cell).engine, set()).add(record.cell.engine)
+        engines |= {name for name, names in releases.items() if len(names) > 1}
+    return engines
 
 
 def comparison_key(cell: Cell, ambiguous_engines: set[str]) -> Cell:
-    """What a cell is called in both runs."""
+    """Return the cell under which a record is compared: without release, unless the engine has several in one run."""
     return cell if strip_release(cell).engine in ambiguous_engines else strip_release(cell)
 
 
 def classify_difference(before: Record | None, after: Record | None) -> Difference | None:
-    """How one cell differs; None where it does not."""
+    """Return how a cell differs; None if it does not."""
     if after is None:
         return Difference(DifferenceKind.REMOVED, before, None)
     if before is None:
@@ -126,23 +127,22 @@ def classify_difference(before: Record | None, after: Record | None) -> Differen
 
 
 def render_comparison(comparison: RunComparison) -> str:
-    """For a terminal: each difference with both outcomes, the worst first; many alike are counted."""
-    parts = [render_difference_group(turn, comparison.differences_of_kind(turn)) for turn in comparison.count_by_kind()]
+    """Render the differences for a terminal, the worst first, each with both outcomes."""
+    parts = [render_difference_group(kind, comparison.differences_of_kind(kind)) for kind in comparison.count_by_kind()]
     return "\n\n".join([*parts, comparison.describe()])
 
 
 def render_difference_group(kind: DifferenceKind, differences: Sequence[Difference]) -> str:
-    """The cells that went the same way."""
+    """Render the differences of one kind; beyond MAX_LISTED_CELLS they are only counted by law."""
     lines = [line for each in differences[:MAX_LISTED_CELLS] for line in render_difference(each)]
     if len(differences) > MAX_LISTED_CELLS:
-        lines.append(
-            f"  ... and {len(differences) - MAX_LISTED_CELLS} more, by check: {count_by_law(differences[MAX_LISTED_CELLS:])}"
-        )
+        unlisted = differences[MAX_LISTED_CELLS:]
+        lines.append(f"  ... and {len(unlisted)} more, by law: {count_by_law(unlisted)}")
     return "\n".join([f"{kind.value.upper()} {len(differences)}", *lines])
 
 
 def render_difference(difference: Difference) -> list[str]:
-    """One cell: its id, what it was and what it is, and the command for what still runs."""
+    """Render one cell: its id, both outcomes, and the command to run it again."""
     lines = [
         f"  {difference.latest_record.cell.id}",
         *(f"    {render_record_outcome(record)}" for record in (difference.before, difference.after) if record),
@@ -151,14 +151,12 @@ def render_difference(difference: Difference) -> list[str]:
 
 
 def render_record_outcome(record: Record) -> str:
-    """One run's outcome."""
+    """Render one run's outcome of a cell."""
     cause = record.stale_reason or record.cause
     return f"{record.engine_version}: {outcome_name(record)}{cause and f': {shorten_cause(cause)}'}"
 
 
 def count_by_law(differences: Iterable[Difference]) -> str:
-    """``training.grads 3, state.save 1``."""
-    counts: dict[str, int] = {}
-    for each in differences:
-        counts[each.latest_record.cell.law] = counts.get(each.latest_record.cell.law, 0) + 1
+    """Count differences by law, as in ``training.grads 3, state.save 1``."""
+    counts = Counter(each.latest_record.cell.law for each in differences)
     return ", ".join(f"{name} {count}" for name, count in counts.items())

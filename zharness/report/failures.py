@@ -1,25 +1,27 @@
-"""Failures in words, each with the command that shows it again."""
+"""Describe failed, excused, withheld and unsupported cells, with the command that runs each again."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from zharness.report.heat_map import render_heat_map
-from zharness.report.matrix import count_outcomes, outcome_name
+from zharness.run.outcomes import count_outcomes, group_records, outcome_name
 from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
-MAX_CAUSE_LENGTH = 400  # characters of a cause in a list; the JSON line has all of it
+MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
 
 
 def render_failures(records: Iterable[Record]) -> str:
-    """What did not pass: a paragraph for each cause, with a command for each cell; what was expected is folded."""
+    """Render what did not pass: a paragraph for each cause of unexpected failures, with every cell's command.
+
+    Expected failures, withheld features and unsupported cells follow, summed up.
+    """
     records = list(records)
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if outcome_name(record) in UNEXPECTED_OUTCOMES:
-            groups.setdefault((outcome_name(record), record.stale_reason or record.cause), []).append(record)
+    unexpected = (record for record in records if outcome_name(record) in UNEXPECTED_OUTCOMES)
+    groups = group_records(unexpected, lambda record: (outcome_name(record), record.stale_reason or record.cause))
     return "\n\n".join(
         [
             *map(render_failure_group, groups.values()),
@@ -31,7 +33,7 @@ def render_failures(records: Iterable[Record]) -> str:
 
 
 def render_failure_group(records: Sequence[Record]) -> str:
-    """Cells that failed alike: which, where the first wrong number is, and how to see each again."""
+    """Render unexpected failures with the same cause: the cells, the cause, its heat map, and the commands."""
     first = records[0]
     lines = [f"{outcome_name(first).upper()} {record.cell.id}" for record in records]
     lines.append(f"  {first.stale_reason or shorten_cause(first.cause)}")
@@ -42,49 +44,40 @@ def render_failure_group(records: Sequence[Record]) -> str:
 
 
 def render_expected_failures(records: Sequence[Record]) -> list[str]:
-    """One paragraph for each upstream issue, or documented difference, that stands behind expected failures."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if outcome_name(record) in EXPECTED_OUTCOMES:
-            groups.setdefault((outcome_name(record), record.documentation_url or record.expected_failure), []).append(
-                record
-            )
+    """Render a paragraph for each upstream issue or documented difference behind expected failures."""
+    expected = (record for record in records if outcome_name(record) in EXPECTED_OUTCOMES)
+    groups = group_records(expected, lambda each: (outcome_name(each), each.documentation_url or each.expected_failure))
     return [
-        f"{word.upper()} {len(found)} cells by {source}\n  for example {found[0].cell.id}\n"
-        f"  {shorten_cause(found[0].cause)}\n  again: {found[0].command}"
-        for (word, source), found in groups.items()
+        f"{outcome.upper()} {len(group)} cells by {source}\n  for example {group[0].cell.id}\n"
+        f"  {shorten_cause(group[0].cause)}\n  again: {group[0].command}"
+        for (outcome, source), group in groups.items()
     ]
 
 
 def render_withheld(records: Sequence[Record]) -> list[str]:
-    """One paragraph for each feature that an engine does not claim, and whose laws hold all the same where tried."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.withheld_feature:
-            groups.setdefault((record.cell.engine, record.withheld_feature), []).append(record)
+    """Render a paragraph for each feature that an engine does not claim although laws that need it hold."""
+    withheld = (record for record in records if record.withheld_feature)
+    groups = group_records(withheld, lambda record: (record.cell.engine, record.withheld_feature))
     return [
-        f"WITHHELD {engine} does not claim {feature}, and the law holds in {len(found)} cells:\n"
-        + "\n".join(f"  {record.cell.id}" for record in found)
-        for (engine, feature), found in groups.items()
+        f"WITHHELD {engine} does not claim {feature}, and the law holds in {len(group)} cells:\n"
+        + "\n".join(f"  {record.cell.id}" for record in group)
+        for (engine, feature), group in groups.items()
     ]
 
 
 def render_unsupported(records: Sequence[Record]) -> list[str]:
-    """One line for each reason why cells were not run."""
-    groups: dict[str, int] = {}
-    for record in records:
-        if record.verdict is Verdict.UNSUPPORTED:
-            groups[record.cause] = groups.get(record.cause, 0) + 1
-    return [f"UNSUPPORTED {count} cells: {reason}" for reason, count in groups.items()]
+    """Render a line for each reason why cells were not run."""
+    counts = Counter(record.cause for record in records if record.verdict is Verdict.UNSUPPORTED)
+    return [f"UNSUPPORTED {count} cells: {reason}" for reason, count in counts.items()]
 
 
 def shorten_cause(cause: str) -> str:
-    """The first lines of a cause, on one line."""
-    flat = " ".join(cause.split())
-    return flat if len(flat) <= MAX_CAUSE_LENGTH else flat[:MAX_CAUSE_LENGTH] + " ..."
+    """Return the beginning of a cause on one line."""
+    line = " ".join(cause.split())
+    return line if len(line) <= MAX_CAUSE_LENGTH else line[:MAX_CAUSE_LENGTH] + " ..."
 
 
 def render_summary(records: Sequence[Record], seconds: float) -> str:
-    """The last line of a run."""
-    parts = ", ".join(f"{count} {word}" for word, count in count_outcomes(records).items())
+    """Render the last line of a run: cells, seconds, and outcomes."""
+    parts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
     return f"{len(records)} cells in {seconds:.1f} s: {parts}"

@@ -1,4 +1,4 @@
-"""A failing cell's error over its parameter, as a small map for the terminal."""
+"""Draw the error of a failing cell over its parameter, as a small map for the terminal."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ from collections.abc import Sequence
 
 from zharness.parity.mismatch_report import JsonNumber, MismatchReport, ShardRange
 
-# Blank: no error. Then within the bound, up to ten times it, and a character for each further power of ten.
+# Blank: no error. Then: within the bound, up to ten times the bound, and one character for each further power of ten.
 RATIO_CHARACTERS = " .:-=+*#%@"
 LEGEND = ". within the bound, : up to 10 x, tenfold each of -=+*#%@"
 MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
 
 
 def render_heat_map(evidence: MismatchReport | None) -> list[str]:
-    """The map in at most five lines of 60 columns, each with the ranks that own it, between a heading and a legend.
+    """Draw the map: at most five lines of at most 40 characters, between a heading and a legend.
 
-    A bar inside a line is where a shard ends; a line that stands for several rows of the matrix has none, nor has one
-    with more than BARS of them. No lines where one element is all.
+    Each line begins with the ranks that own its elements. If a line stands for one row of the parameter, a bar inside
+    it marks the end of a shard, unless there are more than MAX_BARS. Returns no lines for a parameter of one element,
+    or without evidence.
     """
     if evidence is None or evidence["heat"] is None or math.prod(evidence["shape"]) == 1:
         return []
     heat, shards = evidence["heat"], evidence["shards"] or []
     height, width = heat["block"]
-    high, wide = math.ceil(heat["rows"] / MAX_LINES), math.ceil(heat["columns"] / MAX_WIDTH)
+    line_rows, char_columns = math.ceil(heat["rows"] / MAX_LINES), math.ceil(heat["columns"] / MAX_WIDTH)
     columns = math.prod(evidence["shape"][1:]) if len(evidence["shape"]) > 1 else evidence["shape"][0]
     drawn = []
-    for top in range(0, heat["rows"], high):
-        cells = downsample_rows(heat["values"][top : top + high], wide)
-        start, stop = top * height * columns, (top + high) * height * columns
-        line = "".join(map(ratio_character, cells))
-        if high * height == 1:
-            line = insert_shard_edges(line, [(shard["start"] - start) / (width * wide) for shard in shards])
+    for top in range(0, heat["rows"], line_rows):
+        ratios = downsample_rows(heat["values"][top : top + line_rows], char_columns)
+        start, stop = top * height * columns, (top + line_rows) * height * columns
+        line = "".join(map(ratio_character, ratios))
+        if line_rows * height == 1:
+            line = insert_shard_edges(line, [(shard["start"] - start) / (width * char_columns) for shard in shards])
         drawn.append((describe_owners(shards, start, stop), line))
     margin = max(len(label) for label, _ in drawn)
     shape = " x ".join(map(str, evidence["shape"]))
     return [
-        f"error / bound, {evidence['parameter']} ({shape}), {high * height} x {width * wide} a character:",
+        f"error / bound, {evidence['parameter']} ({shape}), {line_rows * height} x {width * char_columns} a character:",
         *(f"  {label:{margin}} |{line}|" for label, line in drawn),
         f"  {LEGEND}",
     ]
 
 
 def downsample_rows(rows: Sequence[Sequence[JsonNumber]], column_count: int) -> list[float]:
-    """The largest of each ``wide`` columns of all ``rows``."""
+    """Return the largest ratio in each group of ``column_count`` columns over all ``rows``."""
     worst = [max(map(ratio_magnitude, column)) for column in zip(*rows, strict=True)]
     return [max(worst[start : start + column_count]) for start in range(0, len(worst), column_count)]
 
 
 def ratio_magnitude(value: JsonNumber) -> float:
-    """A ratio as a number, one that is none as infinity."""
+    """Return a ratio as a float; NaN becomes infinity."""
     ratio = float(value)
     return math.inf if math.isnan(ratio) else ratio
 
 
 def ratio_character(ratio: float) -> str:
-    """The one that stands for a ratio."""
+    """Return the character that stands for a ratio of error to bound."""
     if ratio <= 1:
         return RATIO_CHARACTERS[ratio > 0]
     power = math.ceil(math.log10(ratio)) if math.isfinite(ratio) else len(RATIO_CHARACTERS)
@@ -63,7 +64,7 @@ def ratio_character(ratio: float) -> str:
 
 
 def insert_shard_edges(line: str, edges: Sequence[float]) -> str:
-    """``line`` with a bar at each of ``edges`` inside it, in characters from its start."""
+    """Insert a bar into ``line`` at each of ``edges`` that is inside it; edges are in characters from its start."""
     inside = sorted({round(edge) for edge in edges if 0 < edge < len(line)} - {0, len(line)})
     if len(inside) > MAX_BARS:
         return line
@@ -71,7 +72,7 @@ def insert_shard_edges(line: str, edges: Sequence[float]) -> str:
 
 
 def describe_owners(shards: Sequence[ShardRange], start: int, stop: int) -> str:
-    """The ranks that hold elements from ``start`` to ``stop``."""
+    """Return the ranks that own elements from ``start`` to ``stop``, as in ``rank 0-1``."""
     ranks = sorted({shard["rank"] for shard in shards if shard["start"] < stop and start < shard["stop"]})
     if not ranks:
         return "every rank"

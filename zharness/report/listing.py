@@ -1,4 +1,4 @@
-"""What there is, as tables or JSON."""
+"""Render the lists of ``zharness list`` as tables or JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zharness.mutants import MUTANTS
 from zharness.workload import MODELS
 
 Rows = list[dict[str, str]]
-MAX_COLUMN_WIDTH = 60  # characters of a column, so that a law does not push the rest out of sight
+MAX_COLUMN_WIDTH = 60  # characters; longer entries are wrapped, so that the last columns stay in sight
 
 
 def engine_rows() -> Rows:
-    """Every registered engine, its version, and the command that installs a missing one."""
+    """List every registered engine, its version, and the command that installs a missing one."""
     return [
         {
             "engine": info.name,
@@ -32,33 +32,33 @@ def engine_rows() -> Rows:
 
 
 def law_rows() -> Rows:
-    """Every law, its group, and the tier by which it is judged on random weights."""
+    """List every law, its group, and its tier on random weights."""
     return [
         {
-            "check": check.name,
-            "group": check.name.partition(".")[0],
-            "law": check.statement,
-            "tier": check.tier.value,
-            "variants": ", ".join(name for name, _ in check.variants if name),
+            "check": law.name,
+            "group": law.name.partition(".")[0],
+            "law": law.statement,
+            "tier": law.tier.value,
+            "variants": ", ".join(variant.name for variant in law.variants if variant.name),
         }
-        for check in LAWS.values()
+        for law in LAWS.values()
     ]
 
 
 def add_killed_mutants(rows: Rows) -> Rows:
-    """Laws, each with the mutants that name it as one that has to kill them."""
+    """Add to each law the mutants that name it as a target."""
     return [
-        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_checks)}
+        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_laws)}
         for row in rows
     ]
 
 
 def filter_rows(rows: Rows, kind: str, patterns: tuple[str, ...]) -> Rows:
-    """The rows whose first entry matches any pattern; all without one. Raises UsageError for an idle pattern."""
+    """Return the rows whose first entry matches any pattern. Raises UsageError for a pattern without a match."""
     names = [next(iter(row.values())) for row in rows]
     for pattern in patterns:
         if not any(matches_pattern(name, pattern) for name in names):
-            raise UsageError.unknown_name(kind.removesuffix("s"), pattern, names)
+            raise UsageError.unknown_name("law" if kind == "checks" else kind.removesuffix("s"), pattern, names)
     return [
         row
         for row, name in zip(rows, names, strict=True)
@@ -67,12 +67,12 @@ def filter_rows(rows: Rows, kind: str, patterns: tuple[str, ...]) -> Rows:
 
 
 def model_rows() -> Rows:
-    """Every model of the workload."""
+    """List every model of the workload."""
     return [{"model": spec.name, "what": spec.summary} for spec in MODELS.values()]
 
 
 def mutant_rows() -> Rows:
-    """Every engine broken on purpose."""
+    """List every mutant."""
     return [
         {
             "mutant": mutant.name,
@@ -87,14 +87,15 @@ def mutant_rows() -> Rows:
 
 ROW_BUILDERS: dict[str, Callable[[], Rows]] = {
     "engines": engine_rows,
-    "checks": law_rows,
+    "laws": law_rows,
+    "checks": law_rows,  # the older name of laws
     "models": model_rows,
     "mutants": mutant_rows,
 }
 
 
 def render_rows(rows: Rows, as_json: bool) -> str:
-    """Rows as a table or as JSON."""
+    """Render rows as a table or as JSON."""
     if as_json:
         return json.dumps(rows, indent=2)
     return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=MAX_COLUMN_WIDTH, disable_numparse=True)

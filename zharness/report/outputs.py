@@ -1,4 +1,4 @@
-"""Where records go besides the terminal."""
+"""Print the report of a run, and write its files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from zharness import step_summary
-from zharness.report.comparison import RunComparison
-from zharness.report.comparison import render_comparison as differences
+from zharness.report.comparison import RunComparison, render_comparison
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.junit import write_junit
 from zharness.report.matrix import render_matrix
 from zharness.report.page import require_page_writable, write_page
+from zharness.report.sensitivity import render_sensitivity
 from zharness.run import Record
 from zharness.run.files import require_writable
+from zharness.run.outcomes import records_exit_code
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files: a JSON line for each cell as it comes, and at the end a page and JUnit's XML."""
+    """The files that a run writes: JSON lines while cells run, an HTML page and JUnit XML at the end."""
 
     jsonl: Path | None = None
     html: Path | None = None
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raises UsageError where the page or the XML cannot be written: before a long run, not after it."""
+        """Raise UsageError if the page or the XML file cannot be written, before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:
             require_writable(self.junitxml)
+
+    def report_run(self, records: Sequence[Record], seconds: float, unmatched_failures: Sequence[str] = ()) -> int:
+        """Print the matrix, sensitivity, failures and summary, write the files, and return the exit code.
+
+        ``unmatched_failures`` describe expected failures that matched no cell; with any of them the exit code is not 0.
+        """
+        parts = [
+            render_matrix(records),
+            render_sensitivity(records),
+            render_failures(records),
+            "\n".join(f"UNMATCHED {description}" for description in unmatched_failures),
+            render_summary(records, seconds),
+        ]
+        click.echo("\n\n".join(part for part in parts if part))
+        self.write_reports(records, seconds)
+        return records_exit_code(records) or int(bool(unmatched_failures))
 
     def write_reports(
         self,
@@ -39,17 +58,18 @@ class Outputs:
         skipped: Sequence[str] = (),
         comparison: RunComparison | None = None,
     ) -> None:
-        """Write what was asked for, and the summary of a GitHub workflow's step where there is one.
+        """Write the XML file, the summary of a GitHub workflow's step, and the page, each only if requested.
 
-        The page comes last: it is the largest, and what keeps it from being written costs none of the others.
+        ``skipped`` describe lines of a record file that are not records. The page is written last, since it is the
+        largest: an error there does not lose the others.
         """
         if self.junitxml is not None:
             write_junit(records, seconds, self.junitxml)
         step_summary.append_section(
             "zharness",
             render_summary(records, seconds),
-            f"{len(skipped)} lines skipped, which are no records" if skipped else "",
-            "" if comparison is None else step_summary.render_code_block(differences(comparison)),
+            f"{len(skipped)} lines skipped, which are not records" if skipped else "",
+            "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
             step_summary.render_details("What did not pass", render_failures(records)),
         )

@@ -1,44 +1,46 @@
-"""What the passes are worth: how close errors came to their bounds, and which smaller ones would have been caught."""
+"""Render how sensitive the comparisons were: how close errors came to their bounds, and which errors would be found."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from zharness.run.outcomes import group_records
 from zharness.run.record import Record, Verdict
 
 COMPARED_VERDICTS = (Verdict.PASS, Verdict.CONTRACT, Verdict.UNDETERMINED)
 
 
 def render_sensitivity(records: Iterable[Record]) -> str:
-    """A paragraph for each engine whose cells were compared, and a line for each note, with how many cells carry it."""
+    """Render a paragraph for each engine whose cells were compared, and a line for each note with its cell count."""
     compared = [record for record in records if record.verdict in COMPARED_VERDICTS and record.tier is not None]
-    engines: dict[tuple[str, str], list[Record]] = {}
-    notes: dict[str, int] = {}
-    for record in compared:
-        engines.setdefault((record.cell.engine, record.engine_version), []).append(record)
-        for note in record.notes:
-            notes[note] = notes.get(note, 0) + 1
+    engines = group_records(compared, lambda record: (record.cell.engine, record.engine_version))
+    notes = Counter(note for record in compared for note in record.notes)
     lines = [f"{name} {version}: {describe_sensitivity(rows)}" for (name, version), rows in engines.items()]
     return "\n".join([*lines, *(f"NOTE {count} cells: {note}" for note, count in notes.items())])
 
 
 def describe_sensitivity(records: Sequence[Record]) -> str:
-    """The tiers of these cells, and the weakest of them as to what it would have caught."""
+    """Describe the tiers of these records, and the cells that would find the least."""
     tiers = [record.tier for record in records]
-    counted = ", ".join(f"{tiers.count(tier)} cells by tier {tier}" for tier in ("X", "S", "C") if tier in tiers)
-    blunt = max(records, key=smallest_scale_error)
-    most = max(records, key=lambda record: record.wrong_elements or 0)
-    left, all_of_them = (sum(getattr(record, key) or 0 for record in records) for key in ("undetermined", "elements"))
+    tier_counts = ", ".join(f"{tiers.count(tier)} cells by tier {tier}" for tier in ("X", "S", "C") if tier in tiers)
+    bluntest = max(records, key=smallest_scale_error)
+    most_lost = max(records, key=lambda record: record.wrong_elements or 0)
+    undetermined = sum(record.undetermined or 0 for record in records)
+    elements = sum(record.elements or 0 for record in records)
     return (
-        f"{counted}; errors reach {max(record.ratio or 0.0 for record in records):.2g} of their bound\n"
-        f"  caught in every tensor of every cell: a scale error of {smallest_scale_error(blunt):.1e} (least in "
-        f"{blunt.cell.id}), {most.wrong_elements} lost elements ({most.cell.id}); "
-        f"{left} of {all_of_them} elements undetermined"
+        f"{tier_counts}; errors reach {max(record.ratio or 0.0 for record in records):.2g} of their bound\n"
+        f"  caught in every tensor of every cell: a scale error of {smallest_scale_error(bluntest):.1e} (least in "
+        f"{bluntest.cell.id}), {most_lost.wrong_elements} lost elements ({most_lost.cell.id}); "
+        f"{undetermined} of {elements} elements undetermined"
     )
 
 
 def smallest_scale_error(record: Record) -> float:
-    """The smallest one that would have been caught; 0 where nothing is scaled, as where counts are compared."""
-    found = record.smallest_scale_error
-    return 0.0 if found is None or math.isinf(found) else found
+    """Return the smallest scale error that the cell would have found.
+
+    0 if the cell compares numbers that cannot be scaled, such as counts.
+    """
+    error = record.smallest_scale_error
+    return 0.0 if error is None or math.isinf(error) else error

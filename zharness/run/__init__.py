@@ -1,4 +1,4 @@
-"""Cells planned, run and recorded."""
+"""Plan cells, run them on ranks, and record the results."""
 
 from zharness.run.plan import PlannedCell, Request, plan
 from zharness.run.record import Record, Verdict

@@ -1,4 +1,4 @@
-"""One cell in two runs: whether its law holds in each, and how it changed."""
+"""Compare the records of one cell from two runs: whether its law holds in each, and how it changed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """What a record says of its law. An excuse changes nothing here: it says what is expected, not what is."""
+    """Whether the law of a record holds. Expected failures do not matter here: an excused failure is broken."""
 
     HOLDS = "holds"
     BROKEN = "broken"
-    UNKNOWN = "unknown"  # not run, or nothing was shown
+    UNKNOWN = "unknown"  # not run, failed in the harness, or undetermined
 
 
 class ChangeKind(Enum):
-    """How a cell changed."""
+    """How a cell changed between two runs."""
 
     NEWLY_BROKEN = "newly broken"
-    NEW_FAILURE = "new failure"  # broken where nothing was shown before
+    NEW_FAILURE = "new failure"  # broken now, unknown before
     HOLDS_AGAIN = "holds again"
     FAILS_DIFFERENTLY = "fails otherwise"
     INCONCLUSIVE = "shows nothing any more"
@@ -37,7 +37,7 @@ FAILURE_KINDS = (ChangeKind.NEWLY_BROKEN, ChangeKind.NEW_FAILURE)
 
 @dataclass(frozen=True)
 class Change:
-    """A cell that is not what it was."""
+    """A cell whose outcome changed between two runs."""
 
     kind: ChangeKind
     before: Record
@@ -45,29 +45,32 @@ class Change:
 
 
 def law_status(record: Record) -> LawStatus:
-    """Whether the law of ``record`` holds."""
+    """Return whether the law of ``record`` holds."""
     if record.verdict.is_broken:
         return LawStatus.BROKEN
     return LawStatus.HOLDS if record.verdict in (Verdict.PASS, Verdict.CONTRACT) else LawStatus.UNKNOWN
 
 
 def failure_signature(record: Record) -> str:
-    """How a cell failed, without what differs from run to run and from release to release: numbers and folders."""
+    """Describe how a cell failed, without numbers and folders, which differ between runs and releases."""
     first = record.cause.partition("\n")[0]
     return f"{record.verdict.value}: {_NUMBER.sub('#', _FOLDER.sub('', first))}"
 
 
 def strip_release(cell: Cell) -> Cell:
-    """``case`` with the engine's name alone, so that releases can be laid side by side."""
+    """Return ``cell`` with its engine's name without release, so that releases can be compared."""
     return replace(cell, engine=split_release(cell.engine)[0])
 
 
 def classify_change(before: Record, after: Record) -> ChangeKind | None:
-    """How one cell changed; None where it did not, or where the earlier record tells nothing and the law holds."""
+    """Return how one cell changed, or None.
+
+    None also if nothing was known before and the law holds now. Two failures with the same signature are no change.
+    """
     was, now = law_status(before), law_status(after)
     if was is now:
-        alike = was is not LawStatus.BROKEN or failure_signature(before) == failure_signature(after)
-        return None if alike else ChangeKind.FAILS_DIFFERENTLY
+        is_same = was is not LawStatus.BROKEN or failure_signature(before) == failure_signature(after)
+        return None if is_same else ChangeKind.FAILS_DIFFERENTLY
     if was is LawStatus.UNKNOWN:
         return ChangeKind.NEW_FAILURE if now is LawStatus.BROKEN else None
     return {

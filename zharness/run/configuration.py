@@ -1,7 +1,7 @@
-"""A user's configuration file: what the laws set themselves, what they train by, what the engine gets as it is.
+"""Read a user's DeepSpeed JSON configuration: the settings of training and the options for the engine.
 
-It is DeepSpeed's JSON, which every engine's options are laid beside. In a case its path stands where a named variant of
-the engine's options stands: ``deepspeed{ds_config.json}``.
+Every engine accepts these options. In a cell id the path of the file takes the place of the engine variant, as in
+``deepspeed{ds_config.json}``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zharness.law_kit.default_training import DEFAULT_OPTIMIZER, DEFAULT_TRAININ
 from zharness.law_kit.dtypes import DTYPES
 
 SUFFIX = ".json"
-# How many samples there are is the batch function's matter, and the laws feed each rank micro-batches of its own.
+# The batch function decides how many samples there are, and the laws feed each rank its own micro-batches.
 BATCH_SIZE_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-# The laws run at one loss scale; precision.grad_scaler has the dynamic one.
+# The laws use one constant loss scale; precision.grad_scaler tests the dynamic one.
 LOSS_SCALE_KEYS = (
     "loss_scale",
     "initial_scale_power",
@@ -32,7 +32,7 @@ LOSS_SCALE_KEYS = (
     "min_loss_scale",
     "auto_cast",
 )
-DEEPSPEED_ADAM_KEYS = {"torch_adam", "adam_w_mode", "bias_correction"}  # of DeepSpeed's Adam alone
+DEEPSPEED_ADAM_KEYS = {"torch_adam", "adam_w_mode", "bias_correction"}  # torch's Adam has no such arguments
 TORCH_ADAM_KEY = "optimizer.params.torch_adam"
 SECTION_EXAMPLES = {
     "optimizer": '{"type": "AdamW", "params": {"lr": 0.001}}',
@@ -47,10 +47,11 @@ _registered_configs: dict[str, Mapping[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Configuration:
-    """``options`` go to the engine; ``stage`` and ``dtype`` are None where the file does not say.
+    """A parsed configuration.
 
-    ``autocast`` is the dtype of torch_autocast, ``wire`` that of communication_data_type, ``left_out`` what of the file
-    no law looks at.
+    ``training`` is how the laws train, ``options`` go to the engine. ``stage`` and ``dtype`` are None if the file does
+    not set them. ``autocast_dtype`` is that of ``torch_autocast``, ``reduce_dtype`` is ``communication_data_type``.
+    ``ignored_keys`` are keys of the file that no law uses.
     """
 
     training: TrainingConfig = DEFAULT_TRAINING
@@ -63,24 +64,25 @@ class Configuration:
 
 
 def is_config_file(engine_variant: str) -> bool:
-    """Whether a case's engine variant is the path of a configuration."""
+    """Return whether an engine variant is the path of a configuration file."""
     return engine_variant.endswith(SUFFIX)
 
 
 def register_config(name: str, config: Mapping[str, Any]) -> None:
-    """Have ``config`` found under ``name``, which ends in .json, here and in every process forked from here on."""
+    """Make ``config`` available as ``name``, which ends in .json, in this process and in forks of it from now on."""
     _registered_configs[name] = config
 
 
 def unregister_config(name: str) -> None:
-    """Forget what was handed over under ``name``."""
+    """Remove the configuration that was registered as ``name``, if any."""
     _registered_configs.pop(name, None)
 
 
 def load_configuration(name: str) -> Configuration:
-    """What the file ``name`` says. Raises ConfigError where it cannot be read, or a law cannot be held to it.
+    """Load the configuration that is registered as ``name``, or the file of that name.
 
-    Read each time: the file may be edited between two calls of one process.
+    Raises ConfigError if it cannot be read or no law can train by it. The file is read at each call, since it may be
+    edited between two calls of one process.
     """
     return parse_configuration(
         name, _registered_configs[name] if name in _registered_configs else load_json_object(name)
@@ -88,40 +90,42 @@ def load_configuration(name: str) -> Configuration:
 
 
 def load_json_object(name: str) -> Mapping[str, Any]:
-    """The JSON object in a file."""
+    """Read the JSON object in a file. Raises ConfigError."""
     if set(name) & set("[]{}"):
-        raise ConfigError(f"got the configuration {name!r}; its path becomes part of case ids: no []{{}}")
+        raise ConfigError(
+            f"got the configuration {name!r}; its path becomes part of cell ids, so it must not have []{{}}"
+        )
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config {name!r} is no readable JSON file: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"config {name!r} holds a {type(found).__name__}; expected one JSON object")
-    return found
+        raise ConfigError(f"config {name!r} is not a readable JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"config {name!r} holds a {type(content).__name__}; expected one JSON object")
+    return content
 
 
 def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
-    """``config`` taken apart. Raises ConfigError by key for what cannot be."""
+    """Parse a configuration. Raises ConfigError that names the key which cannot be used."""
     reject_auto_values(name, config)
     require_valid_sections(name, config)
-    rest = {key: value for key, value in config.items() if key not in (*BATCH_SIZE_KEYS, "scheduler", "optimizer")}
-    zero = dict(rest.pop("zero_optimization", {}))
+    remaining = {key: value for key, value in config.items() if key not in (*BATCH_SIZE_KEYS, "scheduler", "optimizer")}
+    zero = dict(remaining.pop("zero_optimization", {}))
     stage = zero.pop("stage", None)
-    dtype = pop_precision_dtype(rest)
-    cast, wire = rest.get("torch_autocast", {}), rest.get("communication_data_type")
+    dtype = pop_precision_dtype(remaining)
+    autocast, reduce_dtype = remaining.get("torch_autocast", {}), remaining.get("communication_data_type")
     return Configuration(
         training=TrainingConfig(
             optimizer=parse_optimizer(name, config["optimizer"]) if "optimizer" in config else DEFAULT_OPTIMIZER,
-            clip=rest.pop("gradient_clipping", None) or None,
-            accumulation=rest.pop("gradient_accumulation_steps", 1),
+            clip=remaining.pop("gradient_clipping", None) or None,
+            accumulation=remaining.pop("gradient_accumulation_steps", 1),
         ),
-        options={**rest, **({"zero_optimization": zero} if zero else {})},
+        options={**remaining, **({"zero_optimization": zero} if zero else {})},
         stage=stage,
         dtype=dtype,
-        autocast_dtype=parse_dtype(name, "torch_autocast.dtype", cast.get("dtype", "bf16"))
-        if cast.get("enabled")
+        autocast_dtype=parse_dtype(name, "torch_autocast.dtype", autocast.get("dtype", "bf16"))
+        if autocast.get("enabled")
         else None,
-        reduce_dtype=None if wire is None else parse_dtype(name, "communication_data_type", wire),
+        reduce_dtype=None if reduce_dtype is None else parse_dtype(name, "communication_data_type", reduce_dtype),
         ignored_keys=(
             *(key for key in (*BATCH_SIZE_KEYS, "scheduler") if key in config),
             *ignored_loss_scale_keys(config),
@@ -131,7 +135,7 @@ def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
 
 
 def require_valid_sections(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a section that is no JSON object, and for two dtypes at once."""
+    """Raise ConfigError for a section that is not a JSON object, and for bf16 and fp16 enabled together."""
     for key in SECTION_EXAMPLES:
         if key in config and not isinstance(config[key], Mapping):
             raise ConfigError(
@@ -143,18 +147,21 @@ def require_valid_sections(name: str, config: Mapping[str, Any]) -> None:
 
 
 def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> None:
-    """Raises ConfigError for "auto", which a Trainer fills in and no engine knows."""
+    """Raise ConfigError for the value "auto", which the Trainer of transformers would replace."""
     for key, value in config.items():
         if value == "auto":
             raise ConfigError(
-                f"config {name!r}: {path}{key} is 'auto', which the Trainer of transformers fills in; write its value"
+                f"config {name!r}: {path}{key} is 'auto', which the Trainer of transformers replaces; write its value"
             )
         if isinstance(value, Mapping):
             reject_auto_values(name, value, f"{path}{key}.")
 
 
 def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
-    """The optimizer as torch has it: DeepSpeed's Adam is AdamW, but where adam_w_mode is false."""
+    """Parse the section ``optimizer`` into torch's optimizer.
+
+    DeepSpeed's Adam is AdamW unless adam_w_mode is false.
+    """
     kind, params = str(section.get("type", "")).lower(), dict(section.get("params", {}))
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
@@ -166,8 +173,8 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
         )
     if not params.get("bias_correction", True):
         raise ConfigError(
-            f"config {name!r}: optimizer.params.bias_correction is false, which torch's {ELEMENTWISE[kind].__name__}, "
-            "that each step is held against, does not have; leave it out"
+            f"config {name!r}: optimizer.params.bias_correction is false, which torch's {ELEMENTWISE[kind].__name__} "
+            "does not support, and each step is compared with torch's; leave it out"
         )
     params = {key: value for key, value in params.items() if key not in DEEPSPEED_ADAM_KEYS}
     args: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
@@ -179,39 +186,42 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def ignored_kernel_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The key that chooses between DeepSpeed's own Adam and torch's, where it is given: engines are handed torch's."""
+    """Return ``torch_adam`` if it is set: it has no effect, since every engine gets torch's optimizer."""
     given = "torch_adam" in config.get("optimizer", {}).get("params", {})
     return (TORCH_ADAM_KEY,) if given else ()
 
 
 def explain_ignored_key(key: str) -> str:
-    """Why no law looks at a key that is left out."""
+    """Explain why no law uses an ignored key."""
     if key == TORCH_ADAM_KEY:
-        return "every engine is handed an optimizer of torch.optim"
-    return "batches are the batch function's; rate and loss scale stay constant"
+        return "every engine gets an optimizer of torch.optim"
+    return "the batch function makes the batches; learning rate and loss scale stay constant"
 
 
 def ignored_loss_scale_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of loss scaling that are left out, with their section."""
+    """Return the loss-scale keys of the sections bf16 and fp16, as ``section.key``: the laws set the loss scale."""
     return tuple(
         f"{section}.{key}" for section in ("bf16", "fp16") for key in LOSS_SCALE_KEYS if key in config.get(section, {})
     )
 
 
 def pop_precision_dtype(remaining_config: dict[str, Any]) -> str | None:
-    """The dtype that the sections bf16 and fp16 in ``rest`` ask for, which are left with what else they say."""
-    found = None
+    """Remove the dtype from the sections bf16 and fp16 of ``remaining_config`` and return it.
+
+    Returns None if neither section is enabled. Other keys of the enabled section stay.
+    """
+    enabled = None
     for dtype in ("bf16", "fp16"):
         section = dict(remaining_config.pop(dtype, {}))
         if section.pop("enabled", False):
-            found = dtype
-            more = {key: value for key, value in section.items() if key not in LOSS_SCALE_KEYS}
-            remaining_config.update({dtype: more} if more else {})
-    return found
+            enabled = dtype
+            others = {key: value for key, value in section.items() if key not in LOSS_SCALE_KEYS}
+            remaining_config.update({dtype: others} if others else {})
+    return enabled
 
 
 def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
-    """A dtype by DeepSpeed's word, or torch's. Raises ConfigError for another."""
+    """Parse a dtype by DeepSpeed's name or torch's. Raises ConfigError."""
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     text = str(value).removeprefix("torch.")
     text = short.get(text, text)
@@ -221,5 +231,5 @@ def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
 
 
 def configuration_for(engine_variant: str) -> Configuration:
-    """The configuration of a case; one that says nothing where its engine variant is no file."""
+    """Load the configuration of an engine variant; an empty one if the variant is not a file."""
     return load_configuration(engine_variant) if is_config_file(engine_variant) else Configuration()

@@ -1,4 +1,4 @@
-"""Expected failures: those shipped in ``zharness/excuses/`` and those of a user's files, strict in both directions."""
+"""Read expected failures, those of ``zharness/expected_failures/`` and of a user's files, and match cells with them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ _HEADER = re.compile(r"\s*\[\[\s*excuse\s*\]\]\s*(#.*)?")
 
 @dataclass(frozen=True)
 class ExpectedFailure:
-    """Cells that are known to fail, why, and how.
+    """One entry of a file: the cells that are known to fail, why, and how.
 
-    The cell has to end with ``verdict`` and one of ``signatures`` to occur in its cause: a cell that fails otherwise is
-    not excused. ``details`` are for a cause that says little, a KeyError: one of them has to stand in what the ranks
-    told beside it, tracebacks and output. Empty tuples match everything; ``releases`` is a version specifier (PEP 440)
-    from the first to the last bad release. With ``documented``, the address of documentation that states the
-    difference, and ``remedy``, the engine options that it names, the cell is run again with the remedy; when it passes
-    then, its verdict is ``contract``. ``place`` is the entry's file and line.
+    Empty tuples match everything. ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to
+    end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its
+    texts also has to occur in the tracebacks and output of the ranks; it is for causes that say little, such as a
+    KeyError. A cell that fails in another way is not excused.
+
+    ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
+    it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
+    ``location`` is the file and line of the entry.
     """
 
     engine: str
@@ -65,7 +67,7 @@ class ExpectedFailure:
     location: str = ""
 
     def covers_cell(self, cell: Cell, version: str) -> bool:
-        """Whether this excuse speaks of ``case`` on that release of the engine."""
+        """Return whether this entry covers ``cell`` on release ``version`` of the engine."""
         narrowed = (
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
@@ -82,12 +84,15 @@ class ExpectedFailure:
         )
 
     def matches_failure(self, cause: str, details: str) -> bool:
-        """Whether a cell that ended with this cause and these details failed in the way that is excused."""
-        alike = any(signature in cause for signature in self.signatures)
-        return alike and (not self.details or any(words in details for words in self.details))
+        """Return whether a cell with this cause and these details failed in the expected way."""
+        is_same_cause = any(signature in cause for signature in self.signatures)
+        return is_same_cause and (not self.details or any(text in details for text in self.details))
 
     def applies_to_version(self, version: str) -> bool:
-        """Whether ``version`` is among the releases; what is no version, of an engine without any, is where all are."""
+        """Return whether ``version`` is among the releases of this entry.
+
+        False for a text that is not a version, unless the entry has no ``releases``.
+        """
         try:
             return not self.releases or SpecifierSet(self.releases).contains(Version(version), prereleases=True)
         except InvalidVersion:
@@ -96,67 +101,71 @@ class ExpectedFailure:
 
 @cache
 def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
-    """The excuses for one engine that come with the package, those of its own file first. Read once a process."""
+    """Load the expected failures of one engine that the package ships; those of the engine's own file come first."""
     name = split_release(engine)[0]
     folder = importlib.resources.files("zharness") / "expected_failures"
     stems = (file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     return tuple(
-        excuse
+        entry
         for stem in sorted(stems, key=lambda stem: (stem != name, stem))
-        for excuse in parse_expected_failures(
-            (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/excuses/{stem}.toml", stem
+        for entry in parse_expected_failures(
+            (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/expected_failures/{stem}.toml", stem
         )
-        if excuse.engine == name
+        if entry.engine == name
     )
 
 
 def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]:
-    """A user's own excuses. Raises UsageError, naming file and line, for a file or an entry that cannot be used."""
+    """Read the user's files of expected failures.
+
+    Raises UsageError with file and line for a file or an entry that cannot be used.
+    """
     found: list[ExpectedFailure] = []
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read excuses from {str(path)!r}: {error}") from error
+            raise UsageError(f"cannot read expected failures from {str(path)!r}: {error}") from error
         found.extend(parse_expected_failures(text, str(path)))
     return tuple(found)
 
 
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:
-    """The tables ``[[excuse]]`` of one file; ``engine`` and ``releases`` above them hold for those that have none.
+    """Parse the tables ``[[excuse]]`` of one file. Raises UsageError with file and line.
 
-    A table whose ``engine`` is a list is an excuse of each of them. Raises UsageError naming file and line.
+    Keys ``engine`` and ``releases`` above the tables apply to tables that do not set them; ``engine`` is the default of
+    both. A table whose ``engine`` is a list becomes one entry for each of them.
     """
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source} is no TOML: {error}") from error
+        raise UsageError(f"{source} is not valid TOML: {error}") from error
     unknown = sorted(set(content) - {"engine", "releases", "excuse"})
     if unknown:
         raise UsageError.unknown_name(f"key in {source}", ", ".join(unknown), ("engine", "releases", "[[excuse]]"))
-    above = {"engine": engine, **{key: value for key, value in content.items() if key != "excuse"}}
+    defaults = {"engine": engine, **{key: value for key, value in content.items() if key != "excuse"}}
     entries = content.get("excuse", [])
     lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.fullmatch(line)]
-    places = [f"{source}:{line}" for line in lines] if len(lines) == len(entries) else [source] * len(entries)
+    locations = [f"{source}:{line}" for line in lines] if len(lines) == len(entries) else [source] * len(entries)
     return tuple(
-        parse_entry(one, place)
-        for entry, place in zip(entries, places, strict=True)
-        for one in expand_engines({**above, **entry})
+        parse_entry(expanded, location)
+        for entry, location in zip(entries, locations, strict=True)
+        for expanded in expand_engines({**defaults, **entry})
     )
 
 
 def expand_engines(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """``entry`` as it is, or once for each engine of the list that it names."""
+    """Return ``entry`` once for each engine of its list, or unchanged if it names one."""
     named = entry.get("engine")
     return [{**entry, "engine": engine} for engine in named] if isinstance(named, list) and named else [entry]
 
 
 def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
-    """One table. Raises UsageError for a key that is unknown, missing or of another type, or that can match nothing."""
+    """Parse one table. Raises UsageError for an unknown, missing or mistyped key, and for a pattern without a law."""
     allowed = {*STRING_KEYS, *LIST_KEYS, "remedy"}
     for key, value in entry.items():
         if key not in allowed:
-            raise UsageError.unknown_name(f"key of the excuse at {location}:", key, sorted(allowed))
+            raise UsageError.unknown_name(f"key of the expected failure at {location}:", key, sorted(allowed))
         if key in LIST_KEYS and not (
             isinstance(value, list) and all(isinstance(item, LIST_KEYS[key]) for item in value)
         ):
@@ -165,9 +174,11 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     for key in ("engine", *REQUIRED_KEYS):
         if not entry.get(key):
-            raise UsageError(f"{location}: the excuse lacks {key!r}; it needs {', '.join(('engine', *REQUIRED_KEYS))}")
+            raise UsageError(
+                f"{location}: the expected failure lacks {key!r}; it needs {', '.join(('engine', *REQUIRED_KEYS))}"
+            )
     if entry["verdict"] not in VERDICTS:
-        raise UsageError.unknown_name(f"verdict of the excuse at {location}:", entry["verdict"], VERDICTS)
+        raise UsageError.unknown_name(f"verdict of the expected failure at {location}:", entry["verdict"], VERDICTS)
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
     try:
@@ -180,16 +191,19 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
 
 
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:
-    """The excuses of one engine, the user's ``own`` before the shipped ones; the first that covers a cell counts."""
+    """Return the expected failures of one engine, the user's before the shipped ones.
+
+    The first that covers a cell applies.
+    """
     name = split_release(engine)[0]
-    return (*(excuse for excuse in user_failures if excuse.engine == name), *load_shipped_failures(engine))
+    return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))
 
 
 def find_expected_failure(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
-    """The first excuse that covers ``case``."""
+    """Return the first expected failure that covers ``cell``; None if there is none."""
     return next(
-        (excuse for excuse in expected_failures_for(cell.engine, user_failures) if excuse.covers_cell(cell, version)),
+        (entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)),
         None,
     )

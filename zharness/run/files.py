@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name beside their own, and renamed."""
+"""Write files atomically: under a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from zharness.errors import UsageError
 
 
 def require_writable(path: Path) -> None:
-    """Raises UsageError when no file can be written at ``path``: before a long run, not after it."""
+    """Raise UsageError if no file can be written at ``path``. Call it before a long run."""
     try:
         partial_path(path).touch()
         partial_path(path).unlink()
     except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
+        raise unwritable_error(path, error) from error
+
+
+def unwritable_error(path: Path, error: OSError) -> UsageError:
+    """Build the UsageError for a file that cannot be written."""
+    return UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place")
 
 
 def partial_path(path: Path) -> Path:
-    """The temporary name beside ``path``, links followed."""
+    """Return the temporary name beside ``path``, with symbolic links resolved."""
     return path.resolve().with_name(path.name + ".partial")
 
 
 def write_atomically(text: str, path: Path) -> None:
-    """Write ``text`` to a temporary name and rename it. Raises UsageError when it cannot be written."""
+    """Write ``text`` under a temporary name and rename it to ``path``. Raises UsageError if it cannot be written."""
     require_writable(path)
     partial = partial_path(path)
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path.resolve())
     except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
+        raise unwritable_error(path, error) from error
     finally:
         partial.unlink(missing_ok=True)

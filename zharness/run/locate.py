@@ -1,4 +1,4 @@
-"""A failed cell once more, module by module: where the first wrong number of a rank's own comes from."""
+"""Find the module in which a local wrong number of a failed cell begins."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from zharness.parity.baseline import run_backward
 from zharness.parity.module_divergence import find_divergences, record_trace
 from zharness.run.observe_and_judge import build_baseline, build_cell_context
 
-LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # what a rank computes on its own, with nobody's help
+LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # what a rank computes without other ranks
 
 
 def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: Capabilities) -> bool:
-    """Whether modules can be held against the baseline's, in the mismatch's micro-batch and the initial weights.
+    """Return whether a mismatch can be traced through modules.
 
-    Not where the engine's kernels differ from torch's, nor where a program led there, in other weights.
+    Only what a rank computes without other ranks can be traced, in the initial weights and the mismatch's micro-batch:
+    not if the engine's kernels differ from torch's, nor if a program of engine verbs had changed the weights.
     """
     if mismatch is None or get_law(cell.law).steps_are_verbs:
         return False
@@ -29,12 +30,15 @@ def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: C
 
 
 def trace_path(evidence_dir: str, rank: int) -> Path:
-    """Where the baseline's numbers for ``rank`` lie."""
+    """Return the path of the baseline's trace for ``rank``."""
     return Path(evidence_dir) / f"trace.{rank}.pt"
 
 
 def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> None:
-    """In a process that never saw the engine: what passes through every module of the baseline, for each rank."""
+    """Record the inputs and outputs of every module of the baseline, for each rank, into ``evidence_dir``.
+
+    Runs in a process that never imported the engine.
+    """
     baseline = build_baseline(cell, salt, capabilities)
     for rank in range(cell.world_size):
         model, batch = baseline.build_module(), baseline.batch(rank, step)
@@ -47,13 +51,14 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 
 
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:
-    """In every rank: the same micro-batch in the initial weights, each module fed with the baseline's numbers.
+    """In every rank: run the engine on the mismatch's micro-batch in the initial weights, and trace its modules.
 
-    Returns the first departure in each direction in words; nothing where no module departs.
+    Each module gets the baseline's inputs. Returns a description of the first module that departs in each direction, or
+    an empty string.
     """
-    bench = build_cell_context(cell, salt, capabilities, {})
-    engine = bench.build_engine()
+    ctx = build_cell_context(cell, salt, capabilities, {})
+    engine = ctx.build_engine()
     baseline = torch.load(trace_path(evidence_dir, dist.get_rank()), weights_only=True)
-    found = find_divergences(engine.module, baseline, lambda: engine.backward(bench.loss(engine, step)))
+    divergences = find_divergences(engine.module, baseline, lambda: engine.backward(ctx.loss(engine, step)))
     engine.close()
-    return found.describe()
+    return divergences.describe()

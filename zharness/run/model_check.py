@@ -1,4 +1,4 @@
-"""Anyone's model held to every law that is stated for it: the command, and the library call."""
+"""Check a user's model against every law that applies to it: the command ``zharness model`` and ``zharness.verify``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import click
 
 from zharness.cell import Cell
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
 from zharness.laws import get_law
-from zharness.report.outputs import Outputs
-from zharness.report.uncompared_gradients import KERNELS_LAW, explain_uncompared_gradients
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import (
     RunOptions,
+    RunReporter,
     open_optional_record_file,
-    report_run,
     run_cells,
     sort_as_planned,
     write_with_progress,
@@ -36,21 +34,25 @@ from zharness.run.model_facts import (
     measure_model,
 )
 from zharness.run.plan import ClaimsLookup, validate_request
-from zharness.run.runner import build_rank_environment
+from zharness.run.record import RecordFile
+from zharness.run.uncompared_gradients import KERNELS_LAW, explain_uncompared_gradients
 from zharness.world.limits import available_memory
-from zharness.world.server import RankEnvironment
 
 DROPOUT_REASON = (
-    "dropout: kernels of the engine's own draw other numbers than torch's, and they are compared by samples in another "
-    "order, each of which drops out something else; set the model's dropout to 0 to have its gradients compared"
+    "dropout: the engine's own kernels draw other random numbers than torch's, and they are compared on samples in "
+    "another order, each with another dropout mask; set the model's dropout to 0 to have its gradients compared"
 )
 CONFIGURED_LAW = "model.configured"
-Sink = Callable[[], Any]
+OpenSink = Callable[[], RecordFile | None]
 
 
 @dataclass(frozen=True)
 class ModelCheckRequest:
-    """A model by its factory's path, the file of a configuration or none, and the axes, as that says where empty."""
+    """What to check: a model by its factory's path, and the axes.
+
+    ``config`` is the path of a DeepSpeed JSON file or empty. Empty ``stages`` and ``dtype`` are taken from that file.
+    ``steps`` is the number of training steps of the law ``model.configured``.
+    """
 
     model: str
     config: str = ""
@@ -61,60 +63,59 @@ class ModelCheckRequest:
     steps: int = 3
 
     def build_request(self) -> Request:
-        """The cells of it."""
+        """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
         if self.config and not is_config_file(self.config):
             raise UsageError(f"got the configuration {self.config!r}; expected a JSON file whose name ends in .json")
-        says = configuration_for(self.config)
-        stages = self.stages or (() if says.stage is None else (says.stage,))
-        dtype = self.dtype or says.dtype or "fp32"
+        config = configuration_for(self.config)
+        stages = self.stages or (() if config.stage is None else (config.stage,))
+        dtype = self.dtype or config.dtype or "fp32"
         return Request((), (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
 
 
 def run_model_command(
     check_request: ModelCheckRequest,
     options: RunOptions,
-    outputs: Outputs,
-    get_environment: Callable[[str], RankEnvironment],
+    reporter: RunReporter,
+    get_environment: GetEnvironment,
 ) -> int:
-    """Run the laws and report; the exit code. Raises UsageError before anything long starts."""
-    outputs.require_writable()
+    """Run the laws and report; return the exit code. Raises UsageError before anything long starts."""
+    reporter.require_writable()
     began = time.monotonic()
     with ExitStack() as stack:
         records = check_model(
             check_request,
             options,
-            partial(open_optional_record_file, stack, outputs.jsonl),
+            partial(open_optional_record_file, stack, reporter.jsonl),
             get_environment,
-            print_status,
+            partial(click.echo, err=True),
         )
-    code, complaint = report_run(records, time.monotonic() - began, outputs), explain_uncompared_gradients(records)
-    if code == 0 and complaint:
-        click.echo(complaint)
+    code = reporter.report_run(records, time.monotonic() - began)
+    no_pass_reason = explain_uncompared_gradients(records)
+    if code == 0 and no_pass_reason:
+        click.echo(no_pass_reason)
         return 1
     return code
-
-
-def print_status(line: str) -> None:
-    """A line for who waits."""
-    click.echo(line, err=True)
 
 
 def check_model(
     check_request: ModelCheckRequest,
     options: RunOptions,
-    open_sink: Sink,
-    get_environment: Callable[[str], RankEnvironment] = build_rank_environment,
+    open_sink: OpenSink,
+    get_environment: GetEnvironment,
     report_status: Callable[[str], None] = lambda _line: None,
 ) -> list[Record]:
-    """The records of every law that is stated for the model, in the order of the matrix.
+    """Run every law that applies to the model, and return the records in the order of the matrix.
 
-    Raises UsageError for a model that cannot be judged or does not fit, and a configuration that the engine refuses.
+    ``report_status`` receives lines about what is about to run. Raises UsageError for a model that cannot be judged or
+    does not fit into memory, and for a configuration that the engine refuses.
     """
     request = check_request.build_request()
     validate_request(request)
-    report_status(f"{check_request.model}: called, run twice by plain PyTorch, and built into {check_request.engine}")
+    report_status(
+        f"{check_request.model}: build it, run it twice in plain PyTorch, and build {check_request.engine} around it"
+    )
     for key in configuration_for(check_request.config).ignored_keys:
-        report_status(f"{check_request.config}: {key} is left out: {explain_ignored_key(key)}")
+        report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
     with ExitStack() as stack:
         first = stack.enter_context(
             options.create_runner({check_request.engine: get_environment(check_request.engine)})
@@ -126,14 +127,15 @@ def check_model(
         if reason:
             raise UsageError(f"{check_request.model}: {reason}")
         cells = plan_model_cells(request, check_request, facts, first.claims)
-        broken = build_engines(first, cells)
-        cells = [skip_unbuildable_stage(cell, broken) for cell in cells]
-        running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in broken]
+        failed_builds = build_engines(first, cells)
+        cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
+        running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in failed_builds]
         lanes = [first, *(start_more_runners(stack, options, check_request, facts, get_environment) if running else ())]
         if running:
             report_status(describe_model_run(facts, running, check_request.world_size, len(lanes), os.cpu_count() or 1))
-        found = chain(broken.values(), run_cells([cell for cell in cells if cell.cell not in broken], lanes))
-        return sort_as_planned(list(write_with_progress(found, open_sink(), len(cells))), cells)
+        finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], lanes)
+        records = chain(failed_builds.values(), finished)
+        return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
 
 
 def start_more_runners(
@@ -141,68 +143,76 @@ def start_more_runners(
     options: RunOptions,
     check_request: ModelCheckRequest,
     facts: ModelFacts,
-    get_environment: Callable[[str], RankEnvironment],
+    get_environment: GetEnvironment,
 ) -> list[Runner]:
-    """Runners beside the first: as many as asked for, else for each core, as far as the model's memory allows."""
+    """Start the runners besides the first: as many as requested, by default one per core.
+
+    Starts no more than fit into memory with their models.
+    """
     fitting = int(available_memory() // facts.estimate_memory(check_request.world_size))
-    width = max(1, min(options.job_count(), fitting))
+    lane_count = max(1, min(options.job_count(), fitting))
     return [
         stack.enter_context(options.create_runner({check_request.engine: get_environment(check_request.engine)}))
-        for _ in range(width - 1)
+        for _ in range(lane_count - 1)
     ]
 
 
 def plan_model_cells(
     request: Request, check_request: ModelCheckRequest, facts: ModelFacts, claims: ClaimsLookup
 ) -> list[PlannedCell]:
-    """The cells: the number of steps set, and those left out that say nothing of this model."""
-    found = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
-    return [skip_random_forward(cell, facts) for cell in found if is_relevant(cell.cell, facts, claims)]
+    """Plan the cells with the requested number of steps, without those that show nothing for this model."""
+    cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
+    return [skip_random_forward(cell, facts) for cell in cells if is_relevant(cell.cell, facts, claims)]
 
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
-    """The cell; not run where it would compare kernels of a forward that draws random numbers."""
+    """Mark a cell that compares the engine's own kernels as unsupported if the model draws random numbers."""
     if planned.unsupported_reason or planned.cell.law != KERNELS_LAW or not facts.draws_random_numbers:
         return planned
     return replace(planned, unsupported_reason=DROPOUT_REASON)
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
-    """A cell of so many steps, where the check counts them."""
-    if not get_law(planned.cell.law).accepts_step_count:
+    """Set the number of training steps of a cell whose law has one."""
+    if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
 
 
 def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
-    """Whether a law is one of this model, engine and configuration."""
+    """Return whether the law of ``cell`` says anything about this model, engine and configuration."""
     if cell.law == "model.checkpointing":
         return facts.supports_checkpointing
     if cell.law == KERNELS_LAW:
-        # Where local gradients are compared bitwise no calibrated comparison adds anything.
+        # With torch's kernels local gradients are compared bitwise, and a calibrated comparison adds nothing.
         return cell.stage in claims(cell.engine, cell.stage).own_kernels
-    # The laws of autocast set its section themselves, with and without.
+    # The laws of autocast run with and without autocast, so the configuration must not set it.
     return not (cell.law.startswith("precision.") and configuration_for(cell.engine_variant).autocast_dtype is not None)
 
 
 def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Record]:
-    """Build the engine at each stage as the user configured it; a record for each stage where that crashes or hangs.
+    """Build the engine once at each stage, as the user configured it.
 
-    Raises UsageError with the engine's own words where it refuses.
+    Returns a failure record for each stage at which that crashes or hangs. Raises UsageError with the engine's message
+    if it refuses.
     """
-    found = {}
-    cases = [cell.cell for cell in cells if not cell.unsupported_reason]
-    # The law of the training as configured builds just this engine.
-    for case in {case.stage: case for case in sorted(cases, key=lambda case: case.law == CONFIGURED_LAW)}.values():
-        record = runner.try_on_ranks(case, build_and_close_engine)
+    failures = {}
+    supported = [cell.cell for cell in cells if not cell.unsupported_reason]
+    # One cell for each stage, that of CONFIGURED_LAW if there is one: its law builds exactly this engine.
+    by_stage = {cell.stage: cell for cell in sorted(supported, key=lambda cell: cell.law == CONFIGURED_LAW)}
+    for cell in by_stage.values():
+        record = runner.try_on_ranks(cell, build_and_close_engine)
         if record is not None:
-            found[case] = replace(record, cause=f"while the engine was built around the model: {record.cause}")
-    return found
+            failures[cell] = replace(record, cause=f"while the engine was built around the model: {record.cause}")
+    return failures
 
 
 def skip_unbuildable_stage(planned: PlannedCell, failure_records: Mapping[Cell, Record]) -> PlannedCell:
-    """The cell; not run where the engine cannot be built at its stage, which takes the time-out where it hangs."""
-    first = next((record for case, record in failure_records.items() if case.stage == planned.cell.stage), None)
-    if first is None or planned.unsupported_reason or planned.cell in failure_records:
+    """Mark the cell as unsupported if the engine crashed or hung while it was built at the cell's stage.
+
+    Each further try would take the time-out again.
+    """
+    failure = next((record for cell, record in failure_records.items() if cell.stage == planned.cell.stage), None)
+    if failure is None or planned.unsupported_reason or planned.cell in failure_records:
         return planned
-    return replace(planned, unsupported_reason=f"the engine cannot be built around the model, see {first.cell.law}")
+    return replace(planned, unsupported_reason=f"the engine cannot be built around the model, see {failure.cell.law}")

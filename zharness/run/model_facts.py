@@ -1,4 +1,4 @@
-"""What is to be known of anyone's model before a law is held to it: that it can be judged at all, and what it takes."""
+"""Measure a user's model before any law runs: whether it can be judged, and the memory and time that it takes."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from zharness.workload.models import collect_tensors
 from zharness.workload.user_model import build_fresh_model
 
 SEED = 0
-OTHER_RANKS = (1, 2, 3)  # several: small data may give two ranks the same rows by chance
+OTHER_RANKS = (1, 2, 3)  # several, since a small data set may give two ranks the same rows by chance
 GIB = 2**30
-# Copies of the model that are alive at once, counted from the code. In each rank the factory's, one of the first state,
-# and two engines' weights, gradients and two moments; in the judge weights, local gradients and float64 beside what it
-# reads. Cells of a GPT-2 of 10 M parameters took less.
+# Copies of the model in memory at once, counted from the code. In each rank: the factory's model, a copy of the initial
+# state, and the weights, gradients and two moments of two engines. In the judge: weights, local gradients, float64
+# copies, and the evidence. Cells of a GPT-2 with 10 M parameters took less than this.
 RANK_MODEL_COPIES, JUDGE_MODEL_COPIES, PROCESS_BYTES = 11, 9, 0.35 * GIB
-# What a cell takes, a mean over those that scripts/bench_model.py measures: forwards and backwards of each rank, in
-# fp32 or under autocast; how often all bytes of its model pass through a core, for all that is done with weights,
-# gradients and state; and seconds whatever the model. The judge does for all ranks what each does for itself.
+# The cost of a cell, averaged over those that scripts/bench_model.py measures: forward-backward runs of each rank, in
+# fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
+# seconds that do not depend on the model. The judge repeats the work of every rank.
 FORWARD_BACKWARD_RUNS, AUTOCAST_RUNS, MEMORY_PASSES, CELL_OVERHEAD_SECONDS = 3, 1.5, 40, 1.0
-PROBE_ELEMENTS = 1 << 24  # elements of a tensor that is new memory each time, as a model's are
+PROBE_ELEMENTS = 1 << 24  # of a tensor too large for caches, like a model's tensors
 NONDETERMINISM_HINT = (
-    "the first suspects are dropout that draws from a generator of its own, or numpy's or random's, and the order of "
-    "data: a batch function that ignores the generator that it is given, as an iterator over a loader does"
+    "likely causes: dropout that draws from its own generator, from numpy or from random, or a batch function that "
+    "ignores its generator, such as an iterator over a data loader"
 )
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Elements of the model's parameters, and of the trained ones; bytes; seconds of one forward and backward.
+    """What was measured of a model.
 
-    ``pace`` is this machine's. ``draws`` says whether a forward draws random numbers, ``checkpoints`` whether the model
-    can recompute activations.
+    ``parameters`` and ``trained_parameters`` count elements; ``forward_backward_seconds`` is for one forward and
+    backward. ``draws_random_numbers``: the forward does. ``supports_checkpointing``: the model can recompute
+    activations.
     """
 
     parameters: int
@@ -57,26 +58,29 @@ class ModelFacts:
     supports_checkpointing: bool
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
-        """Bytes that the processes of so many cells at a time take at most, about."""
+        """Estimate the most bytes that the processes of ``jobs`` cells take at a time."""
         ranks = world_size * (RANK_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
         return jobs * (ranks + JUDGE_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
-        """Seconds that so many cells take, ``lanes`` at a time, about; ``lowered`` of them run under autocast."""
+        """Estimate the seconds for ``cells`` cells, ``jobs`` at a time.
+
+        ``autocast_cells`` of them run under autocast.
+        """
         runs = self.forward_backward_seconds * (
             FORWARD_BACKWARD_RUNS * (cells - autocast_cells)
             + AUTOCAST_RUNS * self.machine_speed.autocast_slowdown * autocast_cells
         )
-        rank = runs + cells * MEMORY_PASSES * self.machine_speed.seconds_per_byte * self.parameter_bytes
-        one_by_one = rank * max(1.0, world_size / cores) + world_size * rank
-        return cells * CELL_OVERHEAD_SECONDS + max(one_by_one / jobs, 2 * world_size * rank / cores)
+        rank_seconds = runs + cells * MEMORY_PASSES * self.machine_speed.seconds_per_byte * self.parameter_bytes
+        serial_seconds = rank_seconds * max(1.0, world_size / cores) + world_size * rank_seconds
+        return cells * CELL_OVERHEAD_SECONDS + max(serial_seconds / jobs, 2 * world_size * rank_seconds / cores)
 
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Seconds for a byte that is read and written, and how many times longer products take in bf16 than in fp32.
+    """How fast this machine is: seconds to read and write a byte, and the time of a bf16 product over an fp32 one.
 
-    On processors that know no bf16 that is 20 and more.
+    The latter is 20 and more on processors without bf16 instructions.
     """
 
     seconds_per_byte: float
@@ -84,31 +88,39 @@ class MachineSpeed:
 
 
 def measure_machine_speed() -> MachineSpeed:
-    """That of this machine; asking takes a part of a second."""
-    many, few = torch.ones(PROBE_ELEMENTS), torch.ones(64, 512)
+    """Measure this machine's speed in a fraction of a second."""
+    large, rows = torch.ones(PROBE_ELEMENTS), torch.ones(64, 512)
     layer = nn.Linear(512, 512, bias=False)
 
     def product(dtype: torch.dtype) -> float:
-        model, given = copy.deepcopy(layer).to(dtype), few.to(dtype).requires_grad_()
-        return time_fastest_run(lambda: model(given).sum().backward())
+        """Time forward and backward of a linear layer in ``dtype``."""
+        model, inputs = copy.deepcopy(layer).to(dtype), rows.to(dtype).requires_grad_()
+        return time_fastest_run(lambda: model(inputs).sum().backward())
 
     return MachineSpeed(
-        time_fastest_run(lambda: many + many) / many.nbytes, max(1.0, product(torch.bfloat16) / product(torch.float32))
+        time_fastest_run(lambda: large + large) / large.nbytes,
+        max(1.0, product(torch.bfloat16) / product(torch.float32)),
     )
 
 
 def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
-    """Seconds of the fastest of several runs: others were interrupted, and the first finds nothing ready."""
-    found = []
+    """Return the seconds of the fastest of ``tries`` runs.
+
+    The first run fills caches, and others may be interrupted by other processes.
+    """
+    durations = []
     for _ in range(tries):
         began = time.perf_counter()
         function()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        durations.append(time.perf_counter() - began)
+    return min(durations)
 
 
 def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
-    """In a process of its own: the facts. Raises UsageError for a model that cannot be judged, with the reason."""
+    """Build and run the model in plain PyTorch and return its facts. Runs in a process of its own.
+
+    Raises UsageError with the reason for a model that cannot be judged.
+    """
     spec = model_spec(name)
     model = spec.model(SEED)
     require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
@@ -117,7 +129,7 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
         spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
     )
     with raise_as_usage_error(f"plain PyTorch on the model of {name}"):
-        baseline.run_rank(0, 0)  # the first run of a process takes longer
+        baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer
         began = time.perf_counter()
         first = baseline.run_rank(0, 0)
         seconds = time.perf_counter() - began
@@ -136,90 +148,91 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
 
 
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Raises UsageError where two calls of a factory with one seed give two models."""
+    """Raise UsageError if two calls of a factory with one seed gave two different models."""
     for key, tensor in first.items():
         if key not in second or tensor.shape != second[key].shape or not torch.equal(tensor, second[key]):
             raise UsageError(
                 f"the factory {name} returned two models that differ in {key!r}, with torch's generator at one seed: "
-                "its weights depend on numbers of another source, such as numpy's generator or a set's order; draw "
-                "them with torch, or seed that source in the factory"
+                "its weights depend on another source, such as numpy's generator or the order of a set; draw them "
+                "with torch, or seed that source in the factory"
             )
 
 
 def require_seeded_batches(spec: ModelSpec) -> None:
-    """Raises UsageError where one generator's seed gives two micro-batches, or all seeds give the same one."""
+    """Raise UsageError if one seed gives two different micro-batches, or all seeds give the same one."""
     drawn = [collect_tensors(spec.micro_batch(SEED, rank, 0).inputs) for rank in (0, 0, *OTHER_RANKS)]
     if not all(map(torch.equal, drawn[0], drawn[1])):
         raise UsageError(
-            f"the batch function of {spec.name} returned two micro-batches that differ, from generators at one seed: "
+            f"the batch function of {spec.name} returned two different micro-batches from generators at one seed: "
             f"ranks and the baseline would train different data; {NONDETERMINISM_HINT}"
         )
-    # torch.equal is false where shapes differ, as those of batches of other lengths do.
+    # torch.equal is also false for different shapes, so batches of different lengths count as different.
     if all(torch.equal(*pair) for other in drawn[2:] for pair in zip(drawn[0], other, strict=True)):
         raise UsageError(
-            f"the batch function of {spec.name} returned the same micro-batch from generators at other seeds: where "
-            "all ranks train the same data their gradients are equal, and an engine that never reduces them passes; "
+            f"the batch function of {spec.name} returned the same micro-batch from generators at different seeds: if "
+            "all ranks train the same data, their gradients are equal, and an engine that never reduces them passes; "
             "draw the batch from the generator, as in torch.randn(4, 16, generator=generator), or choose rows of your "
             "data by torch.randint(len(data), (4,), generator=generator)"
         )
 
 
 def require_deterministic_results(name: str, first: LocalResult, second: LocalResult) -> None:
-    """Raises UsageError where two runs of plain PyTorch differ, or are not finite."""
+    """Raise UsageError if two runs of plain PyTorch differ, or their loss is not finite."""
     if not bool(first.loss.isfinite()):
-        raise UsageError(f"the loss of {name} is {float(first.loss)} on its first micro-batch; expected a finite one")
+        raise UsageError(f"the loss of {name} is {float(first.loss)} on its first micro-batch; expected a finite loss")
     wrong = next((key for key, grad in first.grads.items() if not tensors_equal(grad, second.grads.get(key))), None)
     if tensors_equal(first.loss, second.loss) and wrong is None:
         return
     what = f"the gradient of {wrong!r}" if tensors_equal(first.loss, second.loss) else "the loss"
     raise UsageError(
         f"two runs of plain PyTorch on the model of {name} differ in {what}, from the same weights, micro-batch and "
-        f"seed of torch's generator, so nothing can be held against them; {NONDETERMINISM_HINT}"
+        f"seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
     )
 
 
 def tensors_equal(first: Tensor, other: Tensor | None) -> bool:
+    """Return whether two tensors are bitwise equal; False if the second is missing."""
     return other is not None and torch.equal(first, other)
 
 
 def has_random_forward(baseline: Baseline, first: LocalResult) -> bool:
-    """Whether another seed of the forward gives another loss or gradient."""
+    """Return whether a forward under another seed gives another loss or gradient."""
     model, batch = baseline.build_module(), baseline.batch(0, 0)
     other = replace(batch, seed=(batch.seed or 0) + 1)
-    found = run_backward(model, baseline.objective(baseline.compute_output(model, other), other), baseline.loss_scale)
-    return not tensors_equal(first.loss, found.loss) or any(
-        not tensors_equal(g, found.grads.get(k)) for k, g in first.grads.items()
+    result = run_backward(model, baseline.objective(baseline.compute_output(model, other), other), baseline.loss_scale)
+    return not tensors_equal(first.loss, result.loss) or any(
+        not tensors_equal(grad, result.grads.get(name)) for name, grad in first.grads.items()
     )
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:
-    """In every rank: the engine in the user's configuration, built around the user's model.
+    """In every rank: build the engine around the user's model as configured, and close it.
 
-    Whatever it raises is the user's to hear before anything long starts.
+    Raises UsageError for whatever the engine raises, so that the user sees it before anything long starts.
     """
-    bench = build_cell_context(cell, salt, capabilities, {})
+    ctx = build_cell_context(cell, salt, capabilities, {})
     with raise_as_usage_error(f"{cell.engine_label} at stage {cell.stage}, built around {cell.model}"):
-        build_configured_engine(bench).close()
+        build_configured_engine(ctx).close()
 
 
 def explain_too_large(facts: ModelFacts, world_size: int, free_bytes: float) -> str:
-    """Why a model does not fit into ``free`` bytes; the empty string where it does."""
+    """Explain why a model does not fit into ``free_bytes``; return the empty string if it fits."""
     needed = facts.estimate_memory(world_size)
     if needed <= free_bytes:
         return ""
     return (
-        f"a model of {facts.parameter_bytes / GIB:.1f} GiB takes about {needed / GIB:.1f} GiB with {world_size} ranks, and "
-        f"{free_bytes / GIB:.1f} GiB are free; take fewer ranks, fewer layers of it, or a machine with more memory"
+        f"a model of {facts.parameter_bytes / GIB:.1f} GiB takes about {needed / GIB:.1f} GiB with {world_size} ranks, "
+        f"and {free_bytes / GIB:.1f} GiB are free; use fewer ranks, fewer layers, or a machine with more memory"
     )
 
 
 def describe_model_run(facts: ModelFacts, cells: Sequence[Cell], world_size: int, jobs: int, cores: int) -> str:
-    """What is going to be run, and about what it takes."""
+    """Describe the run in one line: the model's size, the number of cells, the estimated time and memory."""
     millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained_parameters / 1e6:.3g} M trained)"
-    lowered = sum(case.law.startswith("precision.autocast") for case in cells)
-    seconds = facts.estimate_time(len(cells), lowered, world_size, jobs, cores)
-    span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    autocast_cells = sum(cell.law.startswith("precision.autocast") for cell in cells)
+    seconds = facts.estimate_time(len(cells), autocast_cells, world_size, jobs, cores)
+    duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
-        f"{cells[0].model}: {millions}, {facts.forward_backward_seconds:.2g} s for one forward and backward; {len(cells)} cells, "
-        f"about {span} and at most {facts.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
+        f"{cells[0].model}: {millions}, {facts.forward_backward_seconds:.2g} s for one forward and backward; "
+        f"{len(cells)} cells, about {duration} and at most {facts.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
     )

@@ -1,4 +1,4 @@
-"""The two halves of a cell: what runs in every rank, and what runs in the judge's own process."""
+"""The two halves of a cell: observe an engine in every rank, and judge the evidence in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
-from zharness.laws.model import make_training_run
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
@@ -34,15 +33,16 @@ from zharness.workload import ModelSpec, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.rank import rank_device, seed_torch
 
-MAX_UNDETERMINED_SHARE = 1 / 2  # the share of elements beyond which a cell that found nothing has shown nothing
+MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mismatch shows nothing
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge found: the first mismatch, and over all comparisons the loosest tier and the largest ratio.
+    """The result of all comparisons of a cell: the first mismatch, the loosest tier and the largest ratio.
 
-    In every tensor compared, a scale error above ``smallest``, and ``wrong_elements`` lost ones, would have been
-    caught. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is what the mismatch has to show.
+    In every compared tensor a relative scale error above ``smallest_scale_error``, and ``wrong_elements`` lost
+    elements, would have been found. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is what
+    the report shows of the mismatch.
     """
 
     comparisons: int
@@ -58,23 +58,26 @@ class Judgement:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether the bounds leave more open than they show, so that no mismatch is no pass."""
+        """Whether so many elements are smaller than their bound that finding no mismatch is not a pass."""
         return self.undetermined > MAX_UNDETERMINED_SHARE * self.elements
 
 
 def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
-    """In every rank: run the check's observer on the engine, and write what it saw into ``room``."""
-    bench = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
-    # Seeded alike on all ranks: an engine that drew numbers of its own would draw the same ones everywhere.
+    """In every rank: run the law on the engine, and write the recorded tensors into ``evidence_dir``."""
+    ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
+    # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
     seed_torch(cell.seed(salt))
-    get_law(cell.law).observe(bench)
-    bench.finish()
+    get_law(cell.law).observe(ctx)
+    ctx.finish()
 
 
 def build_cell_context(
     cell: Cell, salt: int, capabilities: Capabilities, options: Mapping[str, Any], evidence_dir: Path | None = None
 ) -> RankContext:
-    """This rank of the cell, whose records go into ``room``; None: nowhere that anyone finds them."""
+    """Build this rank's context of a cell.
+
+    Its records go into ``evidence_dir``, or into a temporary file that is discarded if that is None.
+    """
     config = EngineConfig(
         stage=cell.stage,
         dtype=cell.dtype,
@@ -88,14 +91,14 @@ def build_cell_context(
 
 
 def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
-    """What the case's engine variant stands for: a file's options, or a named set of the engine's.
+    """Return the engine options of a cell: those of its configuration file, or of its named engine variant.
 
-    They are laid over those that the engine wants for anyone's model, where it is one.
+    For a user's model, the engine's default options for such models are merged below them.
     """
-    usual = capabilities.own_model if is_user_model(cell.model) else {}
+    defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
-        return merge_options(usual, configuration_for(cell.engine_variant).options)
-    return merge_options(usual, capabilities.variants[cell.engine_variant])
+        return merge_options(defaults, configuration_for(cell.engine_variant).options)
+    return merge_options(defaults, capabilities.variants[cell.engine_variant])
 
 
 def build_rank_context(
@@ -108,7 +111,7 @@ def build_rank_context(
     variant: str = "",
     training: TrainingConfig = DEFAULT_TRAINING,
 ) -> RankContext:
-    """A bench on this rank of the default group."""
+    """Build the context of this rank of the default process group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return RankContext(
         spec=spec,
@@ -120,7 +123,7 @@ def build_rank_context(
         capabilities=capabilities,
         variant=variant,
         device=rank_device(rank, world_size),
-        # Now, and not at the first record: a law may count the files that are open.
+        # Opened here, not at the first record: a law may count the open files of the process.
         records=EvidenceWriter(tempfile.TemporaryFile())
         if evidence_dir is None
         else open_evidence_writer(evidence_dir, rank),
@@ -129,16 +132,17 @@ def build_rank_context(
 
 
 def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baseline:
-    """What the cell is held against."""
+    """Build the baseline of a cell."""
     spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.dtype], LOSS_SCALES[cell.dtype]
     autocast = configuration_for(cell.engine_variant).autocast_dtype
     return Baseline(spec, cell.seed(salt), cell.world_size, dtype, scale, autocast)
 
 
 def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
-    """The plain model of the case; anyone's has the nodes in its graph that the engine puts there.
+    """Return the plain model of a cell.
 
-    The workload's own models need none: no engine's nodes part the uses of one of their tensors.
+    A user's model gets autograd nodes at the same places as in the engine, so that gradients are added in the same
+    order. Models of the workload do not need them: no engine puts a node between the uses of one of their tensors.
     """
     spec, junctions = model_spec(cell.model), capabilities.junctions
     if junctions is None or not is_user_model(cell.model):
@@ -147,96 +151,101 @@ def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
 
 
 def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) -> Judgement:
-    """In a process that never saw the engine: every rank's evidence against the baseline.
+    """Judge the evidence of every rank against the baseline, in a process that never imported the engine.
 
-    Raises HarnessFault where torch's functions were replaced in this process. What was otherwise in the ranks is noted.
+    Raises HarnessFault if functions of torch were replaced in this process. Settings of torch in which the ranks
+    differed from this process are noted.
     """
     return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
 
 def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, capabilities: Capabilities) -> Judgement:
-    """``judge`` with the case's own ``baseline``, or one that is watched as it runs."""
-    here = read_process_conditions()
-    require_clean_torch(here)
-    trial = build_judge_context(baseline, Path(evidence_dir), cell.dtype, capabilities, cell.variant)
-    asked = configuration_for(cell.engine_variant)
-    trial = replace(
-        trial,
-        training=asked.training,
-        declared_reduce_dtype=asked.reduce_dtype or asked.autocast_dtype or trial.declared_reduce_dtype,
+    """Judge the evidence as ``judge`` does, against a given ``baseline`` of the cell."""
+    conditions = read_process_conditions()
+    require_clean_torch(conditions)
+    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, capabilities, cell.variant)
+    config = configuration_for(cell.engine_variant)
+    ctx = replace(
+        ctx,
+        training=config.training,
+        declared_reduce_dtype=config.reduce_dtype or config.autocast_dtype or ctx.declared_reduce_dtype,
     )
-    found = judge_law(trial, get_law(cell.law))
-    unlike = (words for evidence in trial.evidence for words in evidence.conditions.describe_differences(here))
-    return replace(found, notes=tuple(dict.fromkeys([*found.notes, *unlike])))
+    judgement = judge_law(ctx, get_law(cell.law))
+    differences = (text for evidence in ctx.evidence for text in evidence.conditions.describe_differences(conditions))
+    return replace(judgement, notes=tuple(dict.fromkeys([*judgement.notes, *differences])))
 
 
 def build_judge_context(
     baseline: Baseline, evidence_dir: Path, dtype: str, capabilities: Capabilities, variant: str = ""
 ) -> JudgeContext:
-    """What every rank wrote into ``room``, and the baseline that it has to match."""
-    wire = capabilities.wires.get(dtype)
+    """Read the evidence of every rank from ``evidence_dir``, and combine it with the baseline."""
+    reduce_dtype = capabilities.wires.get(dtype)
     return JudgeContext(
         baseline=baseline,
         evidence=tuple(read_evidence(evidence_dir, rank) for rank in range(baseline.world_size)),
         dtype=DTYPES[dtype],
         variant=variant,
-        declared_reduce_dtype=None if wire is None else DTYPES[wire],
+        declared_reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
     )
 
 
 def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
-    """What ``check`` finds, and where that is a mismatch, what there is to show of it."""
-    comparisons = law.judge(ctx)
-    seen = list(stop_at_first_mismatch(comparisons))
-    found = summarize_comparisons(seen)
-    if found.mismatch is None:
-        return found
+    """Run all comparisons of ``law`` up to the first mismatch; for a mismatch, add what the report shows of it."""
+    remaining = law.judge(ctx)
+    compared = list(stop_at_first_mismatch(remaining))
+    judgement = summarize_comparisons(compared)
+    if judgement.mismatch is None:
+        return judgement
     try:
-        return replace(
-            found,
-            exhibit=build_mismatch_report(seen, comparisons, ctx.baseline.parameter_names, training_curves(ctx, law)),
-        )
-    except Exception as error:  # noqa: BLE001 - the verdict stands, whatever the wrong numbers do to what is shown of it
-        return replace(found, notes=(*found.notes, f"no evidence is shown: {type(error).__name__}: {error}"))
+        curves = training_curves(ctx, law)
+        exhibit = build_mismatch_report(compared, remaining, ctx.baseline.parameter_names, curves)
+    except Exception as error:  # noqa: BLE001 - wrong numbers may break the exhibit, but must not change the verdict
+        note = f"no evidence is shown: {type(error).__name__}: {error}"
+        return replace(judgement, notes=(*judgement.notes, note))
+    return replace(judgement, exhibit=exhibit)
 
 
 def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:
-    """How the training went; nothing where the check has none, or where what is wrong keeps it from being told."""
-    course = (
-        make_training_run(ctx.training, ctx.variant) if law.accepts_step_count else law.training_runs.get(ctx.variant)
-    )
-    if course is None:
+    """Return the engine's and the baseline's losses and gradient norms over the steps, by name.
+
+    Empty if the law does not train, or if the evidence is too wrong to draw curves from it.
+    """
+    training_run = law.get_variant(ctx.variant).get_training_run(ctx.training)
+    if training_run is None:
         return {}
-    # A loss that was not recorded, is no tensor, or has another shape; gradients of which there are none.
+    # A loss may be missing, not a tensor, or of another shape, and gradients may be missing.
     with suppress(EngineContractError, LookupError, TypeError, ValueError, RuntimeError):
-        return build_curves(ctx, course)
+        return build_curves(ctx, training_run)
     return {}
 
 
 def summarize_comparisons(comparisons: Sequence[Comparison]) -> Judgement:
-    """All comparisons in one; only the last of them may be a mismatch. Raises HarnessFault where there are none."""
+    """Summarize comparisons, of which only the last may be a mismatch.
+
+    Raises HarnessFault if there are none.
+    """
     if not comparisons:
-        raise HarnessFault("the check compared nothing, so it cannot have passed")
+        raise HarnessFault("the law compared nothing, so it cannot have passed")
     tiers = list(Tier)
-    caught = [found.smallest_detectable for found in comparisons if math.isfinite(found.smallest_detectable)]
+    detectable = [each.smallest_detectable for each in comparisons if math.isfinite(each.smallest_detectable)]
     return Judgement(
         comparisons=len(comparisons),
-        tier=max((found.tier for found in comparisons), key=tiers.index),
-        ratio=max(found.ratio for found in comparisons),
-        smallest_scale_error=max(caught, default=math.inf),
+        tier=max((each.tier for each in comparisons), key=tiers.index),
+        ratio=max(each.ratio for each in comparisons),
+        smallest_scale_error=max(detectable, default=math.inf),
         mismatch=comparisons[-1].mismatch,
-        elements=sum(found.elements for found in comparisons),
-        undetermined=sum(found.undetermined for found in comparisons),
-        wrong_elements=1 + max(found.undetermined for found in comparisons),
-        notes=tuple(dict.fromkeys(found.note for found in comparisons if found.note)),
+        elements=sum(each.elements for each in comparisons),
+        undetermined=sum(each.undetermined for each in comparisons),
+        wrong_elements=1 + max(each.undetermined for each in comparisons),
+        notes=tuple(dict.fromkeys(each.note for each in comparisons if each.note)),
     )
 
 
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """In a rank: build the engine once, and return what it claims.
+    """In a rank: build the engine once, and return the capabilities that it claims.
 
     Raises UsageError for a factory that does not import, raises, returns something that is not an Engine, or changes
-    the model that it was given; and for gradients of one backward under names or in shapes that are not the model's.
+    the model that it gets; and for gradients with other names or shapes than the model's parameters.
     """
     factory = engines.get(engine)
     config = EngineConfig(stage=stage)
@@ -246,7 +255,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of the engine of {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
-    # What a forward or a backward raises is the matter of the cells, which show it with every rank's report.
+    # An exception in forward or backward is left to the cells, which report it with every rank's traceback.
     with suppress(Exception):
         batch = spec.micro_batch(0, 0, 0)
         built.backward(spec.loss(built(batch.inputs), batch.target))
@@ -259,7 +268,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
 
 @contextmanager
 def raise_as_usage_error(subject: str) -> Iterator[None]:
-    """A block of the user's code: whatever it raises, the user has to hear of it, as one UsageError."""
+    """Run a block of the user's code; raise whatever it raises as a UsageError that begins with ``subject``."""
     try:
         yield
     except EngineContractError as error:

@@ -1,4 +1,4 @@
-"""From what was asked for to the cells of the matrix, each with the reason why it cannot be run, if there is one."""
+"""Plan the cells of a request, each with the reason if the engine does not support it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: glob patterns of checks or whole case ids, and the axes. An empty tuple means every value."""
+    """What to run: glob patterns of laws or whole cell ids, and the axes of the matrix.
+
+    Empty tuples mean all values.
+    """
 
     patterns: tuple[str, ...] = ()
     engines: tuple[str, ...] = ("reference",)
@@ -38,9 +41,9 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell, and why it is not run: the empty string where it is.
+    """A cell, and why it is unsupported; the reason is empty for a cell that is run.
 
-    ``refused`` is the feature that the engine does not claim, where that is the reason.
+    ``refused_feature`` is the feature that the engine does not claim, if that is the reason.
     """
 
     cell: Cell
@@ -49,9 +52,9 @@ class PlannedCell:
 
 
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
-    """The cells of ``request`` in the order of the matrix, each once.
+    """Return the cells of ``request`` in the order of the matrix, each once.
 
-    ``claims(engine, stage)`` are an engine's capabilities. Raises UsageError for anything that does not exist.
+    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError for anything that does not exist.
     """
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
@@ -62,20 +65,23 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
             cells.extend(plan_engine_cells(engine, request, find_laws(globs), claims))
     if not cells:
         raise UsageError(
-            f"nothing to run: no check among {', '.join(request.patterns) or 'all'} uses "
-            f"{'the models ' + ', '.join(request.models) if request.models else 'what was asked for'}; "
-            "`zharness list checks` and `zharness list models` say what there is"
+            f"nothing to run: no law among {', '.join(request.patterns) or 'all'} uses "
+            f"{'the models ' + ', '.join(request.models) if request.models else 'these options'}; "
+            "`zharness list laws` and `zharness list models` show what there is"
         )
     return list({cell.cell: cell for cell in cells}.values())
 
 
 def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
-    """``cells`` in an order that follows from ``seed``: ranks that live on then meet them in another one."""
-    return random.Random(seed).sample(cells, len(cells))  # noqa: S311 - an order, no secret
+    """Shuffle ``cells`` by ``seed``.
+
+    Pooled ranks run cells one after the other, so another order may show what a cell leaves behind.
+    """
+    return random.Random(seed).sample(cells, len(cells))  # noqa: S311 - not a secret
 
 
 def validate_request(request: Request) -> None:
-    """Raises UsageError for an engine, stage, dtype, model, world size or check that does not exist."""
+    """Raise UsageError for an engine, stage, dtype, model, world size or law that does not exist."""
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:
@@ -94,56 +100,62 @@ def validate_request(request: Request) -> None:
 
 
 def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
-    """The one cell of a case id, held to the same rules as any other."""
-    check = get_law(cell.law)
-    check.required_features(cell.variant)
+    """Plan the cell that was given by its id. Raises UsageError if the matrix has no such cell."""
+    law = get_law(cell.law)
+    law.required_features(cell.variant)  # raises UsageError for an unknown variant
     validate_request(Request((), (cell.engine,), (cell.stage,), (cell.world_size,), (cell.dtype,), (cell.model,)))
     if is_user_model(cell.model):
-        require_any_model_law(check, cell)
-    elif cell.model not in check.models:
-        raise UsageError.unknown_name(f"model for {check.name}", cell.model, check.models)
-    offered = select_stages(cell.engine, (cell.stage,), claims)
-    require_variant(cell.engine, cell.engine_variant, offered, claims)
-    return plan_cell(check, cell, claims(cell.engine, offered[0]))
+        require_any_model_law(law, cell)
+    elif cell.model not in law.models:
+        raise UsageError.unknown_name(f"model for {law.name}", cell.model, law.models)
+    stages = select_stages(cell.engine, (cell.stage,), claims)
+    require_variant(cell.engine, cell.engine_variant, stages, claims)
+    return plan_cell(law, cell, claims(cell.engine, stages[0]))
 
 
 def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: ClaimsLookup) -> Iterator[PlannedCell]:
-    """Every cell of one engine."""
-    offered = select_stages(engine, request.stages, claims)
-    require_variant(engine, request.engine_variant, offered, claims)
-    for stage in request.stages or offered:
-        capabilities = claims(engine, stage) if stage in offered else None
-        for check in laws:
-            for case in expand_law_cells(check, engine, stage, request):
+    """Yield every cell of one engine. Raises UsageError for a stage or variant that the engine does not have."""
+    engine_stages = select_stages(engine, request.stages, claims)
+    require_variant(engine, request.engine_variant, engine_stages, claims)
+    for stage in request.stages or engine_stages:
+        capabilities = claims(engine, stage) if stage in engine_stages else None
+        for law in laws:
+            for cell in expand_law_cells(law, engine, stage, request):
                 if capabilities is None:
-                    yield PlannedCell(case, f"{engine} has no stage {stage}")
+                    yield PlannedCell(cell, f"{engine} has no stage {stage}")
                 else:
-                    yield plan_cell(check, case, capabilities)
+                    yield plan_cell(law, cell, capabilities)
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
-    """The stages to run: the engine's among those asked for. Raises UsageError when it has none of them."""
-    offered = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
-    found = tuple(stage for stage in (requested_stages or STAGES) if stage in offered)
-    if not found:
+    """Return the requested stages that the engine has, or all of its stages if none was requested.
+
+    Raises UsageError if it has none of them.
+    """
+    engine_stages = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
+    selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
+    if not selected:
         raise UsageError.unknown_name(
-            f"stage of engine {engine!r}", ", ".join(map(str, requested_stages)), sorted(offered)
+            f"stage of engine {engine!r}", ", ".join(map(str, requested_stages)), sorted(engine_stages)
         )
-    return found
+    return selected
 
 
 def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: ClaimsLookup) -> None:
-    """Raises UsageError for a variant that ``engine`` has at none of ``stages``, or a file that cannot be read."""
+    """Raise UsageError for a variant that ``engine`` has at none of ``stages``, or a file that cannot be read."""
     if is_config_file(variant):
         load_configuration(variant)
         return
     known = list(dict.fromkeys(each for stage in stages for each in claims(engine, stage).variants))
     if variant and variant not in known:
-        raise UsageError.unknown_name(f"variant of engine {engine!r}", variant, known or ("(it names none)",))
+        raise UsageError.unknown_name(f"variant of engine {engine!r}", variant, known or ("(it has none)",))
 
 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
-    """The claims at the first of ``stages`` at which the engine can be built at all. Raises UsageError at none."""
+    """Return the claims at the first of ``stages`` at which the engine can be built.
+
+    Raises UsageError if it can be built at none.
+    """
     for stage in stages[:-1]:
         try:
             return claims(engine, stage)
@@ -153,7 +165,7 @@ def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsL
 
 
 def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:
-    """One check's cases at one stage."""
+    """Yield the cells of one law at one stage."""
     for world_size in request.world_sizes:
         for dtype in request.dtypes:
             for model, variant in select_models(law, request.models):
@@ -161,45 +173,51 @@ def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Ite
 
 
 def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The models among ``asked`` that a check is stated for, all of the workload's where none is; with its variants."""
+    """Yield each requested model to which ``law`` applies, with each variant of the law.
+
+    Without a requested model, all models of the workload are considered.
+    """
     for name in requested_models or MODELS:
         if is_user_model(name):
             yield from ((name, variant) for variant in law.user_model_variants)
         elif name in law.models:
-            yield from ((name, variant) for variant, _ in law.variants)
+            yield from ((name, variant.name) for variant in law.variants)
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
-    """Raises UsageError for a check, or a variant of it, that is not stated for anyone's model."""
-    if not law.applies_to_user_models(cell.variant):
-        stated = [
+    """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
+    if not law.get_variant(cell.variant).applies_to_user_models:
+        applicable = [
             f"{each.name}{variant and f' ({variant})'}"
             for each in find_laws(())
             for variant in each.user_model_variants
         ]
-        raise UsageError.unknown_name("check of a model of your own", f"{law.name} {cell.variant}".strip(), stated)
+        raise UsageError.unknown_name("law for a user's model", f"{law.name} {cell.variant}".strip(), applicable)
 
 
 def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
-    """The cell, and why it is not run, decided from claims alone."""
-    excluded, kernels = reason_not_stated(law, cell, capabilities), reason_not_comparable(law, cell, capabilities)
-    if excluded:
-        return PlannedCell(cell, excluded)
+    """Plan one cell: decide from the engine's claims whether it is unsupported, and why."""
+    not_stated, not_comparable = (
+        reason_not_stated(law, cell, capabilities),
+        reason_not_comparable(law, cell, capabilities),
+    )
+    if not_stated:
+        return PlannedCell(cell, not_stated)
     for feature in law.required_features(cell.variant):
         refusal = capabilities.refusal(feature)
         if refusal is not None:
             reason = f"{cell.engine} does not claim {feature.value}: {refusal}"
-            return PlannedCell(cell, reason, None if kernels else feature)
-    return PlannedCell(cell, kernels)
+            return PlannedCell(cell, reason, None if not_comparable else feature)
+    return PlannedCell(cell, not_comparable)
 
 
 def unsupported_reason(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Why this cell is not run; the empty string when it is."""
+    """Return why a cell is unsupported; the empty string if it is run."""
     return plan_cell(law, cell, capabilities).unsupported_reason
 
 
 def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Why there is no such cell, whatever features are claimed; the empty string where there is."""
+    """Return why the matrix has no such cell, whatever features the engine claims; else the empty string."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
     if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
@@ -214,13 +232,13 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Why no honest tolerance exists for this cell; the empty string where one does."""
+    """Return why there is no justified tolerance for a cell; else the empty string."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    own = law.tier is Tier.CALIBRATED or law.compares_engine_with_itself(cell.variant)
-    if kernels is not None and not exact and not own:
-        return f"kernels that are not torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
+    is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself
+    if kernels is not None and not exact and not is_tolerant:
+        return f"kernels other than torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
-    if refusal and cell.variant in law.exact_by_sum_variants and not is_power_of_two(cell.world_size):
+    if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
         return f"the mean over {cell.world_size} ranks is not exact, and {cell.engine} has no exact sum: {refusal}"
     return ""

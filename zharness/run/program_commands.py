@@ -1,19 +1,19 @@
-"""Programs on the command line: what became of some, or the smallest of many that fails."""
+"""The command ``zharness program``: run given programs, or search for the smallest one that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 import click
 
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import SearchOptions, search_programs
 from zharness.run.record import Verdict
 from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
-from zharness.world.server import RankEnvironment
 
 
 def run_given_programs(
@@ -24,35 +24,33 @@ def run_given_programs(
     dtypes: Sequence[str],
     settings: Program,
     timeout: float,
-    get_environment: Callable[[str], RankEnvironment],
+    get_environment: GetEnvironment,
 ) -> int:
-    """Run the programs that ``texts`` write, with ``settings``, wherever it is asked for; the exit code.
+    """Parse ``texts`` as programs with ``settings``, run them at each stage, world size and dtype, and print outcomes.
 
-    Raises UsageError.
+    Returns the exit code. Raises UsageError.
     """
-    written = [parse_program(text, settings) for text in texts]
-    wanted = [
-        [replace(one, stage=stage, world_size=size, dtype=dtype) for one in written]
+    parsed = [parse_program(text, settings) for text in texts]
+    groups = [
+        [replace(program, stage=stage, world_size=size, dtype=dtype) for program in parsed]
         for stage, size, dtype in product(stages, world_sizes, dtypes)
     ]
     with ProgramRunner(get_environment(engine), timeout) as runner:
-        found = [runner.run(engine, programs) for programs in wanted]
-    for programs, outcome in zip(wanted, found, strict=True):
+        outcomes = [runner.run(engine, programs) for programs in groups]
+    for programs, outcome in zip(groups, outcomes, strict=True):
         click.echo(outcome.describe(engine, programs))
-    return programs_exit_code(found)
+    return programs_exit_code(outcomes)
 
 
 def programs_exit_code(outcomes: Sequence[ProgramOutcome]) -> int:
-    """0 where all pass, 3 where the harness itself failed, else 1, as of cells."""
+    """Return 0 if all programs pass, 3 if the harness itself failed, else 1."""
     verdicts = {outcome.verdict for outcome in outcomes}
     return 3 if Verdict.ERROR in verdicts else int(verdicts != {Verdict.PASS})
 
 
-def run_program_search(
-    engine: str, options: SearchOptions, timeout: float, get_environment: Callable[[str], RankEnvironment]
-) -> int:
-    """Draw programs and tell the smallest that fails; the exit code. Raises UsageError."""
+def run_program_search(engine: str, options: SearchOptions, timeout: float, get_environment: GetEnvironment) -> int:
+    """Draw programs, print the smallest that fails, and return the exit code. Raises UsageError."""
     with ProgramRunner(get_environment(engine), timeout) as runner:
-        found = search_programs(runner, engine, options)
-    click.echo(found.describe(engine))
-    return int(bool(found.smallest))
+        result = search_programs(runner, engine, options)
+    click.echo(result.describe(engine))
+    return int(bool(result.smallest))

@@ -1,4 +1,4 @@
-"""Programs run on ranks and judged apart from them; and the smallest one that fails, found by Hypothesis."""
+"""Run programs on ranks, and judge their evidence in a separate process."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from zharness import engines
 from zharness.engines import Capabilities, EngineConfig
 from zharness.errors import UsageError
 from zharness.law_kit.judge_context import stop_at_first_mismatch
-from zharness.law_kit.program_executor import explain_unsupported, observe_program
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_judge import judge_program
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
 from zharness.run import observe_and_judge
+from zharness.run.claims import get_claims
 from zharness.run.record import Verdict
-from zharness.run.runner import (
-    JUDGE_TIMEOUT,
-    conclude_judgement,
-    probe_engine,
-    verdict_of_judge_failure,
-    verdict_of_rank_failure,
-)
+from zharness.run.runner import JUDGE_TIMEOUT
+from zharness.run.verdicts import conclude_judgement, verdict_of_judge_failure, verdict_of_rank_failure
 from zharness.workload.program_model import program_model_spec
 from zharness.workload.program_text import DEFAULT_SETTINGS
 from zharness.workload.programs import Program
@@ -35,25 +32,25 @@ from zharness.world import Group, Isolation, RankServer, RankTask
 from zharness.world.rank import seed_torch
 from zharness.world.server import RankEnvironment
 
-SEED = 0x5EED  # of every program's weights; its batches follow from its text as well
+SEED = 0x5EED  # of every program's weights; its batches also depend on its text
 
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """What became of programs that ran one after the other, and why where it is no pass."""
+    """The verdict of programs that ran one after the other; the cause is empty for a pass."""
 
     verdict: Verdict
     cause: str = ""
 
     def describe(self, engine: str, programs: Sequence[Program]) -> str:
-        """What became of ``programs``, and the command that shows it again."""
+        """Describe the outcome of ``programs``, with the command that runs them again."""
         cause = f"\n  {self.cause}" if self.cause else ""
         texts = "\n".join(f"{self.verdict.value}: {program}" for program in programs)
         return f"{texts}{cause}\n  again: {format_program_command(engine, programs)}"
 
 
 def format_program_command(engine: str, programs: Sequence[Program]) -> str:
-    """The command that runs ``programs`` on ``engine``, to be pasted into a shell."""
+    """Return the shell command that runs ``programs`` on ``engine``."""
     first = programs[0]
     axes = f"--engine {shlex.quote(engine)} --stage {first.stage} --world-size {first.world_size}"
     rest = f"--dtype {first.dtype} --optimizer {first.optimizer}"
@@ -64,56 +61,63 @@ def format_program_command(engine: str, programs: Sequence[Program]) -> str:
 
 
 def observe_programs(engine: str, programs: Sequence[Program], evidence_dir: str, capabilities: Capabilities) -> None:
-    """In every rank: run the programs in turn, and write what was seen of each into a folder of its own."""
+    """In every rank: run the programs in turn, and write the evidence of each into its own folder."""
     for number, program in enumerate(programs):
         config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
         folder = program_evidence_dir(evidence_dir, number)
-        bench = observe_and_judge.build_rank_context(
+        ctx = observe_and_judge.build_rank_context(
             engine, program_model_spec(program.layers), SEED, config, capabilities, folder
         )
         seed_torch(SEED)
-        observe_program(bench, program)
-        bench.finish()
+        observe_program(ctx, program)
+        ctx.finish()
 
 
 def judge_programs(
     programs: Sequence[Program], evidence_dir: str, capabilities: Capabilities
 ) -> observe_and_judge.Judgement:
-    """In a process that never saw the engine: every rank's evidence against plain PyTorch, up to the first mismatch."""
+    """Judge every rank's evidence against plain PyTorch, up to the first mismatch.
+
+    Runs in a process that never imported the engine.
+    """
     require_clean_torch(read_process_conditions())
-    compared = (
+    comparisons = (
         comparison
         for number, program in enumerate(programs)
         for comparison in judge_program(
             build_program_judge_context(program, program_evidence_dir(evidence_dir, number), capabilities), program
         )
     )
-    return observe_and_judge.summarize_comparisons(list(stop_at_first_mismatch(compared)))
+    return observe_and_judge.summarize_comparisons(list(stop_at_first_mismatch(comparisons)))
 
 
 def program_evidence_dir(evidence_dir: str, number: int) -> Path:
-    """Where the evidence of one of several programs lies."""
+    """Create and return the evidence folder of program ``number``."""
     folder = Path(evidence_dir) / str(number)
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def build_program_judge_context(program: Program, evidence_dir: Path, capabilities: Capabilities) -> JudgeContext:
-    """What ``program`` left in ``folder``, and the baseline it has to match."""
+    """Read the evidence of ``program`` from ``evidence_dir``, and combine it with its baseline."""
     dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
     baseline = Baseline(program_model_spec(program.layers), SEED, program.world_size, dtype, scale)
     return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, capabilities)
 
 
 class ProgramRunner:
-    """Runs programs on engines that one rank server can hold, over ranks that live on.
+    """Runs programs on the engines of one rank server, in pooled ranks.
 
-    Create it before any tensor operation of the process. A context manager: on leaving, its servers and ranks are gone.
+    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
+    its servers and ranks.
     """
 
     def __init__(self, environment: RankEnvironment | None = None, timeout: float = 60.0) -> None:
-        """``place`` is what the server needs to have for the engines; ``timeout`` is for the ranks of one run."""
-        # torch loads some 800 modules at the first optimizer: once here, or in every rank again.
+        """Start the servers, with ``environment`` for that of the ranks.
+
+        ``timeout`` is in seconds, for the ranks of one run.
+        """
+        # torch loads some 800 modules at the first optimizer: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
         self._server = RankServer(environment)
@@ -121,33 +125,33 @@ class ProgramRunner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """What ``engine`` claims at ``stage``."""
+        """Return what ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
         if (engine, stage) not in self._claims:
-            known = engines.capabilities(engine, stage)
-            self._claims[engine, stage] = known or probe_engine(self._server, engine, stage)
+            self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]
 
     def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
-        """What became of ``programs``, in the same ranks one after the other; they have all but their text in common.
+        """Run ``programs`` one after the other in the same ranks.
 
-        Raises UsageError where the engine does not claim what one of them takes.
+        They differ in their text only. Raises UsageError if the engine does not claim what one of them needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:
             reason = explain_unsupported(program, claims)
             if reason:
-                raise UsageError(f"{engine} cannot be asked to run {str(program)!r}: {reason}")
-        room = tempfile.mkdtemp(dir=self._judge_server.scratch_dir)
+                raise UsageError(f"{engine} cannot run {str(program)!r}: {reason}")
+        evidence_dir = tempfile.mkdtemp(dir=self._judge_server.scratch_dir)
         try:
-            return self._run_and_judge(engine, tuple(programs), room, claims)
+            return self._run_and_judge(engine, tuple(programs), evidence_dir, claims)
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(evidence_dir, ignore_errors=True)
 
     def _run_and_judge(
         self, engine: str, programs: tuple[Program, ...], evidence_dir: str, capabilities: Capabilities
     ) -> ProgramOutcome:
+        """Run the programs on pooled ranks of their stage and judge their evidence."""
         stage, world_size = programs[0].stage, programs[0].world_size
-        observed = RankTask(
+        observe_task = RankTask(
             observe_programs,
             (engine, programs, evidence_dir, capabilities),
             world_size,
@@ -156,17 +160,17 @@ class ProgramRunner:
             isolation=Isolation.POOLED,
             pool=f"stage {stage}",
         )
-        seen = self._server.submit(observed)
-        if seen.cause is not None:
-            return ProgramOutcome(verdict_of_rank_failure(seen.cause), seen.cause.describe())
-        judging = RankTask(
+        observed = self._server.submit(observe_task)
+        if observed.cause is not None:
+            return ProgramOutcome(verdict_of_rank_failure(observed.cause), observed.cause.describe())
+        judge_task = RankTask(
             judge_programs,
             (programs, evidence_dir, capabilities),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
             isolation=Isolation.POOLED,
         )
-        judged = self._judge_server.submit(judging)
+        judged = self._judge_server.submit(judge_task)
         if judged.cause is None:
             return ProgramOutcome(*conclude_judgement(judged.ranks[0].value))
         return ProgramOutcome(verdict_of_judge_failure(judged.cause), judged.cause.describe())

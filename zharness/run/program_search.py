@@ -1,4 +1,4 @@
-"""The smallest program that an engine gets wrong: one drawn by Hypothesis, cut down to what it takes."""
+"""Search for the smallest program that an engine gets wrong: Hypothesis draws programs, and a failing one is shrunk."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, TypeVar
 from zharness.engines import Capabilities
 from zharness.engines.protocol import Feature
 from zharness.errors import HarnessFault, UsageError
-from zharness.law_kit.program_executor import ACT_FEATURES, LAYER_FEATURES, MARK_FEATURES
+from zharness.law_kit.program_features import ACT_FEATURES, LAYER_FEATURES, MARK_FEATURES
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits, ProgramBatch, smaller_batches
 from zharness.workload.programs import Act, LayerKind, Mark
 
-BATCH_SIZE = 8  # programs in the same ranks, one after the other: what ranks cost is paid once for all
+BATCH_SIZE = 8  # programs that run one after the other in the same ranks, which are started once
 PASS_OUTCOME = ProgramOutcome(Verdict.PASS)
 T = TypeVar("T", LayerKind, Act, Mark)
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search: so many batches of programs, all following from ``seed``, over these stages, sizes and dtypes.
+    """What to search: ``batches`` batches of programs that follow from ``seed``, over stages, world sizes and dtypes.
 
-    To look beyond a bug that is known: ``without`` are layers, verbs and marks that no program has, ``outputs`` is the
-    most that a caller has in hand at once.
+    To search past a known bug, ``excluded_names`` are layers, verbs and marks that no program may have, and
+    ``max_outputs`` limits the outputs that a program keeps for backward at once.
     """
 
     stages: Sequence[int]
@@ -40,9 +40,9 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """How many programs were run, and the smallest that failed, with its outcome, where one did.
+    """The number of programs that ran, and the smallest failing batch with its outcome, if one failed.
 
-    It is more than one where none of them fails alone: the last, in ranks that have run the others.
+    The batch has several programs if none of them fails alone: then the last one fails in ranks that ran the others.
     """
 
     program_count: int
@@ -50,18 +50,18 @@ class SearchResult:
     outcome: ProgramOutcome = PASS_OUTCOME
 
     def describe(self, engine: str) -> str:
-        """What was found, for a person."""
+        """Describe the result for a terminal."""
         if not self.smallest:
             return f"{self.program_count} programs on {engine}, and none fails"
-        told = self.outcome.describe(engine, self.smallest)
-        return f"{self.program_count} programs on {engine}; the smallest that fails:\n{told}"
+        description = self.outcome.describe(engine, self.smallest)
+        return f"{self.program_count} programs on {engine}; the smallest that fails:\n{description}"
 
 
 def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) -> SearchResult:
-    """Run programs until one fails, then the smaller ones that fail as well, until none is smaller.
+    """Run programs until one fails, then smaller ones until no smaller one fails in the same way.
 
-    Raises UsageError where Hypothesis is not installed or the engine claims nothing of what is wanted, HarnessFault
-    when the harness itself failed.
+    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes, HarnessFault if
+    the harness itself failed.
     """
     try:
         from hypothesis import HealthCheck, Phase, find, settings
@@ -71,51 +71,59 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
     except ImportError as error:
         raise UsageError(f"programs are drawn by Hypothesis: pip install hypothesis ({error})") from error
 
-    can = {stage: Repertoire(**repertoire_fields(options, runner.claims(engine, stage))) for stage in options.stages}
-    seen: dict[ProgramBatch, ProgramOutcome] = {}
+    repertoires = {
+        stage: Repertoire(**repertoire_fields(options, runner.claims(engine, stage))) for stage in options.stages
+    }
+    outcomes: dict[ProgramBatch, ProgramOutcome] = {}
 
     def fails(batch: ProgramBatch) -> bool:
-        if batch not in seen:
-            seen[batch] = runner.run(engine, batch)
-        if seen[batch].verdict is Verdict.ERROR:
-            raise HarnessFault(f"{format_program_command(engine, batch)}: {seen[batch].cause}")
-        return seen[batch].verdict.is_broken
+        """Return whether the engine gets a batch wrong; each batch is run only once."""
+        if batch not in outcomes:
+            outcomes[batch] = runner.run(engine, batch)
+        if outcomes[batch].verdict is Verdict.ERROR:
+            raise HarnessFault(f"{format_program_command(engine, batch)}: {outcomes[batch].cause}")
+        return outcomes[batch].verdict.is_broken
 
-    # The smallest is found by cuts in the program itself: in a third of the runs that the choices behind it would take.
-    how = settings(
+    # Generate only: shrink_batch cuts the program itself, which takes a third of the runs that Hypothesis' own
+    # shrinking of choices takes.
+    hypothesis_settings = settings(
         max_examples=options.batches,
         phases=[Phase.generate],
         database=None,
         deadline=None,
         suppress_health_check=[*HealthCheck],
     )
-    drawn = program_batches(can, options.world_sizes, BATCH_SIZE)
+    batches = program_batches(repertoires, options.world_sizes, BATCH_SIZE)
     try:
-        failing = find(drawn, fails, settings=how, random=Random(options.seed))  # noqa: S311 - draws examples
+        failing = find(batches, fails, settings=hypothesis_settings, random=Random(options.seed))  # noqa: S311 - draws examples
     except NoSuchExample:
-        return SearchResult(sum(map(len, seen)))
-    known = seen[failing].verdict
+        return SearchResult(sum(map(len, outcomes)))
+    verdict = outcomes[failing].verdict
 
     def fails_alike(batch: ProgramBatch) -> bool:
-        # A wrong number that shrinks into a hang is another bug, and each try of it takes the time-out.
-        return fails(batch) and seen[batch].verdict is known
+        # A wrong number that shrinks into a hang is another bug, and each run of a hang takes the time-out.
+        """Return whether a smaller batch fails with the same verdict."""
+        return fails(batch) and outcomes[batch].verdict is verdict
 
-    smallest = shrink_batch(failing, fails_alike, can[failing[0].stage].limits)
-    return SearchResult(sum(map(len, seen)), smallest, seen[smallest])
+    smallest = shrink_batch(failing, fails_alike, repertoires[failing[0].stage].limits)
+    return SearchResult(sum(map(len, outcomes)), smallest, outcomes[smallest])
 
 
 def shrink_batch(batch: ProgramBatch, fails: Callable[[ProgramBatch], bool], limits: CallerLimits) -> ProgramBatch:
-    """A failing batch of which nothing more can be cut; every caller in it stays within ``limits``."""
+    """Shrink a failing batch until no smaller one fails; every program in it stays within ``limits``."""
     while True:
-        less = next(filter(fails, smaller_batches(batch, limits)), None)
-        if less is None:
+        smaller = next(filter(fails, smaller_batches(batch, limits)), None)
+        if smaller is None:
             return batch
-        batch = less
+        batch = smaller
 
 
 def repertoire_fields(options: SearchOptions, capabilities: Capabilities) -> dict[str, Any]:
-    """The fields of the Repertoire for an engine that ``claims`` so. Raises UsageError for a name that is none."""
-    known = [thing.value for axis in (LayerKind, Act, Mark) for thing in axis]
+    """Return the fields of the Repertoire for an engine with these capabilities.
+
+    Raises UsageError for an unknown name or if the engine claims none of the dtypes.
+    """
+    known = [member.value for axis in (LayerKind, Act, Mark) for member in axis]
     for name in options.excluded_names:
         if name not in known:
             raise UsageError.unknown_name("layer, verb or mark to leave out", name, known)
@@ -137,6 +145,6 @@ def repertoire_fields(options: SearchOptions, capabilities: Capabilities) -> dic
 def select_claimed(
     axis: Iterable[T], needs: Mapping[T, Feature], options: SearchOptions, capabilities: Capabilities
 ) -> tuple[T, ...]:
-    """Those of ``axis`` that are wanted, and of which the engine claims what they need."""
-    left = (thing for thing in axis if thing.value not in options.excluded_names)
-    return tuple(thing for thing in left if thing not in needs or capabilities.refusal(needs[thing]) is None)
+    """Return the members of ``axis`` that are not excluded and whose features the engine claims."""
+    allowed = (member for member in axis if member.value not in options.excluded_names)
+    return tuple(member for member in allowed if member not in needs or capabilities.refusal(needs[member]) is None)

@@ -1,4 +1,4 @@
-"""One line for each cell: what was asked, what came out, and how to see it again."""
+"""The record of a cell: its axes, its outcome, and the command that runs it again; one JSON line each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
 from zharness.parity.mismatch_report import MismatchReport
+from zharness.run.files import partial_path, unwritable_error
 from zharness.run.validation import require_field_types, require_type, require_valid_exhibit
 from zharness.workload.user_model import IN_PROCESS_PACKAGE
 
@@ -24,7 +25,7 @@ SCHEMA = 2
 
 
 class Verdict(Enum):
-    """What became of a cell."""
+    """The verdict of a cell."""
 
     PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"  # a number is wrong
@@ -32,7 +33,7 @@ class Verdict(Enum):
     CRASH = "crash"  # the engine raised, or took its process down
     HANG = "hang"
     ERROR = "error"  # the harness itself failed
-    UNDETERMINED = "undetermined"  # no number is wrong, and most are smaller than their bound: nothing was shown
+    UNDETERMINED = "undetermined"  # no wrong number, but most are smaller than their bound, so nothing was shown
     UNSUPPORTED = "unsupported"
 
     @property
@@ -43,16 +44,20 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """A cell's outcome.
+    """The outcome of a cell.
 
-    ``excuse`` names the upstream issue of an expected failure; ``stale`` says that the excuse no longer holds and which
-    one to delete. ``tier``, ``ratio`` (error over bound), ``smallest`` (the smallest relative scale error that would
-    have been caught), ``wrong_elements`` (so many lost elements of one tensor would have been caught) and
-    ``undetermined`` of ``elements`` (smaller than their bound) are None where nothing was compared. ``notes`` say what
-    a reader has to know: why a tier is not the promised one. ``evidence`` is what a wrong number has to show, as plain
-    data. ``modules`` are the first that depart from the baseline's
-    where what a rank computes on its own is wrong. ``cause`` is one line, ``details`` every rank's report. ``withheld``
-    is a feature that the engine does not claim although the law holds, where that was tried.
+    ``tier``; ``ratio`` (the largest error over its bound); ``smallest_scale_error`` (the smallest relative scale error
+    that would have been found); ``wrong_elements`` (so many lost elements of one tensor would have been found); and
+    ``undetermined`` of ``elements`` (smaller than their bound) are None if nothing was compared. ``notes`` say why a
+    tier is not the promised one, or how the ranks' settings of torch differed.
+
+    ``divergence`` is the first wrong number, ``evidence`` what the report shows of it, and ``module_departures``
+    describe the first modules that depart from the baseline, if a rank's own computation is wrong. ``cause`` is one
+    line, ``details`` the reports of all ranks; details are not written to JSON.
+
+    ``expected_failure`` is the upstream issue of an expected failure, ``stale_reason`` says that the law holds although
+    a failure was expected, and which entry to delete. ``documentation_url`` documents the difference behind the verdict
+    ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law holds when tried.
     """
 
     cell: Cell
@@ -80,7 +85,7 @@ class Record:
 
     @property
     def is_expected(self) -> bool:
-        """Whether this outcome is no reason to fail a run."""
+        """Whether this outcome does not fail a run."""
         if self.stale_reason:
             return False
         if self.verdict is Verdict.UNDETERMINED:
@@ -89,28 +94,31 @@ class Record:
 
     @property
     def command(self) -> str:
-        """The one command that shows this cell again; in words where what was handed to a library call is needed."""
+        """The shell command that runs this cell again.
+
+        For a model or configuration that was passed to ``zharness.verify``, a sentence instead.
+        """
         if any(part.startswith(f"{IN_PROCESS_PACKAGE}:") for part in (self.cell.model, self.cell.engine_variant)):
             return "call zharness.verify again, as this process did"
         salt = f" --seed {self.seed}" if self.seed else ""
         return f"zharness check {shlex.quote(self.cell.id)}{salt}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for a JSON line; infinities become strings, for JSON has none."""
-        case = self.cell
+        """Return the record as plain data for a JSON line; infinite and NaN floats become strings."""
+        cell = self.cell
         plain = {
             "schema": SCHEMA,
-            "case": case.id,
-            "check": case.law,
-            "model": case.model,
-            "variant": case.variant,
-            "engine": case.engine,
-            "engine_variant": case.engine_variant,
+            "case": cell.id,
+            "check": cell.law,
+            "model": cell.model,
+            "variant": cell.variant,
+            "engine": cell.engine,
+            "engine_variant": cell.engine_variant,
             "engine_version": self.engine_version,
             "torch_version": self.torch_version,
-            "stage": case.stage,
-            "world_size": case.world_size,
-            "dtype": case.dtype,
+            "stage": cell.stage,
+            "world_size": cell.world_size,
+            "dtype": cell.dtype,
             "seed": self.seed,
             "verdict": self.verdict.value,
             "excuse": self.expected_failure,
@@ -135,7 +143,7 @@ class Record:
 
 
 def divergence_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
-    """A mismatch as plain data, with its sentence."""
+    """Return a mismatch as plain data, with its description under the key ``words``."""
     if mismatch is None:
         return None
     fields = {**asdict(mismatch), "part": mismatch.part.value, "words": mismatch.describe()}
@@ -143,16 +151,16 @@ def divergence_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
 
 
 def as_json_number(value: Any) -> Any:
-    """``value``, with a float that JSON cannot hold as a string."""
+    """Return ``value``, or its text if it is a float that JSON cannot hold."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_record(line: str) -> Record:
-    """The record of one JSON line. Raises UsageError for a line of another schema, another kind, or other types."""
+    """Parse one JSON line. Raises UsageError for another schema and for missing or mistyped fields."""
     try:
         plain = json.loads(line)
         if plain["schema"] != SCHEMA:
-            raise UsageError(f"record schema {plain['schema']!r} is not known; this release reads schema {SCHEMA}")
+            raise UsageError(f"unknown record schema {plain['schema']!r}; this release reads schema {SCHEMA}")
         record = Record(
             cell=Cell.parse(plain["case"]),
             seed=plain["seed"],
@@ -168,13 +176,13 @@ def parse_record(line: str) -> Record:
             undetermined=plain["undetermined"],
             notes=tuple(require_string_list(plain["notes"])),
             divergence=parse_mismatch(plain["divergence"]),
-            evidence=parse_exhibit(plain.get("evidence")),  # so have they none of this
+            evidence=parse_exhibit(plain.get("evidence")),  # missing in lines of older releases
             module_departures=plain["modules"],
             cause=plain["cause"],
             expected_failure=plain["excuse"],
             stale_reason=plain["stale"],
             documentation_url=plain["documented"],
-            withheld_feature=plain.get("withheld", ""),  # lines of before it was there have none
+            withheld_feature=plain.get("withheld", ""),  # missing in lines of older releases
         )
         require_field_types(record)
         return record
@@ -183,18 +191,18 @@ def parse_record(line: str) -> Record:
 
 
 def parse_json_number(value: float | str | None) -> float | None:
-    """A float that may have been written as a string."""
+    """Parse a number that may be written as a string."""
     return None if value is None else float(value)
 
 
 def require_string_list(value: Any) -> list[str]:
-    """A list of texts; one text alone would be taken for a list of its letters."""
+    """Check that ``value`` is a list of strings: a single string would be split into letters. Raises TypeError."""
     require_type(value, list[str], "notes")
     return cast("list[str]", value)
 
 
 def parse_mismatch(plain: dict[str, Any] | None) -> Mismatch | None:
-    """The inverse of ``divergence_as_json``."""
+    """Parse the output of ``divergence_as_json``."""
     if plain is None:
         return None
     fields = {key: value for key, value in plain.items() if key != "words"}
@@ -207,7 +215,7 @@ def parse_mismatch(plain: dict[str, Any] | None) -> Mismatch | None:
 
 
 def parse_exhibit(plain: Any) -> MismatchReport | None:
-    """``plain`` itself, which is what it was written from. Raises TypeError or ValueError for another form."""
+    """Check the evidence of a JSON line and return it. Raises TypeError or ValueError."""
     if plain is None:
         return None
     require_valid_exhibit(plain)
@@ -215,40 +223,40 @@ def parse_exhibit(plain: Any) -> MismatchReport | None:
 
 
 class JsonLine(Protocol):
-    """What can become one JSON line."""
+    """An object that can be written as one JSON line."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the object as plain data."""
         ...
 
 
 class RecordFile:
-    """JSON lines, one at a time, complete at every moment."""
+    """Writes JSON lines; every line is flushed, so the file is complete at any time."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def add(self, record: JsonLine) -> None:
-        """Append one line and hand it to the operating system."""
+        """Write one line and flush it to the operating system."""
         self._stream.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
         self._stream.flush()
 
 
 @contextmanager
 def open_record_file(path: Path) -> Iterator[RecordFile]:
-    """A RecordFile that appears under ``path`` when the block ends, also by an interrupt.
+    """Open a RecordFile that appears at ``path`` when the block ends, also on an exception.
 
-    A name that stands for a terminal, a pipe or a device is written to as it is: such a thing must not be replaced.
-    Until then it is ``path`` with ``.partial`` behind it, so that a reader never meets half a run under the real name,
-    and a killed run still leaves what it had finished. Raises UsageError when it cannot be written.
+    Until then it is named ``path`` + ``.partial``, so that no reader takes half a run for a whole one, and a killed run
+    still leaves its finished records. A terminal, pipe or device is written to directly, since it must not be replaced.
+    Raises UsageError if the file cannot be written.
     """
     path = path.resolve()
     in_place = path.exists() and not path.is_file()
-    partial = path if in_place else path.with_name(path.name + ".partial")
+    partial = path if in_place else partial_path(path)
     try:
         stream = partial.open("w", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable place") from error
+        raise unwritable_error(path, error) from error
     try:
         with stream:
             yield RecordFile(stream)

@@ -1,4 +1,4 @@
-"""Records of earlier runs as they are found: what is no record is skipped and counted, never fatal."""
+"""Read the records of earlier runs; lines that are not records are skipped and listed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from zharness.errors import UsageError
 from zharness.run.record import Record, parse_record
 
-MAX_LISTED_SKIPS = 5  # skipped lines that a terminal tells one by one
+MAX_LISTED_SKIPS = 5  # skipped lines that are listed one by one in a terminal
 
 
 @dataclass(frozen=True)
 class LoadedRecords:
-    """The records of some files, and in words each line that is none."""
+    """The records of some files, and a description of each line that is not a record."""
 
     records: tuple[Record, ...]
     skipped_lines: tuple[str, ...]
 
     def describe_skipped(self) -> str:
-        """For a terminal; the empty string where nothing was skipped."""
+        """Describe the skipped lines for a terminal; the empty string if there are none."""
         if not self.skipped_lines:
             return ""
-        rest = len(self.skipped_lines) - MAX_LISTED_SKIPS
+        unlisted = len(self.skipped_lines) - MAX_LISTED_SKIPS
         lines = [f"SKIPPED {line}" for line in self.skipped_lines[:MAX_LISTED_SKIPS]]
-        return "\n".join([*lines, f"SKIPPED {rest} more lines"] if rest > 0 else lines)
+        return "\n".join([*lines, f"SKIPPED {unlisted} more lines"] if unlisted > 0 else lines)
 
 
 def load_records(paths: Iterable[Path]) -> LoadedRecords:
-    """Every record of some JSON-lines files. Raises UsageError when a file cannot be read or none has any record."""
+    """Load every record of some JSON-lines files. Raises UsageError if a file cannot be read or there is no record."""
     paths = list(paths)
     records: list[Record] = []
     skipped: list[str] = []
@@ -40,14 +40,14 @@ def load_records(paths: Iterable[Path]) -> LoadedRecords:
             except (UsageError, UnicodeDecodeError, RecursionError) as error:
                 skipped.append(f"{path}, line {number}: {error or type(error).__name__}")
     if not records:
-        named = ", ".join(map(str, paths))
-        why = f"; the first line that is none: {skipped[0]}" if skipped else ""
-        raise UsageError(f"no record in {named}{why}; records are what `zharness check --jsonl FILE` writes")
+        names = ", ".join(map(str, paths))
+        reason = f"; the first line that is not a record: {skipped[0]}" if skipped else ""
+        raise UsageError(f"no record in {names}{reason}; `zharness check --jsonl FILE` writes records")
     return LoadedRecords(tuple(records), tuple(skipped))
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file. Raises UsageError when it cannot be read."""
+    """Read the lines of a file. Raises UsageError if it cannot be read."""
     try:
         return path.read_bytes().splitlines()
     except OSError as error:

@@ -1,45 +1,49 @@
-"""``torchrun ... -m zharness check``: rank 0 runs and reports, the other processes are its ranks."""
+"""``torchrun ... -m zharness check``: rank 0 runs the cells and reports; the other processes are its ranks."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import click
 
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
-from zharness.report.outputs import Outputs
 from zharness.run import Record, Request, plan
-from zharness.run.check_loop import RunOptions, report_run, requested_engines, sort_as_planned, write_with_progress
+from zharness.run.check_loop import (
+    RunOptions,
+    RunReporter,
+    open_optional_record_file,
+    requested_engines,
+    sort_as_planned,
+    write_with_progress,
+)
 from zharness.run.plan import validate_request
-from zharness.run.record import RecordFile, open_record_file
+from zharness.run.record import RecordFile
 from zharness.run.torchrun_runner import TorchrunRunner
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import GroupOutcome
 from zharness.world.launch import Launch
 from zharness.world.launched_rank import Follower
 from zharness.world.leader import Leader
-from zharness.world.server import RankEnvironment
 
-LOST_RANK_EXIT_CODE = 1  # the exit code when a rank is lost: a cell crashed or hung, and with it the law is broken
+LOST_RANK_EXIT_CODE = 1  # a rank is lost when its cell crashes or hangs, so a law is broken
 
 
 def run_torchrun_check(
-    launch: Launch,
-    request: Request,
-    options: RunOptions,
-    outputs: Outputs,
-    get_environment: Callable[[str], RankEnvironment],
+    launch: Launch, request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment
 ) -> int:
-    """The exit code of the command, the same on every rank. Raises UsageError, on rank 0 alone."""
+    """Run ``request`` on the ranks of ``launch``; return the exit code, the same on every rank.
+
+    Raises UsageError on rank 0 only.
+    """
     if launch.rank:
         follower = Follower(launch)
         follower.answer_leader(lambda _: None)
         return follower.follow()
-    run = TorchrunCheck(options, outputs)
+    run = TorchrunCheck(options, reporter)
     leader = Leader(launch, run.report_lost_rank)
     try:
         leader.follower_status = run.run_request(leader, request, get_environment)
@@ -53,10 +57,10 @@ def run_torchrun_check(
 
 @dataclass
 class TorchrunCheck:
-    """The records so far, and where they go: by whichever thread writes them."""
+    """A run on rank 0. Its records and files are shared with the leader's guard thread, which reports a lost rank."""
 
     options: RunOptions
-    outputs: Outputs
+    reporter: RunReporter
     records: list[Record] = field(default_factory=list)
     start_time: float = field(default_factory=time.monotonic)
     runner: TorchrunRunner | None = None
@@ -64,15 +68,15 @@ class TorchrunCheck:
     record_file: RecordFile | None = None
     exit_stack: ExitStack = field(default_factory=ExitStack)
 
-    def run_request(self, leader: Leader, request: Request, get_environment: Callable[[str], RankEnvironment]) -> int:
-        """Run every cell of ``request`` and report."""
+    def run_request(self, leader: Leader, request: Request, get_environment: GetEnvironment) -> int:
+        """Run every cell of ``request``, report, and return the exit code."""
         validate_request(request)
-        self.outputs.require_writable()
-        places = {name: get_environment(name) for name in requested_engines(request)}
+        self.reporter.require_writable()
+        environments = {name: get_environment(name) for name in requested_engines(request)}
         with self.exit_stack:
             runner = self.runner = TorchrunRunner(
                 leader,
-                places,
+                environments,
                 self.options.timeout,
                 self.options.seed,
                 self.options.user_expected_failures,
@@ -83,20 +87,17 @@ class TorchrunCheck:
             runner.import_engines()
             cells = plan(request, runner.claims)
             self.planned_count = len(cells)
-            complaints = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
-            self.record_file = (
-                self.exit_stack.enter_context(open_record_file(self.outputs.jsonl)) if self.outputs.jsonl else None
-            )
-            for record in write_with_progress(
-                map(runner.run, self.options.order_cells(cells)), self.record_file, len(cells)
-            ):
+            unmatched_failures = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
+            self.record_file = open_optional_record_file(self.exit_stack, self.reporter.jsonl)
+            finished = map(runner.run, self.options.order_cells(cells))
+            for record in write_with_progress(finished, self.record_file, len(cells)):
                 self.records.append(record)
-        return report_run(
-            sort_as_planned(self.records, cells), time.monotonic() - self.start_time, self.outputs, complaints
+        return self.reporter.report_run(
+            sort_as_planned(self.records, cells), time.monotonic() - self.start_time, unmatched_failures
         )
 
     def report_lost_rank(self, outcome: GroupOutcome | None, message: str) -> int:
-        """Report what there is, with the cell during which a rank was lost."""
+        """Report the finished cells and the cell during which a rank was lost; return the exit code."""
         last = self.runner.lost_cell_record(outcome, message) if self.runner is not None else None
         if last is not None:
             self.records.append(last)
@@ -104,7 +105,7 @@ class TorchrunCheck:
                 self.record_file.add(last)
         self.exit_stack.close()
         if self.records:
-            report_run(self.records, time.monotonic() - self.start_time, self.outputs)
+            self.reporter.report_run(self.records, time.monotonic() - self.start_time)
         click.echo(
             f"\nzharness: {message}; {len(self.records)} of {self.planned_count} cells were run", file=sys.stdout
         )

@@ -1,9 +1,9 @@
-"""Cells on ranks that torchrun started."""
+"""Run cells on ranks that torchrun started."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.rank_environment import GetEnvironment
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.parity.snapshot import evidence_path
@@ -22,7 +23,8 @@ from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import PlannedCell
 from zharness.run.pytest_cells import RUNNER_KEY, get_planned_cell, user_expected_failures
 from zharness.run.record import Record
-from zharness.run.runner import JUDGE_TIMEOUT, Runner, WithheldPolicy, make_failure_record, make_judged_record
+from zharness.run.runner import Runner, WithheldPolicy
+from zharness.run.verdicts import make_failure_record, make_judged_record
 from zharness.world import Group, GroupOutcome, RankTask, current_rank
 from zharness.world.leader import Leader
 from zharness.world.server import RankEnvironment, prepare_process
@@ -32,13 +34,14 @@ PREPARATION_TIMEOUT = 600.0  # seconds for the imports of all engines
 
 
 class TorchrunRunner(Runner):
-    """A runner whose ranks are those of a launch, one cell after the other.
+    """Run cells one after the other on the ranks of a torchrun launch.
 
-    They live on, so all cells share their processes, and what an engine leaves there the next cell finds: DeepSpeed's
-    stage 3 replaces torch.nn.functional.linear for good, and keeps the first group that it saw. Cells of one world size
-    share their group therefore, as long as none of them fails; who wants engines and stages apart starts torchrun once
-    for each. The verdicts are not touched by that: the judge's process is forked before any engine is imported, and the
-    ranks' evidence reaches it as files, by way of rank 0.
+    All cells share the ranks' processes, so an engine may find what another one left there: DeepSpeed's stage 3
+    replaces torch.nn.functional.linear for good and keeps the first process group. Cells of one world size share a
+    group until one of them fails. To separate engines or stages, start torchrun once for each.
+
+    The judge is not affected: its process is forked before any engine is imported, and rank 0 hands it the ranks'
+    evidence as files.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class TorchrunRunner(Runner):
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
     ) -> None:
-        """Raises UsageError for two releases of one engine: a process can import only one."""
+        """Raise UsageError for two releases of one engine: a process can import only one."""
         names = [split_release(name)[0] for name in environments]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise UsageError(
-                f"several releases of {', '.join(twice)}: the ranks of torchrun live on, and a process imports one; "
-                "start torchrun once for each"
+                f"several releases of {', '.join(repeated)}: torchrun's ranks run all cells, and a process can import "
+                "only one release; start torchrun once for each"
             )
         super().__init__(
             {}, timeout, seed, user_expected_failures=user_expected_failures, withheld_policy=withheld_policy
@@ -67,19 +70,21 @@ class TorchrunRunner(Runner):
         self._current_record: Record | None = None
 
     def import_engines(self) -> None:
-        """Have every rank import the engines. Raises UsageError when that fails."""
+        """Import the engines on every rank. Raises UsageError if that fails."""
         self._leader.task_title = "the import of the engines"
-        everywhere = self._leader.launch.world_size
-        work = RankTask(prepare_environments, (self._environments,), everywhere, PREPARATION_TIMEOUT, Group.NONE)
-        for rank, trouble in enumerate(self._leader.submit(work).values()):
-            if trouble:
-                raise UsageError(f"rank {rank}: {trouble}")
+        world_size = self._leader.launch.world_size
+        task = RankTask(prepare_environments, (self._environments,), world_size, PREPARATION_TIMEOUT, Group.NONE)
+        for rank, problem in enumerate(self._leader.submit(task).values()):
+            if problem:
+                raise UsageError(f"rank {rank}: {problem}")
 
     def claims(self, engine: str, stage: int) -> Capabilities:
+        """Return what an engine claims at a stage, probed on the launch's ranks if need be."""
         self._leader.task_title = f"the probe of {engine}"
         return super().claims(engine, stage)
 
     def run(self, planned: PlannedCell) -> Record:
+        """Run one cell and return its record: unsupported if the launch has fewer ranks than the cell's world size."""
         self._current_record = self._blank_record(planned.cell)
         ranks = self._leader.launch.world_size
         if planned.cell.world_size > ranks and not planned.unsupported_reason:
@@ -91,7 +96,10 @@ class TorchrunRunner(Runner):
         return super().run(planned)
 
     def lost_cell_record(self, outcome: GroupOutcome | None, message: str) -> Record | None:
-        """The record of the cell that was running when a rank was lost, if one was."""
+        """Build the record of the cell that ran when a rank was lost; None if no cell had started.
+
+        ``outcome`` is that of the lost task, if known; ``message`` is the cause otherwise.
+        """
         blank = self._current_record
         if blank is None:
             return None
@@ -102,6 +110,7 @@ class TorchrunRunner(Runner):
     def _observe_and_judge(
         self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any]
     ) -> Record:
+        """Run the cell on the launch's ranks, write their evidence into files, and judge it here."""
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)
@@ -112,35 +121,33 @@ class TorchrunRunner(Runner):
             return make_failure_record(outcome, blank_record)
         for rank, evidence in enumerate(outcome.values()):
             evidence_path(evidence_dir, rank).write_bytes(evidence)
-        judging = RankTask(
-            observe_and_judge.judge,
-            (cell, self.seed, str(evidence_dir), claims),
-            timeout=JUDGE_TIMEOUT,
-            group=Group.NONE,
-        )
-        return make_judged_record(self._judge_server.submit(judging), blank_record)
+        judge_task = self._make_judge_task(cell, evidence_dir, claims)
+        return make_judged_record(self._judge_server.submit(judge_task), blank_record)
 
     def close(self) -> None:
-        """End the judges' server; the leader is its owner's to close."""
+        """End the judges' server. The leader is closed by its owner."""
         self._judge_server.close()
 
 
 def prepare_environments(environments: tuple[RankEnvironment, ...]) -> str:
-    """In every rank: become what the ranks of these servers would be; in words what went wrong, or nothing."""
-    return "; ".join(trouble for trouble in map(prepare_process, environments) if trouble)
+    """In every rank: apply the environments and import their engines; return the problems as text, or ''."""
+    return "; ".join(problem for problem in map(prepare_process, environments) if problem)
 
 
 def observe_and_read_evidence(cell: Cell, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> bytes:
-    """In every rank: what it saw, as the bytes of its file; rank 0 may be on another machine."""
+    """In every rank: run the law on the engine and return the bytes of the evidence file.
+
+    The file itself cannot be passed on: rank 0 may be on another machine.
+    """
     channel = current_rank().channel
-    assert isinstance(channel, StoreChannel), "sent to the ranks of a launch only"
-    with tempfile.TemporaryDirectory(dir=channel.scratch_dir) as room:
-        observe_and_judge.observe(cell, salt, room, capabilities, options)
-        return evidence_path(Path(room), dist.get_rank()).read_bytes()
+    assert isinstance(channel, StoreChannel), "sent only to the ranks of a launch"
+    with tempfile.TemporaryDirectory(dir=channel.scratch_dir) as evidence_dir:
+        observe_and_judge.observe(cell, salt, evidence_dir, capabilities, options)
+        return evidence_path(Path(evidence_dir), dist.get_rank()).read_bytes()
 
 
-def start_torchrun_runner(session: pytest.Session, get_environment: Callable[[str], RankEnvironment]) -> None:
-    """Have the cells of a pytest session run on the launch's ranks, by the one of rank 0."""
+def start_torchrun_runner(session: pytest.Session, get_environment: GetEnvironment) -> None:
+    """On rank 0 of a torchrun launch: start the runner for the cells of a pytest session."""
     plugin = get_torchrun_plugin(session.config)
     if plugin is None or plugin.leader is None:
         return
@@ -152,9 +159,9 @@ def start_torchrun_runner(session: pytest.Session, get_environment: Callable[[st
     names = sorted({planned.cell.engine for planned in cells})
     if names:
         timeout = session.config.getoption("--cell-timeout")
-        places = {name: get_environment(name) for name in names}
+        environments = {name: get_environment(name) for name in names}
         runner = TorchrunRunner(
-            plugin.leader, places, timeout, user_expected_failures=user_expected_failures(session.config)
+            plugin.leader, environments, timeout, user_expected_failures=user_expected_failures(session.config)
         )
         session.config.stash[RUNNER_KEY] = runner
         runner.import_engines()

@@ -1,58 +1,61 @@
-"""Excuses that match nothing, told by the runs that would have met them."""
+"""Find expected failures that match no cell of a run, although the run has every cell that they could match."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 
 from zharness.cell import Cell
-from zharness.engines import registry
 from zharness.laws import DTYPES
+from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
-from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
+from zharness.run.plan import STAGES, ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
 
 
 def describe_unmatched_failures(
     cells: Sequence[PlannedCell], claims: ClaimsLookup, user_failures: Sequence[ExpectedFailure] = ()
 ) -> list[str]:
-    """In words, each excuse for an engine of ``cells`` that none of them meets, and which line to delete.
+    """Describe each expected failure of a run's engines that none of ``cells`` matches, and which entry to delete.
 
-    Only a run that has every cell of which an excuse speaks may say so. An excuse that is met but no longer needed is
-    no matter of the plan: its cell's record says that it is stale.
+    Only a run that has every cell which an entry covers reports it. An entry that matches a passing cell is not
+    reported here: the record of that cell says that it is stale.
     """
-    run = {cell.cell for cell in cells}
-    found = []
+    run_cells = {cell.cell for cell in cells}
+    descriptions = []
     for engine in dict.fromkeys(cell.cell.engine for cell in cells):
-        version = registry.resolve_version(engine) or "(no release)"
-        # Of all cells: an entry of the user's may be for a release that another spelling of the engine names.
-        met = [
+        version = get_engine_version(engine)
+        # Search all cells: the user's entry may be for a release that another spelling of the engine names.
+        matched = [
             find_expected_failure(cell.cell, version, user_failures) for cell in cells if not cell.unsupported_reason
         ]
-        found += [
-            f"{excuse.location}: no cell of {excuse.engine} {version} meets the excuse for {excuse.check} "
-            f"({excuse.upstream}), or an entry before it meets them all; delete it, or narrow its releases"
-            for excuse in expected_failures_for(engine, user_failures)
-            if excuse.applies_to_version(version)
-            and not any(excuse is one for one in met)
-            and is_fully_run(iter_covered_cells(excuse, engine, version, claims), run)
+        descriptions += [
+            f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of {entry.check} "
+            f"({entry.upstream}), or an earlier entry matches them all; delete it, or narrow its releases"
+            for entry in expected_failures_for(engine, user_failures)
+            if entry.applies_to_version(version)
+            and not any(entry is match for match in matched)
+            and is_fully_run(iter_covered_cells(entry, engine, version, claims), run_cells)
         ]
-    return found
+    return descriptions
 
 
 def is_fully_run(covered_cells: Iterator[PlannedCell], run_cells: Set[Cell]) -> bool:
-    """Whether all cells that an excuse speaks of were run, or any of them where none is supported."""
-    told = list(covered_cells)
-    supported = [cell for cell in told if not cell.unsupported_reason]
+    """Return whether all supported cells of ``covered_cells`` were run; if none is supported, whether any was run."""
+    covered = list(covered_cells)
+    supported = [cell for cell in covered if not cell.unsupported_reason]
     if supported:
         return all(cell.cell in run_cells for cell in supported)
-    return not told or any(cell.cell in run_cells for cell in told)
+    return not covered or any(cell.cell in run_cells for cell in covered)
 
 
 def iter_covered_cells(
     expected_failure: ExpectedFailure, engine: str, version: str, claims: ClaimsLookup
 ) -> Iterator[PlannedCell]:
-    """The cells of the whole matrix that an excuse covers; where it names no world size, those of 2 ranks."""
-    offered = first_buildable_claims(engine, (0, 1, 2, 3), claims).stages
-    stages = tuple(stage for stage in expected_failure.stages or sorted(offered) if stage in offered)
+    """Yield the cells of the whole matrix that an expected failure covers.
+
+    An entry without world sizes is taken to be for 2 ranks.
+    """
+    engine_stages = first_buildable_claims(engine, STAGES, claims).stages
+    stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)
     if not stages:
         return
     for engine_variant in expected_failure.engine_variants or ("",):

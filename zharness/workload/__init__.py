@@ -1,4 +1,4 @@
-"""What is trained: small models, each with its batches and its loss, all following from a seed; and anyone's own."""
+"""The models that are trained, each with its batches and loss, reproducible from a seed; and users' own models."""
 
 from zharness.workload.model_lookup import model_spec
 from zharness.workload.models import MODELS, Batch, ModelSpec

@@ -1,4 +1,4 @@
-"""Exact-arithmetic models for the laws of autograd and of parameters: what a caller does with them is up to a check."""
+"""Exact-arithmetic models for the laws of autograd and of parameters."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
-MAX_FACTOR_ELEMENTS = 3  # parameters of up to so many elements scale what others compute
+MAX_FACTOR_ELEMENTS = 3  # parameters with at most this many elements multiply the output of other layers
 
 Block = Callable[[Tensor], Tensor]
 
 
 def call_block(block: Block, hidden: Tensor) -> Tensor:
-    """``block(hidden)``: the block as it is, where a check may checkpoint it."""
+    """Return ``block(hidden)``; a law may pass a function that checkpoints the block instead."""
     return block(hidden)
 
 
 def first_output(output: Tensor, extra: Tensor) -> Any:
-    """The first output alone."""
+    """Return ``output`` and ignore ``extra``."""
     return output
 
 
 class BlocksModel(nn.Module):
-    """A layer used twice, a frozen one and a factor: (batch, 16) to (batch, 16), with a second head on the input.
+    """A layer used twice, a frozen layer and a scalar factor, and a second head on the input.
 
-    ``through(block, hidden)`` runs the block, for example under a checkpoint. ``pack(output, extra)`` makes the value
-    that is returned; ``extra`` (batch, 3) shares no graph with ``output``.
+    Maps (batch, 16) to (batch, 16). ``through(block, hidden)`` runs the block, for example under a checkpoint.
+    ``pack(output, extra)`` makes the return value; ``extra`` (batch, 3) shares no graph with ``output``. ``dropping``
+    applies dropout to the block's output.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,12 @@ class BlocksModel(nn.Module):
         make_ternary(self)
 
     def block(self, hidden: Tensor) -> Tensor:
+        """Apply the shared layer twice and multiply by the factor."""
         once = torch.relu(self.shared(hidden))
         return torch.relu(self.shared(once)) * self.factor
 
     def block_with_dropout(self, hidden: Tensor) -> Tensor:
-        """The block with half of its result dropped at random."""
+        """Apply the block, and dropout with probability 0.5 to its output."""
         dropped: Tensor = self.dropout(self.block(hidden))
         return dropped
 
@@ -66,7 +68,10 @@ class BlocksModel(nn.Module):
 
 
 class BranchingModel(nn.Module):
-    """Parameters whose use may change: (batch, 16) to (batch, 16). ``branch`` says whether the branch is used."""
+    """Tied, frozen, unused and conditionally used parameters: (batch, 16) to (batch, 16).
+
+    ``branch`` says whether the forward uses the layer ``branch``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class BranchingModel(nn.Module):
         make_ternary(self)
 
     def hidden(self, x: Tensor, branch: bool) -> Tensor:
-        """(batch, 16) to (batch, 5)."""
+        """Return the hidden activations, (batch, 16) to (batch, 5)."""
         hidden = torch.relu(self.first(x) + self.tied(x))
         if branch:
             hidden = hidden + self.branch(hidden)
@@ -89,7 +94,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """The largest magnitude in a weight that a forward then uses: a statistic, which trains nobody. It is 1."""
+        """Return the largest magnitude of a weight, which is 1, without recording a graph."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -98,7 +103,7 @@ class BranchingModel(nn.Module):
 
 
 class OddParametersModel(BranchingModel):
-    """The same with parameters of every shape, layout and dtype."""
+    """BranchingModel with parameters of unusual shapes, layouts and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,9 +123,9 @@ class OddParametersModel(BranchingModel):
 
 
 class LookupModel(nn.Module):
-    """A table whose gradient is sparse, and a head: (batch, 16) to (batch, 16). Each row of inputs has rows repeatedly.
+    """An embedding with sparse gradients, and a head: (batch, 16) to (batch, 16).
 
-    Inputs of -1, 0 and 1 look up a row each, the table has one that none looks up.
+    Inputs of -1, 0 and 1 look up rows 0 to 2, most of them several times per sample; row 3 is never used.
     """
 
     def __init__(self) -> None:
@@ -136,9 +141,9 @@ class LookupModel(nn.Module):
 
 @torch.no_grad()
 def make_ternary(module: nn.Module) -> None:
-    """Draw every parameter of ``module`` from {-1, 0, 1}, the smallest ones from {-1, 1}.
+    """Draw every parameter of ``module`` from {-1, 0, 1}, those of at most MAX_FACTOR_ELEMENTS from {-1, 1}.
 
-    Those are factors: where one is zero, so is every gradient behind it, and a cell would compare zeros with zeros.
+    A factor of zero would make the gradients of all earlier layers zero, and the comparison would show nothing.
     """
     for parameter in module.parameters():
         parameter.copy_(random_ternary(tuple(parameter.shape)))

@@ -1,4 +1,4 @@
-"""Programs out of wishes: those of a list of layers, or of verbs, that are legal where they come; and smaller ones."""
+"""Make legal programs from arbitrary lists of layers and verbs, and make programs smaller."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from zharness.workload.programs import (
     shape_after_layer,
 )
 
-UNLIMITED_OUTPUTS = 100  # outputs in a caller's hand: more than any program has
+UNLIMITED_OUTPUTS = 100  # more outputs than any program keeps
 
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """What an engine allows its caller: outputs in hand at once, and several backwards before a step or not."""
+    """What an engine allows its caller: how many kept outputs, and whether several backwards before a step."""
 
     max_outputs: int = UNLIMITED_OUTPUTS
     can_accumulate: bool = True
 
     def allows(self, caller: CallerState, verb: Verb) -> bool:
-        """Whether a caller with ``book`` in hand may do ``verb``, as far as these go."""
+        """Return whether these limits allow ``verb`` in the state ``caller``."""
         crowded = verb.act in GRAPH_ACTS and len(caller.outputs) >= self.max_outputs
         return not crowded and (self.can_accumulate or not is_accumulating(caller, verb))
 
@@ -44,19 +44,19 @@ ProgramBatch = tuple[Program, ...]  # programs that run one after the other in t
 
 
 def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
-    """The wishes that are legal where they come; where nothing of them is trained, a linear layer behind them."""
-    layers, widths = fit_layers(candidates, ModelShape())
-    return layers if widths.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
+    """Return the candidates that are legal in their order, with a linear layer appended if none of them is trained."""
+    layers, shape = fit_layers(candidates, ModelShape())
+    return layers if shape.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
 
 
 def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[list[Layer], ModelShape]:
-    """Those of ``wishes`` that can stand behind ``widths``, and what is known behind them."""
+    """Return the candidates that fit a model of ``model_shape``, and the shape of the model with them."""
     layers = []
-    for wish in candidates:
-        if wish.kind is LayerKind.TIED and model_shape.weights and model_shape.find_tieable_weight() is None:
+    for candidate in candidates:
+        if candidate.kind is LayerKind.TIED and model_shape.weights and model_shape.find_tieable_weight() is None:
             layers.append(Layer(LayerKind.LINEAR, (model_shape.weights[-1][1],)))
             model_shape = shape_after_layer(model_shape, layers[-1])
-        fits = fit_block(wish, model_shape) if wish.kind in BLOCK_KINDS else wish
+        fits = fit_block(candidate, model_shape) if candidate.kind in BLOCK_KINDS else candidate
         try:
             model_shape = shape_after_layer(model_shape, fits)
         except UsageError:
@@ -66,7 +66,7 @@ def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[li
 
 
 def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
-    """``block`` with those inner layers that fit; one that has to keep the width gets it back by a linear layer."""
+    """Return ``block`` with the inner layers that fit, and a linear layer that restores the width if it has to."""
     inner, after = fit_layers(block.inner, model_shape)
     if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
         inner.append(Layer(LayerKind.LINEAR, (model_shape.width,)))
@@ -76,17 +76,20 @@ def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
 def legal_verbs(
     layers: Sequence[Layer], candidates: Sequence[Verb], limits: CallerLimits = NO_LIMITS, window: int = 1
 ) -> tuple[Verb, ...]:
-    """The wishes that are legal where they come, and within ``limits``, with ``window`` micro-batches a step."""
-    book, kept = CallerState(window=window), []
-    for wish in candidates:
-        if limits.allows(book, wish) and not explain_illegal_verb(layers, book, wish):
-            kept.append(wish)
-            book = apply_verb(book, wish)
-    return tuple(kept)
+    """Return the candidates that are legal in their order and within ``limits``.
+
+    ``window`` is the number of micro-batches per step.
+    """
+    caller, legal = CallerState(window=window), []
+    for verb in candidates:
+        if limits.allows(caller, verb) and not explain_illegal_verb(layers, caller, verb):
+            legal.append(verb)
+            caller = apply_verb(caller, verb)
+    return tuple(legal)
 
 
 def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> Iterator[ProgramBatch]:
-    """Batches that are smaller by one cut, those that may be much smaller first."""
+    """Yield batches with one cut each, the largest cuts first."""
     if len(batch) > 1:
         yield from ((program,) for program in batch)
         yield from (batch[:at] + batch[at + 1 :] for at in range(len(batch)))
@@ -96,7 +99,7 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
-    """Legal programs with some verbs less, a layer less, a mark less, or smaller sizes."""
+    """Yield legal programs that lack some verbs, a layer or a mark, or have smaller sizes."""
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
         legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, limits, program.window))
@@ -105,14 +108,14 @@ def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iter
 
 
 def program_size(program: Program) -> tuple[int, int, int]:
-    """What a cut has to make smaller: first verbs and layers, then marks, then the sizes of layers."""
+    """Return a program's size, which every cut reduces: verbs and layers, then marks, then the sizes of layers."""
     layers = list(program.walk())
     marks = sum(len(verb.marks) for verb in program.verbs)
     return len(layers) + len(program.verbs), marks, sum(sum(layer.sizes) for layer in layers)
 
 
 def program_cuts(program: Program) -> Iterator[Program]:
-    """One cut each, legal or not."""
+    """Yield programs with one cut each, which need not be legal."""
     verbs = program.verbs
     length = len(verbs) // 2
     while length:
@@ -123,12 +126,12 @@ def program_cuts(program: Program) -> Iterator[Program]:
         yield replace(program, layers=layers)
     for at, verb in enumerate(verbs):
         for mark in verb.marks:
-            plainer = replace(verb, marks=tuple(other for other in verb.marks if other is not mark))
-            yield replace(program, verbs=(*verbs[:at], plainer, *verbs[at + 1 :]))
+            unmarked = replace(verb, marks=tuple(other for other in verb.marks if other is not mark))
+            yield replace(program, verbs=(*verbs[:at], unmarked, *verbs[at + 1 :]))
 
 
 def cut_layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
-    """The layers without one, with one replaced by what is inside it, or with one of smaller sizes."""
+    """Yield ``layers`` with one layer removed, replaced by its inner layers, or of smaller sizes."""
     for at, layer in enumerate(layers):
         before, after = layers[:at], layers[at + 1 :]
         yield (*before, *after)

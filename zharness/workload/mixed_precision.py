@@ -1,4 +1,4 @@
-"""A model in which precision matters: layers that torch.autocast lowers beside others, buffers, a frozen parameter."""
+"""A model for mixed precision: layers that torch.autocast lowers and others, buffers, a frozen parameter."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ HIDDEN = 11
 
 
 def pass_through(hidden: Tensor) -> Tensor:
-    """The first layer's output as it is, through which a check may put something of its own."""
+    """Return ``hidden``; a law may pass a function that transforms the first layer's output instead."""
     return hidden
 
 
 class MixedPrecisionModel(nn.Module):
-    """Linear layers, one in a block that leaves torch.autocast, and a layer norm: (batch, 12) to (batch, 5).
+    """Linear layers, one of them with torch.autocast disabled, and a layer norm: (batch, 12) to (batch, 5).
 
-    ``through`` is called on the first layer's output.
-
-    What is frozen, and the buffers, are cast where they are used, as a model has to whose parameters may be lowered.
+    ``through`` is applied to the first layer's output. The forward casts the frozen parameter and the buffers to the
+    dtype of the activations, as the parameters may be in low precision.
     """
 
     shift: Tensor

@@ -1,4 +1,4 @@
-"""A model by its name in a case: one of the workload's, or a factory of anyone's."""
+"""Find a model by its name in a cell: one of the workload, or the path of a user's factory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from zharness.workload.user_model import is_user_model, user_model_spec
 
 
 def model_spec(name: str) -> ModelSpec:
-    """The model called ``name``, or that of the factory ``package.module:factory``. Raises UsageError for another name.
+    """Return the model ``name``, or the one of the factory ``package.module:factory``.
 
-    A factory is imported, and not called before its model is asked for.
+    A factory is imported now and called when its model is built. Raises UsageError for an unknown name.
     """
     if is_user_model(name):
         return user_model_spec(name)
     if name not in MODELS:
-        remedy = "or package.module:factory; `zharness list models` describes them"
+        remedy = "or package.module:factory; `zharness list models` describes the models"
         raise UsageError.unknown_name("model", name, sorted(MODELS), remedy)
     return MODELS[name]

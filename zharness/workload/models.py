@@ -1,4 +1,4 @@
-"""The registry of models: how each is built, fed and scored."""
+"""The registry of models: how each is built, how its batches are drawn, and its loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from zharness.workload import exact_blocks, exact_mlp, mixed_precision, nets
 
-LOW_PRECISION_MSE_SINCE = (
-    2,
-    13,
-)  # before it, 2.8 at least, mse_loss on CPU cannot differentiate bf16 or fp16 beside an fp32 target
-SAMPLES = 4  # per micro-batch and rank; a power of two, so that a mean over them is exact
+# Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
+LOW_PRECISION_MSE_SINCE = (2, 13)
+SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over them is exact
 
 
 def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``nested`` (mappings, tuples and lists of tensors and other values) with ``function`` of every tensor in it."""
+    """Return ``nested`` mappings, tuples and lists with ``function`` applied to every tensor; other values stay."""
     if isinstance(nested, Tensor):
         return function(nested)
     if isinstance(nested, Mapping):
@@ -33,7 +31,7 @@ def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def collect_tensors(nested: Any) -> list[Tensor]:
-    """Every tensor in ``nested``, in order."""
+    """Return all tensors in ``nested``, in order."""
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -46,10 +44,10 @@ def collect_tensors(nested: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, all tensors with as many rows.
+    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, with equally many rows.
 
-    ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` is that of
-    what the forward draws, as dropout does; None where a forward is left with the generator that it finds.
+    ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` seeds torch's
+    generator for the forward, for example for dropout; None leaves the generator alone.
     """
 
     inputs: Any
@@ -57,20 +55,20 @@ class Batch:
     seed: int | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
-        """The same on ``device``, what is floating point in ``dtype``."""
+        """Return the batch on ``device``, with floating-point tensors in ``dtype``."""
         return self.map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The same with ``function`` of every tensor, of inputs and target alike."""
+        """Return the batch with ``function`` applied to every tensor of inputs and target."""
         return replace(self, inputs=map_tensors(self.inputs, function), target=map_tensors(self.target, function))
 
     @property
     def num_samples(self) -> int:
-        """How many rows its tensors have."""
+        """The number of rows."""
         return len(collect_tensors(self.inputs)[0])
 
     def feed(self, call: Callable[..., Any]) -> Any:
-        """What ``call``, a model or an engine, makes of the inputs; torch's generator is left as it was."""
+        """Call a model or engine with the inputs and return its output. Torch's generator is restored."""
         if self.seed is None:
             return self._call_with_inputs(call)
         with torch.random.fork_rng(devices=[]):
@@ -78,7 +76,7 @@ class Batch:
             return self._call_with_inputs(call)
 
     def generator_state_after(self, call: Callable[..., Any]) -> Tensor:
-        """The state in which ``call`` leaves torch's generator, after the same seed; that is left as it was."""
+        """Return the state of torch's generator after a seeded ``call``. Torch's generator is restored."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed or 0)
             self._call_with_inputs(call)
@@ -95,8 +93,8 @@ class ModelSpec:
     """A model of the workload.
 
     ``build()`` is called with torch's generator seeded; ``batch(generator)`` draws a micro-batch; ``loss(output,
-    target)`` is a scalar, the mean over the samples. ``exact``: weights and inputs are small integers and every
-    operation is linear or ReLU, so sums are exact in any order (certified again for each cell).
+    target)`` returns a scalar, the mean over samples. ``exact``: weights and inputs are small integers and every
+    operation is linear or ReLU, so sums are exact in any order (each cell certifies this again).
     """
 
     name: str
@@ -107,20 +105,21 @@ class ModelSpec:
     exact: bool = False
 
     def model(self, seed: int) -> nn.Module:
-        """The model in the initial weights of ``seed``; torch's global generator is left as it was."""
+        """Build the model with the initial weights of ``seed``. Torch's global generator is restored."""
         with torch.random.fork_rng(devices=[]):
-            # Models are built on CPU. torch.manual_seed would also queue a call, with a stack, for each unused device.
+            # Models are built on CPU. torch.manual_seed would also queue a call and a stack trace for unused devices.
             torch.default_generator.manual_seed(seed)
             return self.build()
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
-        """The micro-batch of ``rank`` at micro-step ``step``: the same numbers in every process."""
+        """Draw the micro-batch of ``rank`` at micro-step ``step``; the same numbers in every process."""
         key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         return self.batch(generator)
 
 
 def _mse(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean squared error, also for low-precision outputs on older torch."""
     if output.dtype in (torch.bfloat16, torch.float16) and Version(torch.__version__).release < LOW_PRECISION_MSE_SINCE:
         return (output - target).square().mean()
     return nn.functional.mse_loss(output, target)
@@ -145,7 +144,7 @@ def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
 
 
 def _draw_seeded_batch(generator: torch.Generator) -> Batch:
-    """As ``mlp``'s, with a seed of its own for what the forward draws."""
+    """Draw a batch as for ``mlp``, with a seed for the dropout in the forward."""
     drawn = _draw_float_batch(nets.FEATURES)(generator)
     return replace(drawn, seed=int(torch.randint(1 << 30, (), generator=generator)))
 
@@ -156,7 +155,7 @@ def _draw_ternary_batch(generator: torch.Generator) -> Batch:
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The model's output is a loss per sample already; the target only shifts it."""
+    """Return the mean of the model's output, which is a loss per sample; the target has no effect."""
     return (output + 0 * target[:, :1]).mean()
 
 

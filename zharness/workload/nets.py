@@ -1,4 +1,4 @@
-"""Small models with random weights, one for each way in which parameters are used."""
+"""Small models with random weights, which use parameters in different ways."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a layer norm and beside a residual path."""
+    """Causal self-attention and a feed-forward layer, both pre-norm and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model whose head is its token embedding: token ids (batch, 6) to logits (batch, 6, 29)."""
+    """A language model with tied embedding and head: token ids (batch, 6) to logits (batch, 6, 29)."""
 
     def __init__(self, width: int = 16, heads: int = 2, depth: int = 2) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ConvNet(nn.Module):
 
 
 class StatefulModel(nn.Module):
-    """A batch norm, which keeps running statistics, and dropout between linear layers: (batch, 12) to (batch, 5)."""
+    """A batch norm with running statistics and dropout between linear layers: (batch, 12) to (batch, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class StatefulModel(nn.Module):
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """A loss over ``hidden @ weight.T`` that computes its gradients in its forward, as fused linear losses do.
+    """A loss over ``hidden @ weight.T`` that computes its gradients in forward, as fused linear losses do.
 
-    The trigger of deepspeedai/DeepSpeed#7913: ``torch.func.grad_and_value`` on a weight inside the model's forward.
+    It calls ``torch.func.grad_and_value`` on a weight inside the model's forward, as in deepspeedai/DeepSpeed#7913.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden (batch, features), weight (outputs, features) to one loss per sample (batch, 1)."""
+        """Return one loss per sample, (batch, 1), from hidden (batch, features) and weight (outputs, features)."""
 
         def total(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             per_sample = (hidden @ weight.t()).square().mean(dim=1, keepdim=True)
@@ -125,13 +125,13 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Right for a loss that gives every sample the same weight, which a mean does."""
+        """Scale the gradients of forward. Correct only if every sample has the same weight, as in a mean."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grads[0] * grad_hidden, grads[0][0] * grad_weight
 
 
 class FusedLossNet(nn.Module):
-    """A body and a head whose weight is read by attribute: (batch, 12) to one loss per sample (batch, 1)."""
+    """A body, and a head that is never called but whose weight is read: (batch, 12) to losses (batch, 1)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The models of programs, built from their layers."""
+"""Build the models of programs from their layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zharness.workload.programs import Layer, LayerKind, ModelShape, join_words,
 
 
 class ProgramModelBuilder:
-    """Builds layers one after the other; it knows the width, and the weights that may be tied."""
+    """Builds layers in order and keeps track of the width and of the weights that may be tied."""
 
     def __init__(self) -> None:
         self._model_shape = ModelShape()
         self._tieable_weights: list[nn.Parameter] = []
 
     def build_chain(self, layers: Sequence[Layer]) -> Chain:
-        """Modules for ``layers``, which must be legal."""
+        """Build the modules of ``layers``, which must be legal."""
         return Chain([self.build_layer(layer) for layer in layers])
 
     def build_layer(self, layer: Layer) -> nn.Module:
-        """The module of one layer."""
+        """Build the module of one layer."""
         before = self._model_shape
         module = (
             BLOCK_CLASSES[layer.kind](self.build_chain(layer.inner))
@@ -37,6 +37,7 @@ class ProgramModelBuilder:
         return module
 
     def _build_leaf(self, layer: Layer) -> nn.Module:
+        """Build the module of a layer without inner layers."""
         width, size = self._model_shape.width, (0, *layer.sizes)[-1]
         if layer.kind is LayerKind.TOKENS:
             return self._record_tieable(nn.Embedding(layer.sizes[0], size))
@@ -58,6 +59,7 @@ class ProgramModelBuilder:
         return simple[layer.kind]()
 
     def _record_tieable(self, module: nn.Linear | nn.Embedding) -> nn.Module:
+        """Remember the weight of ``module`` for later tied layers, and return the module."""
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         self._tieable_weights.append(weight)
@@ -65,7 +67,7 @@ class ProgramModelBuilder:
 
 
 class Chain(nn.Module):
-    """Modules one after the other; ``odd`` says whether the micro-batch is one in which ``sometimes`` is used."""
+    """Modules in sequence. ``odd``: this micro-batch uses the blocks of kind ``sometimes``."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class Chain(nn.Module):
 
 
 class TiedLinear(nn.Module):
-    """A linear layer without bias in the weight of another layer."""
+    """A linear layer without bias that uses the weight of another layer."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class TiedLinear(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer that is not trained; cast where it is used, as it has to be where parameters may be lowered."""
+    """A linear layer that is not trained. The forward casts its weight, as parameters may be in low precision."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class FrozenLinear(nn.Module):
 
 
 class UncalledLinear(nn.Module):
-    """A matrix that is a module of its own, never called: its weight is read by attribute."""
+    """A linear layer whose submodule is never called: the forward reads its weight as an attribute."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Conv(nn.Module):
 
 
 class UnusedParameter(nn.Module):
-    """The identity, beside a parameter that nobody uses."""
+    """The identity, with a parameter that the forward does not use."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class UnusedParameter(nn.Module):
 
 
 class LayerBlock(nn.Module):
-    """Something around a chain."""
+    """Base of modules around an inner chain."""
 
     def __init__(self, inner: Chain) -> None:
         super().__init__()
@@ -143,24 +145,32 @@ class LayerBlock(nn.Module):
 
 
 class ResidualBlock(LayerBlock):
+    """Adds the output of the inner chain to its input."""
+
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         inner: Tensor = self.inner(x, odd)
         return x + inner
 
 
 class RepeatedBlock(LayerBlock):
+    """Applies the inner chain twice."""
+
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         again: Tensor = self.inner(self.inner(x, odd), odd)
         return again
 
 
 class AlternatingBlock(LayerBlock):
+    """Applies the inner chain in odd micro-batches; the identity in even ones."""
+
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         used: Tensor = self.inner(x, odd) if odd else x
         return used
 
 
 class CheckpointBlock(LayerBlock):
+    """Recomputes the inner chain in backward (activation checkpointing)."""
+
     reentrant = False
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
@@ -169,6 +179,8 @@ class CheckpointBlock(LayerBlock):
 
 
 class ReentrantCheckpointBlock(CheckpointBlock):
+    """Recomputes the inner chain with torch's reentrant checkpoint."""
+
     reentrant = True
 
 
@@ -182,7 +194,7 @@ BLOCK_CLASSES: dict[LayerKind, type[LayerBlock]] = {
 
 
 class ProgramModelSpec(ModelSpec):
-    """The model of a program. Its initial weights are drawn once and copied: torch's generator takes long to seed."""
+    """The model of a program. Its initial weights are drawn once and copied, as seeding torch's generator is slow."""
 
     def model(self, seed: int) -> nn.Module:
         return copy.deepcopy(build_initial_model(self, seed))
@@ -190,16 +202,16 @@ class ProgramModelSpec(ModelSpec):
 
 @lru_cache(maxsize=1)
 def build_initial_model(spec: ProgramModelSpec, seed: int) -> nn.Module:
-    """The model in the initial weights of ``seed``; it is copied, never trained."""
+    """Build the model with the initial weights of ``seed``; callers copy it and never train it."""
     return ModelSpec.model(spec, seed)
 
 
 @lru_cache(maxsize=1)
 def program_model_spec(layers: tuple[Layer, ...]) -> ModelSpec:
-    """The model of ``layers`` as the workload has models: its batches follow from its text."""
-    widths = ModelShape()
+    """Return the ModelSpec of ``layers``. Its batches are seeded by its name, the text of the layers."""
+    shape = ModelShape()
     for layer in layers:
-        widths = shape_after_layer(widths, layer)
+        shape = shape_after_layer(shape, layer)
 
     def batch(generator: torch.Generator) -> Batch:
         source = layers[0]
@@ -207,7 +219,7 @@ def program_model_spec(layers: tuple[Layer, ...]) -> ModelSpec:
             inputs = torch.randint(source.sizes[0], (SAMPLES,), generator=generator)
         else:
             inputs = torch.randn(SAMPLES, source.sizes[0], generator=generator)
-        return Batch(inputs, torch.randn(SAMPLES, widths.width, generator=generator))
+        return Batch(inputs, torch.randn(SAMPLES, shape.width, generator=generator))
 
     return ProgramModelSpec(
         name=join_words(layers),

@@ -1,4 +1,4 @@
-"""Programs read from their text, and refused where plain PyTorch could not run them."""
+"""Parse programs from text, and refuse those that plain PyTorch could not run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEFAULT_SETTINGS = Program((), ())
 
 
 def parse_program(text: str, settings: Program = DEFAULT_SETTINGS) -> Program:
-    """The program that ``text`` writes, in all else as ``settings``.
+    """Parse the layers and verbs of a program; take all other fields from ``settings``.
 
-    Raises UsageError for one that cannot be read, or that is not legal.
+    Raises UsageError for text that cannot be parsed, and for a program that is not legal.
     """
     model, bar, calls = text.partition("|")
     if not bar:
-        raise UsageError(f"not a program: {text!r}; expected a model, | and verbs: 'x(3) linear(2) relu | f b s'")
+        raise UsageError(f"not a program: {text!r}; expected a model, | and verbs, as in 'x(3) linear(2) relu | f b s'")
     layers = tuple(parse_layers(model))
     program = replace(settings, layers=layers, verbs=tuple(parse_verb(word) for word in calls.split()))
     require_legal(program)
@@ -42,50 +42,50 @@ def parse_program(text: str, settings: Program = DEFAULT_SETTINGS) -> Program:
 
 
 def require_legal(program: Program) -> None:
-    """Raises UsageError unless plain PyTorch could run ``program``."""
-    widths = ModelShape()
+    """Raise UsageError unless plain PyTorch could run ``program``."""
+    shape = ModelShape()
     for layer in program.layers:
-        widths = shape_after_layer(widths, layer)
-    if not widths.trained_count:
-        raise UsageError(f"{program.model or 'an empty model'}: nothing in it is trained in every micro-batch")
-    for place, verb, book in iter_verbs(program):
-        reason = explain_illegal_verb(program.layers, book, verb)
+        shape = shape_after_layer(shape, layer)
+    if not shape.trained_count:
+        raise UsageError(f"{program.model or 'an empty model'}: no layer is trained in every micro-batch")
+    for number, verb, caller in iter_verbs(program):
+        reason = explain_illegal_verb(program.layers, caller, verb)
         if reason:
-            raise UsageError(f"verb {place} of {join_words(program.verbs)!r}, {verb}: {reason}")
+            raise UsageError(f"verb {number} of {join_words(program.verbs)!r}, {verb}: {reason}")
 
 
 def parse_layers(text: str) -> list[Layer]:
-    """The layers that ``text`` writes, whether or not they fit."""
+    """Parse the layers of a model, without checking that they fit together."""
     stack: list[list[Layer]] = [[]]
-    opened: list[LayerKind] = []
+    open_blocks: list[LayerKind] = []
     rest = text.strip()
     while rest:
         found = _LAYER_TOKEN.match(rest)
-        if found is None or (found["close"] and not opened):
+        if found is None or (found["close"] and not open_blocks):
             raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
         rest = rest[found.end() :].lstrip()
         if found["close"]:
             inner = tuple(stack.pop())
-            stack[-1].append(Layer(opened.pop(), (), inner))
+            stack[-1].append(Layer(open_blocks.pop(), (), inner))
             continue
         kind = parse_layer_kind(found["name"])
         if bool(found["open"]) != (kind in BLOCK_KINDS):
             raise UsageError(
-                f"not a model: {text!r}; expected [ behind {join_words(k.value for k in BLOCK_KINDS)} alone"
+                f"not a model: {text!r}; expected [ after {join_words(k.value for k in BLOCK_KINDS)}, and only there"
             )
         if found["open"]:
-            opened.append(kind)
+            open_blocks.append(kind)
             stack.append([])
         else:
             sizes = found["sizes"] or ""
             stack[-1].append(Layer(kind, tuple(int(size) for size in sizes.split(",") if size.strip())))
-    if opened:
+    if open_blocks:
         raise UsageError(f"not a model: {text!r}; expected a ] for every [")
     return stack[0]
 
 
 def parse_layer_kind(name: str) -> LayerKind:
-    """The kind of layer of that name. Raises UsageError when there is none."""
+    """Return the kind of layer called ``name``. Raises UsageError for an unknown name."""
     try:
         return LayerKind(name)
     except ValueError:
@@ -93,7 +93,7 @@ def parse_layer_kind(name: str) -> LayerKind:
 
 
 def parse_verb(word: str) -> Verb:
-    """One verb with its marks, as in ``b:old,retain``. Raises UsageError for any other word."""
+    """Parse one verb with its marks, as in ``b:old,retain``. Raises UsageError for any other word."""
     name, _, marks = word.partition(":")
     try:
         act = Act(name)

@@ -1,7 +1,7 @@
-"""Programs: a small model and an order of calls as frozen data, written and read as one line of text.
+"""Programs: a small model and a sequence of calls as frozen data, written as one line of text.
 
-``x(3) linear(2) relu | f b:retain b s`` is a model of three inputs, a linear layer with two outputs and a ReLU, and a
-caller who runs a forward, two backwards on its graph and a step. What a caller may do is what plain PyTorch allows.
+``x(3) linear(2) relu | f b:retain b s`` is a model with three inputs, a linear layer with two outputs and a ReLU, and a
+caller that runs a forward, two backwards on its graph and a step. A program is legal if plain PyTorch can run it.
 """
 
 from __future__ import annotations
@@ -12,39 +12,36 @@ from enum import Enum
 
 from zharness.errors import UsageError
 
-WeightShape = tuple[int, int]  # outputs and inputs of a weight
+WeightShape = tuple[int, int]  # (outputs, inputs)
 
 
 class LayerKind(Enum):
     """The kinds of layers, each from (samples, width) to (samples, width); the first two begin a model."""
 
-    INPUTS = "x"  # x(width): floats
-    TOKENS = "tokens"  # tokens(vocabulary, width): token ids, and their embedding
+    INPUTS = "x"  # x(width): float inputs
+    TOKENS = "tokens"  # tokens(vocabulary, width): token ids and an embedding
     LINEAR = "linear"  # linear(outputs)
     MATRIX = "matrix"  # matrix(outputs): a linear layer without bias
     FROZEN = "frozen"  # frozen(outputs): a linear layer that is not trained
-    READ = "read"  # read(outputs): a matrix whose weight is read by attribute, its module never called
-    TIED = "tied"  # the weight of the nearest layer before that fits, once more
+    READ = "read"  # read(outputs): a matrix whose module is never called; the forward reads its weight
+    TIED = "tied"  # uses the weight of the nearest earlier layer that fits
     CONV = "conv"  # conv(channels): a convolution along the width
     NORM = "norm"
     RELU = "relu"
     GELU = "gelu"
-    UNUSED = "unused"  # unused(elements): a parameter that nobody uses
-    RESIDUAL = "residual"  # residual[...]: what is inside, added to what comes in
+    UNUSED = "unused"  # unused(elements): a parameter that the forward does not use
+    RESIDUAL = "residual"  # residual[...]: adds the output of the inner layers to their input
     TWICE = "twice"  # twice[...]: the same modules called twice
     CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputed in backward
-    REENTRANT = "reentrant"  # reentrant[...]: the same by torch's older implementation
-    SOMETIMES = "sometimes"  # sometimes[...]: in every second micro-batch alone
+    REENTRANT = "reentrant"  # reentrant[...]: recomputed by torch's older implementation, use_reentrant=True
+    SOMETIMES = "sometimes"  # sometimes[...]: used only in every second micro-batch
 
 
 SOURCE_KINDS = (LayerKind.INPUTS, LayerKind.TOKENS)
 SIZED_KINDS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.FROZEN, LayerKind.READ, LayerKind.CONV, LayerKind.UNUSED)
 BLOCK_KINDS = (LayerKind.RESIDUAL, LayerKind.TWICE, LayerKind.CHECKPOINT, LayerKind.REENTRANT, LayerKind.SOMETIMES)
-WIDTH_PRESERVING_KINDS = (
-    LayerKind.RESIDUAL,
-    LayerKind.TWICE,
-    LayerKind.SOMETIMES,
-)  # of the blocks, those that need what they end with
+# Blocks whose inner layers must end with the width that they begin with.
+WIDTH_PRESERVING_KINDS = (LayerKind.RESIDUAL, LayerKind.TWICE, LayerKind.SOMETIMES)
 TRAINED_KINDS = (
     LayerKind.TOKENS,
     LayerKind.LINEAR,
@@ -54,58 +51,61 @@ TRAINED_KINDS = (
     LayerKind.CONV,
     LayerKind.NORM,
 )
-SIZE_COUNTS = {
-    LayerKind.TOKENS: 2,
-    LayerKind.INPUTS: 1,
-    **dict.fromkeys(SIZED_KINDS, 1),
-}  # sizes that a layer is written with
+# How many sizes the text of a layer has.
+SIZE_COUNTS = {LayerKind.TOKENS: 2, LayerKind.INPUTS: 1, **dict.fromkeys(SIZED_KINDS, 1)}
 
 
 class Act(Enum):
-    """What a caller does. A micro-batch is new for every forward."""
+    """What a caller does. Every forward takes a new micro-batch."""
 
-    FORWARD = "f"  # the output is kept
-    BACKWARD = "b"  # of the newest output that is kept
-    NO_SYNC = "n"  # forward and backward of one micro-batch in no_sync
-    STEP = "s"  # step, and zero_grad where that was a boundary; outputs that are kept are dropped
+    FORWARD = "f"  # a forward whose output is kept
+    BACKWARD = "b"  # a backward from the newest kept output
+    NO_SYNC = "n"  # forward and backward of one micro-batch inside no_sync
+    STEP = "s"  # step, and zero_grad at an accumulation boundary; kept outputs are dropped
     ZERO_GRAD = "z"
     NO_GRAD = "e"  # a forward under no_grad
     INFERENCE = "i"  # a forward under inference_mode
     EVALUATION = "v"  # a forward in eval mode, under no_grad
-    EVALUATION_GRAD = "vg"  # a forward in eval mode, of which a graph is recorded that nobody uses
+    EVALUATION_GRAD = "vg"  # a forward in eval mode that records a graph, without a backward
     INPUT_GRAD = "g"  # autograd.grad of a new forward with respect to its inputs
     TRANSFORM = "t"  # torch.func.grad of a new forward with respect to its inputs
-    LOOK = "l"  # everything that an engine shows is asked for, twice
-    FAILED_FORWARD = "xf"  # an exception halfway through a forward, which the caller catches
-    FAILED_BACKWARD = "xb"  # an exception halfway through a backward, which the caller catches, and zero_grad
-    IDLE = "idle"  # a step without any gradient
-    EDIT = "edit"  # one rank writes a weight, for all
+    LOOK = "l"  # read all tensors and observations of the engine, twice
+    FAILED_FORWARD = "xf"  # a forward that raises halfway; the caller catches the exception
+    FAILED_BACKWARD = "xb"  # a backward that raises halfway; the caller catches the exception and calls zero_grad
+    IDLE = "idle"  # a step without gradients
+    EDIT = "edit"  # rank 0 writes a weight, for all ranks
     SAVE = "save"
-    LOAD = "load"  # what was saved last
+    LOAD = "load"  # load the last checkpoint
 
 
-GRAPH_ACTS = (Act.FORWARD, Act.NO_SYNC)  # those of the outputs in hand are there as well
-MICRO_BATCH_ACTS = (  # those that take a micro-batch
+GRAPH_ACTS = (Act.FORWARD, Act.NO_SYNC)  # make a graph beside those of the kept outputs
+MICRO_BATCH_ACTS = (  # take a micro-batch
     *(Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD),
     *(Act.INPUT_GRAD, Act.TRANSFORM, Act.FAILED_FORWARD, Act.FAILED_BACKWARD),
 )
 BACKWARD_ACTS = (Act.BACKWARD, Act.NO_SYNC, Act.FAILED_BACKWARD)
-BETWEEN_STEPS_ACTS = (Act.SAVE, Act.LOAD, Act.EDIT, Act.IDLE)  # no output is kept, and nothing waits for a step
+BETWEEN_STEPS_ACTS = (
+    Act.SAVE,
+    Act.LOAD,
+    Act.EDIT,
+    Act.IDLE,
+)  # need that no output is kept and no gradient waits for a step
 
 
 class Mark(Enum):
-    """How it is done, where not as ever: a backward by ``engine.backward``, of the newest output's mean squared error.
+    """How an act differs from its default.
 
-    A forward has the whole micro-batch, as a positional argument; a load reads what was saved last.
+    By default a backward is ``engine.backward`` of the mean squared error of the newest output, a forward takes the
+    whole micro-batch as a positional argument, and a load reads the last checkpoint.
     """
 
-    OLD = "old"  # of the oldest output that is kept; what was saved first, and over it
+    OLD = "old"  # backward: of the oldest kept output; save and load: the first checkpoint, which save overwrites
     TENSOR = "tensor"  # loss.backward()
     SCALE = "scale"  # engine.scale(loss).backward()
-    OTHER = "other"  # another loss of the same output
-    RETAIN = "retain"  # the graph is retained, and the output stays
-    UNSEEN = "unseen"  # nobody asks for its gradients, unless it is with a look or after another backward
-    FEW = "few"  # fewer samples, on each rank another number
+    OTHER = "other"  # a different loss of the same output
+    RETAIN = "retain"  # retain_graph=True; the output stays kept
+    UNSEEN = "unseen"  # full_grads is not called after this backward
+    FEW = "few"  # fewer samples, a different number on each rank
     KEYWORD = "kw"  # inputs by keyword
 
 
@@ -114,7 +114,7 @@ INPUT_MARKS = (Mark.FEW, Mark.KEYWORD)
 ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
     Act.FORWARD: INPUT_MARKS,
     Act.BACKWARD: (Mark.OLD, *LOSS_MARKS, Mark.RETAIN, Mark.UNSEEN),
-    Act.NO_SYNC: (*LOSS_MARKS, *INPUT_MARKS),  # its backward has an output of its own
+    Act.NO_SYNC: (*LOSS_MARKS, *INPUT_MARKS),  # its backward uses the output of its own forward
     Act.SAVE: (Mark.OLD,),
     Act.LOAD: (Mark.OLD,),
 }
@@ -122,7 +122,7 @@ ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; ``sizes`` as its kind says, ``inner`` for blocks alone."""
+    """One layer. LayerKind documents ``sizes``; only blocks have ``inner`` layers."""
 
     kind: LayerKind
     sizes: tuple[int, ...] = ()
@@ -134,7 +134,7 @@ class Layer:
         return f"{self.kind.value}{sizes}{inner}"
 
     def walk(self) -> Iterator[Layer]:
-        """This layer and all within."""
+        """Yield this layer and all inner layers."""
         yield self
         for layer in self.inner:
             yield from layer.walk()
@@ -142,7 +142,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verb:
-    """One act; ``marks`` are those that MARKED allows it, in the order of Mark."""
+    """One act and its marks, in the order of Mark; ALLOWED_MARKS says which an act may have."""
 
     act: Act
     marks: tuple[Mark, ...] = ()
@@ -153,11 +153,13 @@ class Verb:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, what a caller does with it, and where: one example of all that training may be.
+    """A model, the calls on it, and the settings of the engine.
 
-    ``layers`` begin with a source; where there are none, the model is that of the law that plays the program.
-    ``optimizer`` is a name of ``zharness.law_kit.program_executor.OPTIMIZERS``, ``clip`` the norm to which gradients are clipped,
-    ``window`` how many micro-batches the engine takes together and divides by, ``reduction`` mean or sum.
+    - ``layers`` begin with a source. If empty, the model is that of the law that runs the program.
+    - ``optimizer`` is a key of ``zharness.law_kit.program_executor.OPTIMIZERS``.
+    - ``clip`` is the norm to which gradients are clipped.
+    - ``window`` is the number of micro-batches per step that the engine counts and divides by.
+    - ``reduction`` is ``mean`` or ``sum``.
     """
 
     layers: tuple[Layer, ...]
@@ -172,48 +174,50 @@ class Program:
 
     @property
     def with_default_settings(self) -> Program:
-        """The same on an engine that is told of nothing but an optimizer."""
+        """The program without clipping and accumulation, and with mean reduction."""
         return replace(self, clip=None, window=1, reduction="mean")
 
     @property
     def model(self) -> str:
-        """The model as text; it names the model's batches too."""
+        """The model as text, which also seeds the model's batches."""
         return join_words(self.layers)
 
     def __str__(self) -> str:
         return f"{self.model} | {join_words(self.verbs)}".rstrip()
 
     def walk(self) -> Iterator[Layer]:
-        """Every layer, those within blocks too."""
+        """Yield every layer, including those inside blocks."""
         for layer in self.layers:
             yield from layer.walk()
 
 
 def join_words(items: Iterable[object]) -> str:
-    """Their texts, with spaces between."""
+    """Join the texts of ``items`` with spaces."""
     return " ".join(map(str, items))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known behind some layers: the width, the weights that may be tied, whether a gradient flows back."""
+    """The output width of some layers, the weights that may be tied, and the number of trained layers."""
 
     width: int = 0
     weights: tuple[WeightShape, ...] = ()
     trained_count: int = 0
 
     def find_tieable_weight(self) -> WeightShape | None:
-        """The nearest weight that a tied layer could use."""
+        """Return the shape of the nearest weight that a tied layer could use, or None."""
         return next((shape for shape in reversed(self.weights) if shape[1] == self.width), None)
 
 
 def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
-    """What is known behind ``layer``. Raises UsageError where the layer cannot stand there."""
+    """Return the model's shape with ``layer`` appended. Raises UsageError if the layer does not fit."""
     kind, sizes, width = layer.kind, layer.sizes, model_shape.width
     if len(sizes) != SIZE_COUNTS.get(kind, 0) or not all(size > 0 for size in sizes):
         raise UsageError(f"{layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
     if (kind in SOURCE_KINDS) != (width == 0):
-        raise UsageError(f"{layer}: a model begins with {' or '.join(k.value for k in SOURCE_KINDS)}, and only there")
+        raise UsageError(
+            f"{layer}: expected {' or '.join(k.value for k in SOURCE_KINDS)} as the first layer, and only there"
+        )
     after = replace(model_shape, trained_count=model_shape.trained_count + (kind in TRAINED_KINDS))
     if kind in BLOCK_KINDS:
         return shape_after_block(model_shape, layer)
@@ -230,40 +234,43 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
     if kind is LayerKind.TIED:
         shape = model_shape.find_tieable_weight()
         if shape is None:
-            raise UsageError(f"tied: no linear, matrix or tokens before has a weight for {width} inputs")
+            raise UsageError(f"tied: no earlier linear, matrix or tokens has a weight with {width} inputs")
         return replace(after, width=shape[0])
     return after
 
 
 def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
-    """``behind`` for a layer with layers inside."""
+    """Return the model's shape with a block appended. Raises UsageError if it does not fit."""
     after = model_shape
     for layer in block.inner:
         after = shape_after_layer(after, layer)
     if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
         raise UsageError(
-            f"{block}: it ends with width {after.width}, and has to end with {model_shape.width} as it begins"
+            f"{block}: it ends with width {after.width}; expected {model_shape.width}, the width that it begins with"
         )
     if block.kind is LayerKind.REENTRANT and not model_shape.trained_count:
-        raise UsageError(f"{block}: nothing before it is trained, so torch would give it no gradients")
-    # What is left out in every second micro-batch alone gives no gradient to rely on.
+        raise UsageError(
+            f"{block}: no layer before it is trained, so torch's reentrant checkpoint would give it no gradients"
+        )
+    # Layers that only every second micro-batch uses do not count: the others would have no gradient.
     return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after
 
 
 class PendingGradients(Enum):
-    """What has become of the gradients since the last step or zero_grad."""
+    """The state of the gradients since the last step or zero_grad."""
 
-    NOTHING = "no gradient"
-    REDUCED = "gradients, reduced"
-    UNSEEN = "gradients, reduced, for which nobody has asked"
-    UNREDUCED = "gradients, the last of them under no_sync alone"
+    NOTHING = "there is no gradient"
+    REDUCED = "the gradients are reduced"
+    UNSEEN = "the gradients are reduced, and were not read"
+    UNREDUCED = "the last gradients are unreduced, because of no_sync"
 
 
 @dataclass(frozen=True)
 class CallerState:
-    """What a caller has in hand: ``kept`` outputs by their micro-batch, ``drawn`` micro-batches, ``saved`` times.
+    """The state of a caller between two verbs.
 
-    ``window`` micro-batches make a step, of which the engine has been told of ``counted``.
+    ``outputs`` are the kept outputs by the number of their micro-batch. ``window`` micro-batches make a step, of which
+    the engine has counted ``micro_batches_counted``.
     """
 
     outputs: tuple[int, ...] = ()
@@ -275,41 +282,41 @@ class CallerState:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the next step is one, and the gradients before it are whole."""
+        """Whether the next step is an accumulation boundary, so that gradients are complete before it."""
         return self.micro_batches_counted + 1 == self.window
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """Whether there are reduced gradients, for which an engine may be asked."""
+        """Whether there are reduced gradients that ``full_grads`` may read."""
         return self.is_boundary and self.pending in (PendingGradients.REDUCED, PendingGradients.UNSEEN)
 
     def select_output(self, verb: Verb) -> int:
-        """The micro-batch of the output that a backward takes."""
+        """Return the micro-batch of the output from which the backward ``verb`` starts."""
         return self.outputs[0 if Mark.OLD in verb.marks else -1]
 
 
 def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Verb) -> str:
-    """Why a caller with ``book`` in hand cannot do ``verb``; nothing where plain PyTorch allows it."""
+    """Return why ``verb`` is illegal in the state ``caller``; empty if plain PyTorch allows it."""
     act = verb.act
     unfit = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
     if unfit:
-        return f"it has no mark {', '.join(unfit)}"
+        return f"it cannot have the mark {', '.join(unfit)}"
     if {Mark.TENSOR, Mark.SCALE} <= {*verb.marks}:
-        return "tensor and scale exclude each other"
+        return "it cannot have both marks tensor and scale"
     if Mark.TENSOR in verb.marks and caller.window > 1:
-        return "an engine that divides by its micro-batches is told of a backward"
+        return "an engine that divides by its micro-batches needs engine.backward or engine.scale"
     if act is Act.BACKWARD and not caller.outputs:
-        return "there is no output to go back from"
+        return "no output is kept for a backward"
     if act is Act.STEP and not (
         caller.has_reduced_gradients if caller.is_boundary else caller.pending is not PendingGradients.NOTHING
     ):
-        return f"there is {caller.pending.value}"
+        return caller.pending.value
     if act in BETWEEN_STEPS_ACTS and (
         caller.outputs or caller.pending is not PendingGradients.NOTHING or caller.micro_batches_counted
     ):
-        return "it is done between steps, with no output kept"
+        return "it is allowed only between steps, with no output kept"
     if act is Act.IDLE and caller.window > 1:
-        return "an engine that counts micro-batches would count one"
+        return "an engine that counts micro-batches would count this step"
     if not caller.save_count and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
         return "nothing was saved"
     if act in (Act.INPUT_GRAD, Act.TRANSFORM):
@@ -318,20 +325,23 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
 
 
 def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
-    """Why there is no gradient with respect to the inputs of a model; those of one without layers are floats."""
+    """Return why a model has no gradient with respect to its inputs; empty if it has one.
+
+    Without ``layers`` the model is that of a law, whose inputs are floats.
+    """
     if layers and layers[0].kind is LayerKind.TOKENS:
         return "token ids have no gradient"
     reentrant = any(layer.kind is LayerKind.REENTRANT for outer in layers for layer in outer.walk())
-    return "torch's reentrant checkpoint takes no autograd.grad" if reentrant else ""
+    return "torch's reentrant checkpoint does not support autograd.grad" if reentrant else ""
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
-    """Whether ``verb`` runs a backward on top of gradients that wait for a step, of which no engine was told."""
+    """Return whether ``verb`` adds gradients to earlier ones without an accumulation window of the engine."""
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 
 def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
-    """What a caller has in hand after ``verb``."""
+    """Return the state of the caller after ``verb``."""
     act = verb.act
     caller = replace(
         caller,
@@ -341,9 +351,9 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
     if act is Act.FORWARD:
         return replace(caller, outputs=(*caller.outputs, caller.micro_batches_drawn - 1))
     if act is Act.BACKWARD:
-        gone = () if Mark.RETAIN in verb.marks else (caller.select_output(verb),)
+        consumed = () if Mark.RETAIN in verb.marks else (caller.select_output(verb),)
         pending = PendingGradients.UNSEEN if Mark.UNSEEN in verb.marks else PendingGradients.REDUCED
-        return replace(caller, outputs=tuple(m for m in caller.outputs if m not in gone), pending=pending)
+        return replace(caller, outputs=tuple(m for m in caller.outputs if m not in consumed), pending=pending)
     if act is Act.NO_SYNC:
         return replace(caller, pending=PendingGradients.UNREDUCED)
     if act is Act.LOOK and caller.has_reduced_gradients:
@@ -361,8 +371,8 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
 
 
 def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
-    """Every verb with its place, counted from 1, and what the caller has in hand before it."""
-    book = CallerState(window=program.window)
-    for place, verb in enumerate(program.verbs, start=1):
-        yield place, verb, book
-        book = apply_verb(book, verb)
+    """Yield each verb with its number, from 1, and the state of the caller before it."""
+    caller = CallerState(window=program.window)
+    for number, verb in enumerate(program.verbs, start=1):
+        yield number, verb, caller
+        caller = apply_verb(caller, verb)

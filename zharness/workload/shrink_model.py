@@ -1,4 +1,4 @@
-"""Anyone's model made smaller: by its configuration, or without some of its modules."""
+"""Make a user's model smaller, by its configuration or by omitting some of its modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# Of a configuration of the transformers package, by the names that its attribute maps share, and how small each gets.
+# The smallest value of each key of a transformers configuration, by the names that its attribute maps have in common.
 MIN_SIZES = {
     "num_hidden_layers": 1,
     "num_decoder_layers": 1,
@@ -22,12 +22,15 @@ MIN_SIZES = {
     "vocab_size": 16,
     "max_position_embeddings": 8,
 }
-OMITTED = "out"  # of a module: it is left out
+OMITTED = "out"  # the value of a module's path that omits the module
 Changes = Mapping[str, str]
 
 
 def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
-    """What a factory returned, its model made smaller: a configuration's key to its value, a module's path to OUT."""
+    """Return a factory's result with a smaller model.
+
+    ``changes`` maps configuration keys to values, and paths of modules to OMITTED.
+    """
     model, *rest = factory_result if isinstance(factory_result, tuple) else (factory_result,)
     sizes = {key: int(value) for key, value in changes.items() if value != OMITTED}
     model = resize_model(model, sizes) if sizes else copy.deepcopy(model)
@@ -37,7 +40,7 @@ def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
 
 
 def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
-    """A model of the same class in the sizes given, PEFT's adapters and the same checkpointing around it."""
+    """Build a model of the same class with ``sizes``, the same PEFT adapter and activation checkpointing."""
     base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
     for key, value in sizes.items():
@@ -48,8 +51,8 @@ def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
     smaller.train(base.training)
     recompute = next((m for m in base.modules() if getattr(m, "gradient_checkpointing", False)), None)
     if recompute is not None:
-        kept = getattr(recompute._gradient_checkpointing_func, "keywords", {})
-        smaller.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kept))
+        options = getattr(recompute._gradient_checkpointing_func, "keywords", {})
+        smaller.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options))
     if base is not model:
         from peft import get_peft_model
 
@@ -62,13 +65,13 @@ def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """The model that PEFT wrapped; any other is its own."""
+    """Return the model inside a PEFT wrapper; any other model unchanged."""
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
 
 
 def omit_module(model: nn.Module, path: str) -> None:
-    """A module of a list is gone, any other becomes nn.Identity: the others keep their names."""
+    """Delete a module of a ModuleList, or replace any other by nn.Identity. Other modules keep their names."""
     parent, _, name = path.rpartition(".")
     holder = model.get_submodule(parent)
     if isinstance(holder, nn.ModuleList):
@@ -78,7 +81,7 @@ def omit_module(model: nn.Module, path: str) -> None:
 
 
 def shrink_candidates(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Ways to make ``model`` smaller: those that leave least of it first."""
+    """Yield changes that make ``model`` smaller, the largest reductions first."""
     config = getattr(unwrap_peft(model), "config", None)
     sizes = {key: getattr(config, key, None) for key in MIN_SIZES}
     above = {key: size for key, size in sizes.items() if isinstance(size, int) and size > MIN_SIZES[key]}
@@ -88,19 +91,19 @@ def shrink_candidates(model: nn.Module) -> Iterator[dict[str, str]]:
         yield from ({key: str(size // 2)} for key, size in above.items() if size // 2 > MIN_SIZES[key])
     for path, holder in model.named_modules():
         if isinstance(holder, (nn.Sequential, nn.ModuleList)) and config is None:
-            there = [name for name, each in holder.named_children() if not isinstance(each, nn.Identity)]
-            yield from module_runs(path, there)
+            names = [name for name, child in holder.named_children() if not isinstance(child, nn.Identity)]
+            yield from module_runs(path, names)
 
 
 def paths_with_parameters(model: nn.Module) -> Iterator[str]:
-    """Paths of modules that own parameters, in themselves or further in, the outermost first."""
+    """Yield the paths of modules that have parameters, also in submodules; outer modules first."""
     for path, module in model.named_modules():
         if path and any(True for _ in module.parameters()):
             yield path
 
 
 def module_runs(path: str, names: list[str]) -> Iterator[dict[str, str]]:
-    """Runs of a sequence's modules to leave out, the longest first; one module stays."""
+    """Yield changes that omit consecutive modules of a sequence, the longest runs first; one module remains."""
     prefix = f"{path}." if path else ""
     length = len(names) - 1
     while length > 0:

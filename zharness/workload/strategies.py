@@ -1,6 +1,6 @@
 """Hypothesis strategies for programs: every model and every order of calls that a repertoire allows.
 
-What is drawn are wishes, of which those are kept that are legal where they come, so that every example is one.
+Strategies draw arbitrary layers and verbs and keep those that are legal in their order, so no example is rejected.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zharness.workload.programs import (
     Verb,
 )
 
-MAX_WIDTH = 9  # inputs or outputs of a layer; with 1 to 4 ranks these are uneven, and smaller than the number of ranks
+MAX_WIDTH = 9  # inputs or outputs of a layer; 1 to 4 ranks often do not divide it, or exceed it
 MAX_CHANNELS = 2
-MAX_LAYERS = 5  # in a row
+MAX_LAYERS = 5  # in one chain
 MAX_PHRASES = 10
-MAX_DEPTH = 2  # blocks in each other
+MAX_DEPTH = 2  # nested blocks
 
 
 @dataclass(frozen=True)
 class Repertoire:
-    """What programs for an engine may use at one stage; the first of each is what Hypothesis shrinks to."""
+    """What programs for an engine may use at one stage. Hypothesis shrinks to the first of each."""
 
     kinds: tuple[LayerKind, ...] = tuple(LayerKind)
     acts: tuple[Act, ...] = tuple(Act)
@@ -48,29 +48,33 @@ class Repertoire:
 def program_batches(
     draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], programs: int
 ) -> tuple[Program, ...]:
-    """So many programs for the same ranks: one stage of ``repertoires``, one world size, one setting."""
+    """Draw ``programs`` programs for the same ranks, with one stage, world size, dtype and optimizer.
+
+    ``repertoires`` are by stage.
+    """
     stage = draw(st.sampled_from(sorted(repertoires)))
     world_size = draw(st.sampled_from(list(world_sizes)))
-    can = repertoires[stage]
-    setting = draw(st.tuples(st.sampled_from(can.dtypes), st.sampled_from(can.optimizers)))
+    repertoire = repertoires[stage]
+    setting = draw(st.tuples(st.sampled_from(repertoire.dtypes), st.sampled_from(repertoire.optimizers)))
     texts = st.tuples(
-        legal_models(can), st.lists(verb_phrases(can), min_size=2, max_size=MAX_PHRASES).map(flatten_phrases)
+        legal_models(repertoire),
+        st.lists(verb_phrases(repertoire), min_size=2, max_size=MAX_PHRASES).map(flatten_phrases),
     )
     return tuple(
-        Program(tuple(layers), legal_verbs(layers, wishes, can.limits), stage, world_size, *setting)
-        for layers, wishes in draw(st.lists(texts, min_size=programs, max_size=programs))
+        Program(tuple(layers), legal_verbs(layers, verbs, repertoire.limits), stage, world_size, *setting)
+        for layers, verbs in draw(st.lists(texts, min_size=programs, max_size=programs))
     )
 
 
 def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
-    """A source and the layers behind it, something in them trained."""
+    """Draw a source and layers after it, at least one of them trained."""
     sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
     inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
 
 
 def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
-    """Any layer but a source, with blocks at most ``depth`` deep."""
+    """Draw any layer except a source, with blocks nested at most ``depth`` deep."""
     leaves = [
         leaf_layer(kind) for kind in LayerKind if kind in repertoire.kinds and kind not in (*SOURCE_KINDS, *BLOCK_KINDS)
     ]
@@ -83,7 +87,7 @@ def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
 
 
 def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
-    """A layer of ``kind``, which is no block, with sizes."""
+    """Draw a layer of ``kind``, which is no block, with sizes."""
     if kind is LayerKind.TIED or kind not in (*SIZED_KINDS, *SOURCE_KINDS):
         return st.just(Layer(kind))
     size = st.integers(1, MAX_CHANNELS if kind is LayerKind.CONV else MAX_WIDTH)
@@ -91,7 +95,7 @@ def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
 
 
 FORWARD_TO_STEP = (Act.FORWARD, Act.BACKWARD, Act.STEP)
-# What callers do in one go. Drawn verb by verb, few programs would get as far as a second step.
+# Common sequences of verbs. Drawn verb by verb, few programs would reach a second step.
 VERB_PHRASES = (
     (Act.FORWARD,),
     (Act.BACKWARD,),
@@ -102,21 +106,21 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """A verb with any marks, or several verbs in one go, of a repertoire."""
-    spoken = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
+    """Draw a verb with any marks, or a sequence of VERB_PHRASES, from a repertoire."""
+    phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]
     marks = st.sets(st.sampled_from(repertoire.marks), max_size=3) if repertoire.marks else st.just(set())
-    options = [st.sampled_from(spoken), st.builds(make_verb, st.sampled_from(marked), marks).map(lambda one: [one])]
+    options = [st.sampled_from(phrases), st.builds(make_verb, st.sampled_from(marked), marks).map(lambda verb: [verb])]
     return st.one_of(*options, st.sampled_from(rest)) if rest else st.one_of(options)
 
 
 def flatten_phrases(parts: Sequence[list[Verb]]) -> list[Verb]:
-    """The verbs of several phrases."""
+    """Return the verbs of several phrases in order."""
     return [verb for part in parts for verb in part]
 
 
 def make_verb(act: Act, marks: set[Mark]) -> Verb:
-    """A verb with its marks in order, less those that it cannot have."""
+    """Return a verb with its marks in order, without those that it cannot have."""
     unfit = {Mark.SCALE} if Mark.TENSOR in marks else set()
     return Verb(act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in unfit))

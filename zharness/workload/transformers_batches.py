@@ -1,4 +1,4 @@
-"""Micro-batches for models of the transformers package, drawn by what their configuration says; nothing is imported."""
+"""Draw micro-batches for models of the transformers package from their configuration, without importing it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MAX_TOKENS = 32  # tokens in a row, or what the model has positions for
+MAX_TOKENS = 32  # tokens per sample, or fewer if the model has fewer positions
 POSITION_LIMIT_KEYS = ("max_position_embeddings", "n_positions")
 DrawInputs = Callable[[torch.Generator], Any]
 
 
 def find_draw(model: nn.Module, samples: int) -> DrawInputs | None:
-    """How ``samples`` rows of inputs and labels are drawn; None for a model of another make, or without a loss."""
-    base: Any = getattr(model, "get_base_model", None)  # of PEFT's
+    """Return a function that draws ``samples`` rows of inputs and labels.
+
+    None for a model that is not of the transformers package, or that computes no loss.
+    """
+    base: Any = getattr(model, "get_base_model", None)  # a method of PEFT's wrappers
     inner: Any = base() if base is not None else model
     config, main = getattr(inner, "config", None), getattr(inner, "main_input_name", "")
     takes = inspect.signature(inner.forward).parameters
@@ -38,7 +41,7 @@ def find_draw(model: nn.Module, samples: int) -> DrawInputs | None:
 def draw_labels(
     class_name: str, config: Any, samples: int, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The labels that the loss of a model of this class takes."""
+    """Draw the labels for the loss of a model of this class."""
     if class_name.endswith("ForQuestionAnswering"):
         return {name: random_integers(length, (samples,), generator) for name in ("start_positions", "end_positions")}
     if class_name.endswith("ForSequenceClassification"):
@@ -49,10 +52,10 @@ def draw_labels(
 
 
 def image_height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """Height and width of an image."""
+    """Return the height and width of an image of ``size``."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def random_integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Numbers from 0 to ``below`` - 1."""
+    """Draw integers from 0 to ``high`` - 1."""
     return torch.randint(high, shape, generator=generator)

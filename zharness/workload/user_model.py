@@ -1,4 +1,4 @@
-"""Anyone's model: a factory by its path, which returns a model, or a model, its batches and its loss."""
+"""Users' models: a factory, named by its path, that returns a model, or a model with its batches and loss."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ EXPECTED_RETURN = (
     "a model; or (model, batch), or (model, batch, loss), where batch(generator) draws a tensor, a tuple or a dict of "
     "tensors, the arguments of the model, and loss(output, batch) is a scalar tensor"
 )
-IN_PROCESS_PACKAGE = "given"  # where a path has its package: what was handed over in this process and is nowhere else
+IN_PROCESS_PACKAGE = "given"  # the package in the paths of factories that exist only in this process
 Factory = Callable[[], Any]
 DrawInputs = Callable[[torch.Generator], Any]
 
-_registered_factories: dict[str, Factory] = {}  # by hand_over alone, before any rank is forked
+_registered_factories: dict[str, Factory] = {}  # filled before any rank is forked
 
 
 @dataclass(frozen=True)
 class UserModelParts:
-    """What a factory made: a model, how a micro-batch is drawn, and how the model's output is scored."""
+    """The result of a factory: a model, a function that draws a micro-batch, and the loss function."""
 
     model: nn.Module
     draw: DrawInputs
@@ -42,44 +42,47 @@ class UserModelParts:
 
 
 def is_user_model(name: str) -> bool:
-    """Whether ``name`` is the path of a factory, ``package.module:factory``, changes to its model behind it or not."""
+    """Return whether ``name`` is a factory's path, ``package.module:factory``, with or without changes after it."""
     return _FACTORY_PATH.fullmatch(name) is not None
 
 
 def register_factory(name: str, factory: Factory) -> None:
-    """Have ``factory``, which may be a closure, found under ``name`` here and in every process forked from here on."""
+    """Register ``factory``, which may be a closure, for this process and the processes that it forks later."""
     _registered_factories[name] = factory
-    user_model_spec.cache_clear()  # what it keeps under that name may be another one's
+    user_model_spec.cache_clear()  # it may have cached another factory of this name
 
 
 def is_registered_factory(name: str) -> bool:
-    """Whether something is found under ``name`` in this process alone."""
+    """Return whether a factory was registered under ``name`` in this process."""
     return name in _registered_factories
 
 
 def unregister_factory(name: str) -> None:
-    """Forget what was handed over under ``name``, and the model that was made of it."""
+    """Remove the factory that was registered under ``name``, and the cached model that it made."""
     _registered_factories.pop(name, None)
     user_model_spec.cache_clear()
 
 
 @lru_cache(maxsize=8)
 def user_model_spec(name: str) -> ModelSpec:
-    """The model of the factory ``name``. Raises UsageError where there is none to import; it is not called yet."""
-    shop = UserModel(name, resolve_factory(name))
-    return ModelSpec(name, f"the model of {name}", shop.build, shop.batch, shop.loss)
+    """Return the ModelSpec of the factory ``name``, which is imported and not called yet.
+
+    Raises UsageError if it cannot be imported.
+    """
+    user_model = UserModel(name, resolve_factory(name))
+    return ModelSpec(name, f"the model of {name}", user_model.build, user_model.batch, user_model.loss)
 
 
 def build_fresh_model(name: str, seed: int) -> nn.Module:
-    """The model of ``name`` from one more call of its factory."""
+    """Call the factory ``name`` again and return its model."""
     return UserModel(name, resolve_factory(name)).get_parts(seed).model
 
 
 def resolve_factory(name: str) -> Factory:
-    """The factory that was handed over under ``name``, or lies at that path. Raises UsageError.
+    """Return the factory that was registered under ``name``, or import it. Raises UsageError if there is none.
 
-    Behind a path may stand what makes the model smaller: ``package.module:factory(num_hidden_layers=1)`` changes its
-    configuration, ``package.module:factory(2=out)`` leaves a module of a sequence out.
+    Changes after the path make the model smaller: ``package.module:factory(num_hidden_layers=1)`` sets a key of its
+    configuration, and ``package.module:factory(2=out)`` omits a module of a sequence.
     """
     path, changes = parse_user_model_name(name)
     factory = _registered_factories.get(path) or import_factory(path)
@@ -87,18 +90,18 @@ def resolve_factory(name: str) -> Factory:
 
 
 def parse_user_model_name(name: str) -> tuple[str, dict[str, str]]:
-    """The path of a factory, and the changes to its model."""
+    """Split a name into the factory's path and the changes to its model."""
     path, _, changes = name.removesuffix(")").partition("(")
     return path, dict(change.split("=", 1) for change in changes.split(",") if "=" in change)
 
 
 def format_user_model_name(path: str, changes: Mapping[str, str]) -> str:
-    """The name of a factory's model with ``changes``."""
+    """Return the name of the model of the factory at ``path`` with ``changes``."""
     return f"{path}({','.join(f'{key}={value}' for key, value in changes.items())})" if changes else path
 
 
 class UserModel:
-    """What a factory makes. What it made last is kept, and copied: a law asks for a model many times over."""
+    """The models of a factory. The last result is cached and copied, as a law needs many copies."""
 
     def __init__(self, name: str, factory: Factory) -> None:
         self.name = name
@@ -106,7 +109,10 @@ class UserModel:
         self._cached_parts: tuple[int, UserModelParts] | None = None
 
     def get_parts(self, seed: int | None = None) -> UserModelParts:
-        """What the factory makes with torch's generator at ``seed``; None: whatever the seed was."""
+        """Call the factory with torch's generator at ``seed``, or return the cached result.
+
+        None takes the cached result whatever its seed was.
+        """
         if self._cached_parts is None or seed not in (None, self._cached_parts[0]):
             self._cached_parts = None  # freed before the next one is made
             seed = 0 if seed is None else seed
@@ -116,47 +122,49 @@ class UserModel:
         return self._cached_parts[1]
 
     def build(self) -> nn.Module:
-        """A copy of the model in the initial weights of the seed that torch's generator is at."""
+        """Return a copy of the model with the initial weights of the seed of torch's generator."""
         model = self.get_parts(torch.initial_seed()).model
         try:
             return copy.deepcopy(model)
-        except Exception as error:  # whatever a foreign module raises
+        except Exception as error:  # deepcopy of a user's module may raise anything
             raise UsageError(
-                f"{self.name}: the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), of which "
-                "every law takes several; have it keep nothing but parameters, buffers and plain values"
+                f"{self.name}: the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}); laws "
+                "need several copies, so its attributes must be parameters, buffers, modules and plain values"
             ) from error
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """A micro-batch; what its forward draws follows from the same seed."""
+        """Draw a micro-batch. The seed of ``generator`` also seeds the forward."""
         drawn = self.get_parts().draw(generator)
         rows = {len(tensor) if tensor.dim() else 0 for tensor in collect_tensors(drawn)}
         if len(rows) != 1 or rows == {0}:
             raise UsageError(
-                f"{self.name}: batch(generator) returned {describe_value(drawn)}; expected a tensor, a tuple or a dict of "
-                "tensors that all have one row for each sample"
+                f"{self.name}: batch(generator) returned {describe_value(drawn)}; expected a tensor, a tuple or a dict "
+                "of tensors that all have one row for each sample"
             )
         return Batch(drawn, drawn, generator.initial_seed())
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """The loss of an output."""
-        found = self.get_parts().score(output, batch)
-        if not isinstance(found, Tensor) or found.dim() or (not found.requires_grad and torch.is_grad_enabled()):
+        """Return the loss of ``output``. Raises UsageError unless it is a scalar with a gradient."""
+        loss = self.get_parts().score(output, batch)
+        if not isinstance(loss, Tensor) or loss.dim() or (not loss.requires_grad and torch.is_grad_enabled()):
             raise UsageError(
-                f"{self.name}: the loss is {describe_value(found)}; expected a scalar tensor that a backward can start from"
+                f"{self.name}: the loss is {describe_value(loss)}; expected a scalar tensor that requires a gradient"
             )
-        return found
+        return loss
 
 
 def import_factory(name: str) -> Factory:
-    """The factory at the path ``name``, looked for in the current directory too. Raises UsageError."""
+    """Import the factory at the path ``name``, also from the current directory. Raises UsageError if it cannot."""
     module, _, attribute = name.partition(":")
     if module == IN_PROCESS_PACKAGE:
-        raise UsageError(f"{name} was handed to zharness.verify by a process that is gone; call it there once more")
+        raise UsageError(
+            f"{name} was passed to zharness.verify in a process that has ended; call zharness.verify again"
+        )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # whatever a foreign module raises while it is imported, the sentence is the same
+    except Exception as error:  # importing a user's module may raise anything
         raise UsageError(
             f"cannot import {module!r} for the model {name!r}: {type(error).__name__}: {error}; "
             "expected package.module:factory, importable from the current directory"
@@ -169,10 +177,13 @@ def import_factory(name: str) -> Factory:
 
 
 def call_factory(name: str, factory: Factory) -> UserModelParts:
-    """What ``factory`` returns, complete. Raises UsageError where it fails, or returns something else."""
+    """Call ``factory`` and add the default batches and loss if it returns none.
+
+    Raises UsageError if it raises, or returns anything but EXPECTED_RETURN.
+    """
     try:
         made = factory()
-    except Exception as error:  # whatever a foreign factory raises, the user has to hear of it in one sentence
+    except Exception as error:  # a user's factory may raise anything
         raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
     model, draw, score = (
         (*made, None, None)[:3] if isinstance(made, tuple) and 1 <= len(made) <= 3 else (made, None, None)
@@ -185,12 +196,15 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
 
 
 def default_draw(name: str, model: nn.Module) -> DrawInputs:
-    """How a micro-batch is drawn for a model of the transformers package. Raises UsageError for any other."""
+    """Return a function that draws batches for a model of the transformers package.
+
+    Raises UsageError for any other model.
+    """
     draw = find_draw(model, SAMPLES)
     if draw is None:
         raise UsageError(
-            f"the factory {name} returned a {type(model).__name__} and no batch function, which only models of the "
-            f"transformers package with a loss of their own do without; return {EXPECTED_RETURN}, as in: "
+            f"the factory {name} returned a {type(model).__name__} without a batch function; only models of the "
+            f"transformers package that compute a loss need none; return {EXPECTED_RETURN}, as in: "
             "return model, lambda generator: torch.randn(4, 16, generator=generator), "
             "lambda output, batch: output.square().mean()"
         )
@@ -198,15 +212,15 @@ def default_draw(name: str, model: nn.Module) -> DrawInputs:
 
 
 def default_loss(output: Any, _batch: Any) -> Tensor:
-    """The loss that a model returns by itself: its output, or what that has under ``loss``."""
+    """Return the loss that a model computes itself: its output, or the entry ``loss`` of its output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")
-    return loss  # type: ignore[return-value] # Workshop.loss says so where it is none
+    return loss  # type: ignore[return-value] # UserModel.loss raises if it is None
 
 
 def describe_value(obj: Any) -> str:
-    """What something is, in few words."""
+    """Describe the type of a value, and the shapes of tensors in it, for an error message."""
     if isinstance(obj, Tensor):
         return f"a tensor of shape {tuple(obj.shape)}{'' if obj.requires_grad else ' without gradient'}"
     if isinstance(obj, (tuple, list)):

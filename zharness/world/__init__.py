@@ -1,4 +1,4 @@
-"""N ranks on this machine: forked, watched, judged one by one, and gone when their work is done."""
+"""Run a function on N ranks of this machine: fork them, watch them, report how each ended, and clean up after them."""
 
 from zharness.world.current_rank import assert_together, current_rank, exchange, is_rank
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome, RanksFailed

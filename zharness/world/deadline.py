@@ -1,18 +1,18 @@
-"""When to stop waiting for ranks."""
+"""The time limit of one task: shortened by failures, extended by builds, suspended by debuggers."""
 
 from __future__ import annotations
 
 import math
 import time
 
-GRACE_SECONDS = 0.5  # seconds that the other ranks get to end by themselves once one has failed
-LAST_GRACE_SECONDS = 0.8  # seconds for a rank that waits for nobody: it may be putting a failure of its own into words
-RECHECK_SECONDS = 0.5  # seconds between two looks at a rank that builds or imports
-BUILD_LIMIT_SECONDS = 600.0  # seconds that builds and first imports may take on top of the time-out
+GRACE_SECONDS = 0.5  # time for the other ranks to end by themselves once one has failed
+LAST_GRACE_SECONDS = 0.8  # further time for a rank outside of any collective: it may be rendering its own failure
+RECHECK_SECONDS = 0.5  # interval between two checks of a rank that builds or imports
+BUILD_LIMIT_SECONDS = 600.0  # time that builds and first imports may take on top of the time-out
 
 
 class Deadline:
-    """The end of the waiting: cut short by a failure, put off by builds, switched off while a person looks."""
+    """The time at which a task has to be done: earlier after a failure, later during builds, none during debugging."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -25,29 +25,29 @@ class Deadline:
         self._was_restored = False
 
     def remaining_seconds(self) -> float | None:
-        """Seconds until something has to be looked at; None while a person looks at a rank."""
+        """Return the seconds until the ranks have to be checked; None while a debugger holds a rank."""
         if self._held_ranks:
             return None
         return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
 
     def is_over(self) -> bool:
-        """Whether the time is up, rather than only the time for a look."""
+        """Return whether the time is up, and not only a scheduled check due."""
         return time.monotonic() >= self._ends_at
 
     def shorten(self, seconds: float) -> None:
-        """End in at most that many seconds."""
+        """End in at most ``seconds`` from now, because a rank failed."""
         now = time.monotonic()
         self._cut_at = min(self._cut_at, now)
         self._ends_at = min(self._ends_at, now + seconds)
 
     def restore(self) -> bool:
-        """Give back, once, the time that a failure took away; false the second time."""
+        """Undo ``shorten``: end at the original time-out. Returns False if this was done before."""
         first, self._was_restored = not self._was_restored, True
         self._ends_at = max(self._started_at + self._seconds, time.monotonic())
         return first
 
     def grant_last_grace(self) -> bool:
-        """Put an end that a failure cut short off once more: false when the ranks have had all of their time."""
+        """Extend a shortened deadline by half a grace period. Returns False when ``LAST_GRACE_SECONDS`` are used up."""
         now = time.monotonic()
         if now >= self._cut_at + LAST_GRACE_SECONDS or math.isinf(self._cut_at):
             return False
@@ -55,13 +55,13 @@ class Deadline:
         return True
 
     def schedule_check(self, seconds: float) -> None:
-        """Have the ranks looked at in that many seconds."""
+        """Make ``remaining_seconds`` end in ``seconds``, so that the ranks are checked then."""
         self._next_check = time.monotonic() + seconds
 
     def extend(self, is_building: bool) -> bool:
-        """Put the end off while an engine is built or a module imported, and once by the whole time-out afterwards.
+        """Extend the deadline while a rank builds or imports, and once by the whole time-out afterwards.
 
-        False when there is no reason to, or when building has taken longer than anything that was ever built here.
+        Builds get at most ``BUILD_LIMIT_SECONDS`` on top of the time-out. Returns whether the deadline was extended.
         """
         if is_building and time.monotonic() < self._started_at + self._seconds + BUILD_LIMIT_SECONDS:
             self._was_building = True
@@ -74,7 +74,10 @@ class Deadline:
         return False
 
     def hold(self, rank: int, reason: str) -> None:
-        """Off while ``reason`` is not empty; afterwards the time starts anew, unless a failure has cut it short."""
+        """Suspend the deadline for ``rank``; with an empty ``reason``, resume it.
+
+        It resumes with the whole time-out, or with a grace period if a failure shortened it meanwhile.
+        """
         if reason:
             self._held_ranks.add(rank)
         elif rank in self._held_ranks:

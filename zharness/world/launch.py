@@ -1,4 +1,4 @@
-"""What a launcher has made of this process: one of the ranks that torchrun started."""
+"""Detect whether torchrun started this process, and as which rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 
-# Every process below this one inherits what the launcher set, and is not the rank that it describes.
+# Children of a rank inherit torchrun's variables but are not that rank: this variable names the process that is.
 _OWNER_VARIABLE = "ZHARNESS_ATTACHED"
 _NUMERIC_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One rank as its launcher describes it. ``agent_store`` says that the launcher's agent keeps the store.
+    """One rank as torchrun's environment variables describe it.
 
-    ``attempt`` counts the launcher's restarts of all ranks.
+    ``restart_count`` counts torchrun's restarts of all ranks. ``uses_agent_store``: torchrun's agent serves the store.
     """
 
     rank: int
@@ -31,21 +31,22 @@ class Launch:
 
     @property
     def is_single_machine(self) -> bool:
-        """Whether all ranks run under the same agent."""
+        """Return whether all ranks run under the same torchrun agent."""
         return self.local_world_size == self.world_size
 
     def describe(self) -> str:
-        """``4 ranks that torchrun started on 2 machines``."""
+        """Return the launch as text: ``4 ranks that torchrun started by 2 agents``."""
         machines = -(-self.world_size // self.local_world_size)
         where = "on this machine" if machines == 1 else f"by {machines} agents"
         return f"{self.world_size} rank{'s' * (self.world_size > 1)} that torchrun started {where}"
 
 
 def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch | None:
-    """The rank that torchrun made of this process; None for any other process.
+    """Return the rank that torchrun made of this process; None for any other process.
 
-    The first process to ask is the rank. Whatever it starts (a pytest in a test, workers of xdist, ranks of our own)
-    inherits its environment and gets None. Raises UsageError for variables that are there and make no sense.
+    The first process that calls this is the rank: its process id is recorded in ``environment``. Processes that it
+    starts (pytest in a test, workers of xdist, forked ranks) inherit the record and get None. Raises UsageError if
+    some of torchrun's variables are missing or not numbers.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment or "RANK" not in environment:
@@ -55,13 +56,13 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
     ]
     if wrong or not environment.get("MASTER_ADDR"):
         raise UsageError(
-            f"torchrun's variables are there, but not all as torchrun sets them: {', '.join(wrong) or 'no MASTER_ADDR'}"
-            "; unset TORCHELASTIC_RUN_ID to run without its ranks"
+            "TORCHELASTIC_RUN_ID and RANK are set, but other variables of torchrun are missing or wrong: "
+            f"{', '.join(wrong) or 'no MASTER_ADDR'}; unset TORCHELASTIC_RUN_ID to run without torchrun's ranks"
         )
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     claim = f"{environment['TORCHELASTIC_RUN_ID']}@{address}:{port} by "
-    held = environment.get(_OWNER_VARIABLE, "")
-    if held.startswith(claim) and held != f"{claim}{os.getpid()}":
+    owner = environment.get(_OWNER_VARIABLE, "")
+    if owner.startswith(claim) and owner != f"{claim}{os.getpid()}":
         return None
     environment[_OWNER_VARIABLE] = f"{claim}{os.getpid()}"
     return Launch(
@@ -77,6 +78,6 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
 
 
 def default_world_size() -> int:
-    """The world size where none is asked for: that of the launch, else the smallest in which anything is sharded."""
+    """Return the default world size: that of the launch, else 2, the smallest that shards anything."""
     launch = detect_launch()
     return 2 if launch is None else launch.world_size

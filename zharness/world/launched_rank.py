@@ -1,11 +1,11 @@
-"""Ranks that a launcher started: rank 0 leads and hands out work, the others follow.
+"""Ranks that torchrun started: rank 0 leads and posts tasks, the others follow.
 
 [Note: attached to torchrun]
-Every process runs the same command line. Rank 0 becomes the ``Leader`` (``leader.py``): a rank server
-like any other, whose ranks are there already, itself among them. It alone plans, judges and writes, so the processes
-have nothing to disagree about. The others become a ``Follower``, which takes work until it is told to leave, and with
-what exit status. How every rank ended its part comes from the ranks' witnesses (``witness.py``). What cannot be done
-here is to replace a rank: one that hangs or dies is named, rank 0 writes what it has, and the launch is over.
+Every process runs the same command line. Rank 0 becomes the ``Leader`` (``leader.py``), a rank server whose ranks
+exist already and include itself. It alone plans, judges and writes the report, so the processes cannot disagree. Every
+other rank becomes a ``Follower``: it runs tasks until the leader sends an exit status. The witnesses (``witness.py``)
+report how every rank ended its task. A rank of torchrun cannot be replaced: when one hangs or dies, rank 0 names it,
+writes the report of what has run so far, and the launch is over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from zharness.world.store import LaunchStore, StoreChannel
 from zharness.world.task import Group, RankTask
 from zharness.world.witness import TaskStarted
 
-# Keys of the board, in the order in which they are put up.
+# Keys of the store, in the order in which they are set.
 QUESTION_KEY, ANSWER_KEY, START_KEY, CLOCK_KEY = "question", "answer", "start", "clock"
 
 
@@ -61,7 +61,7 @@ class ExitMessage:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One piece of work with its number, its name, and the port of a store of its own (0 for none)."""
+    """One task of the launch: its serial number, its title, and the port of a store of its own (0 for none)."""
 
     serial: int
     task: RankTask
@@ -70,7 +70,10 @@ class Assignment:
 
 
 class LaunchedRank:
-    """One rank of a launch, from the moment it is attached; made in the main thread, before any tensor operation."""
+    """One rank of a launch: its witness, its store and its output files.
+
+    Create it in the main thread before any tensor operation: it forks the witness.
+    """
 
     def __init__(
         self,
@@ -78,27 +81,31 @@ class LaunchedRank:
         inherited_function: Callable[..., Any] | None = None,
         capture_files: Mapping[str, IO[Any]] | None = None,
     ) -> None:
-        """``inherited`` runs work that says ``by_inheritance``. ``captured`` are files into which output goes."""
+        """Start the witness and connect to the store.
+
+        ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. ``capture_files`` are further
+        files that the rank's output goes to; the witness reads their ends if the rank dies.
+        """
         self.launch = launch
         self._inherited_function = inherited_function
         self._sockets_before_group: set[tuple[int, str]] = set()
         self._saved_descriptors: dict[int, int] = {}
-        # A private directory of this rank, which the witness removes, also when this process is killed.
+        # The witness removes this directory, also if this process is killed.
         self._scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
         self._stack_file = witness.get_witness_stack_path(self._scratch_dir).open("a")
-        self._output_files = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - lives on
+        self._output_files = {name: tempfile.TemporaryFile("w+") for name in ("stdout", "stderr")}  # noqa: SIM115 - open until the process ends
         files = {**self._output_files, **{f"{name} (captured)": file for name, file in (capture_files or {}).items()}}
         streams = {name: file.fileno() for name, file in files.items()}
         self._witness_pipe = witness.start_witness(launch, self._scratch_dir, streams)
         self.store = LaunchStore(launch, serve=launch.rank == 0)
         faulthandler.enable(file=self._stack_file)
-        # A forked child's fatal error is not the rank's: in that file it would be taken for one.
+        # The fatal error of a forked child is not the rank's: in the rank's file the witness would take it for one.
         os.register_at_fork(after_in_child=partial(faulthandler.enable, file=2))
         faulthandler.register(signal.SIGUSR1, file=self._stack_file, all_threads=True)
         torch.set_num_threads(1)
 
     def run_assignment(self, assignment: Assignment) -> StoreChannel:
-        """Do this rank's part of a piece of work; the witness puts up how it ended."""
+        """Run a task on this rank and send its outcome to the witness, which posts it. Returns the task's channel."""
         rank, world_size = self.launch.rank, assignment.task.world_size
         channel = StoreChannel(self.store, self._witness_pipe, assignment.serial, rank, world_size, self._scratch_dir)
         self._witness_pipe.send(TaskStarted(assignment.serial, assignment.title, assignment.task.timeout))
@@ -115,16 +122,16 @@ class LaunchedRank:
         return channel
 
     def _attempt_assignment(self, assignment: Assignment) -> RankOutcome:
-        """The outcome of this rank's part; every exception but an interrupt becomes part of it."""
-        work = assignment.task
+        """Form the group, run the task and return this rank's outcome; only KeyboardInterrupt is raised."""
+        task = assignment.task
         function = (
             self._inherited_function
-            if work.function is inherited_function_placeholder and self._inherited_function
-            else work.function
+            if task.function is inherited_function_placeholder and self._inherited_function
+            else task.function
         )
         try:
             self._form_group(assignment)
-            payload = pickle.dumps(function(*work.args))
+            payload = pickle.dumps(function(*task.args))
             return RankOutcome(self.launch.rank, RankEnd.RETURNED, time.monotonic_ns(), payload=payload)
         except KeyboardInterrupt:
             raise
@@ -132,58 +139,59 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Have the default group that the work asks for, over whatever interface the user's environment names."""
-        work, rank = assignment.task, self.launch.rank
-        level = choose_debug_level(work)
+        """Form the default process group that a task requires; the user's environment chooses the interface."""
+        task, rank = assignment.task, self.launch.rank
+        level = choose_debug_level(task)
         if dist.is_initialized():
-            if work.group is Group.REUSED and get_debug_level() == level:
+            if task.group is Group.REUSED and get_debug_level() == level:
                 return
             self.destroy_group()
         self._sockets_before_group = open_sockets()
-        if work.group is Group.NONE:
+        if task.group is Group.NONE:
             return
         set_debug_level(level)
-        device = rank_device(rank, work.world_size)
+        device = rank_device(rank, task.world_size)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore(f"group/{assignment.serial}", self.store.torch_store),
             rank=rank,
-            world_size=work.world_size,
+            world_size=task.world_size,
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
 
     def destroy_group(self) -> None:
-        """Give the default group up, once every rank has ended the work."""
+        """Destroy the default process group, if there is one; call it once every rank has ended the task."""
         if dist.is_initialized():
-            with suppress(Exception):  # a group that a dead peer was in
+            with suppress(Exception):  # a peer of the group may have died
                 dist.destroy_process_group()
 
     def break_group(self, serial: int) -> None:
-        """Give the group up while peers may wait in it: they raise "Connection closed by peer" then.
+        """Destroy the group while peers may wait in it, so that they raise "Connection closed by peer".
 
-        A group that something refers to, such as a local of the frame that raised, lives on in torch; so the sockets
-        that were opened since it was formed are shut down. No peer that gets on without this rank notices.
+        torch keeps a group alive while anything refers to it, such as a local of the frame that raised. So every
+        socket that was opened since the group was formed is shut down. Peers that do not wait for this rank are not
+        disturbed.
         """
         self.store.post(broken_group_key(serial), True)
         for descriptor, _ in open_sockets() - self._sockets_before_group:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    found.getpeername()  # raises for a listening one, of which gloo expects no end
-                    found.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # raises for a listening socket, whose shutdown gloo does not expect
+                    connection.shutdown(socket.SHUT_RDWR)
         self.destroy_group()
 
     @contextmanager
     def _launcher_variables(self, assignment: Assignment) -> Iterator[None]:
-        """The variables that launchers set, as for a launch of this work's world size."""
+        """Set torchrun's environment variables as for a launch of this task's world size; restore them on exit."""
         size = assignment.task.world_size
-        wanted = {
+        variables = {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(min(size, self.launch.local_world_size)),
             "MASTER_PORT": str(assignment.port or self.launch.port),
         }
-        before = {name: os.environ[name] for name in wanted}
-        os.environ.update(wanted)
+        before = {name: os.environ[name] for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:
@@ -191,7 +199,7 @@ class LaunchedRank:
 
     @contextmanager
     def _redirect_output(self, task: RankTask) -> Iterator[None]:
-        """Keep what is printed off the report; pytest, whose tests are run by inheritance, does that by itself."""
+        """Redirect standard output and error to files while a task runs; not for pytest tests: pytest captures them."""
         if task.function is inherited_function_placeholder:
             yield
             return
@@ -209,7 +217,7 @@ class LaunchedRank:
             self.undo_redirection()
 
     def undo_redirection(self) -> None:
-        """Have standard output and error be what they were before this work; by any thread."""
+        """Restore standard output and error as they were before this task. Any thread may call it."""
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             saved = self._saved_descriptors.pop(number, None)
             if saved is not None:
@@ -226,10 +234,13 @@ class LaunchedRank:
 
 
 class Follower(LaunchedRank):
-    """A rank other than 0: it does what the leader says."""
+    """A rank other than 0: it runs the tasks that the leader posts."""
 
     def answer_leader(self, answer: Callable[[Any], object]) -> None:
-        """Answer the leader's one question before all work, unless it leaves without one."""
+        """Wait for the leader's question before the first task and post ``answer(question)``, then the clock.
+
+        Returns early if the leader posts the first message without a question.
+        """
         if not self.store.wait_for_keys([QUESTION_KEY], lambda _: self.store.has_keys("work/1")):
             return
         self.store.post(f"{ANSWER_KEY}/{self.launch.rank}", answer(self.store.read_value(QUESTION_KEY)))
@@ -237,8 +248,8 @@ class Follower(LaunchedRank):
             self.store.post(f"{CLOCK_KEY}/{self.launch.rank}", time.monotonic_ns())
 
     def follow(self) -> int:
-        """Take work until the leader says to leave; the exit status that it says."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the witness tells of it
+        """Run tasks until the leader's ExitMessage arrives; return its exit status."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the witness reports the death
         serial, channel = 0, None
         while True:
             serial += 1
@@ -252,7 +263,11 @@ class Follower(LaunchedRank):
             channel = self.run_assignment(message) if self.launch.rank < message.task.world_size else None
 
     def _receive_message(self, serial: int, channel: StoreChannel | None) -> ExitMessage | Assignment:
-        """The next message. Meanwhile a rank that has left the work, and is waited for by peers, hangs up."""
+        """Wait for the next message and return it.
+
+        If this rank failed or skipped its last task and the others have not finished it after a grace period, break the
+        group, so that peers that wait in a collective raise.
+        """
         key = f"work/{serial}"
         if (
             channel is not None
@@ -270,16 +285,16 @@ class Follower(LaunchedRank):
 
 
 def broken_group_key(serial: int) -> str:
-    """Where a rank puts up that it has hung up on its peers."""
+    """Return the key under which a rank posts that it broke the group of task ``serial``."""
     return f"work/{serial}/hung"
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """This process's sockets: descriptor and what it links to. Linux only; elsewhere none are found."""
-    found = set()
+    """Return this process's sockets as (descriptor, ``socket:[inode]``). Linux only; the empty set elsewhere."""
+    sockets = set()
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):
             target = os.readlink(link)
             if target.startswith("socket:"):
-                found.add((int(link.name), target))
-    return found
+                sockets.add((int(link.name), target))
+    return sockets

@@ -1,4 +1,4 @@
-"""Rank 0 of a launch: it hands out work, hears how every rank ended it, and writes what there is when one is lost."""
+"""Rank 0 of a launch: it posts tasks, collects every rank's outcome, and writes the report early if a rank is lost."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from zharness.world.launched_rank import (
 )
 from zharness.world.messages import ShutdownMessage
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
+from zharness.world.process_end import PROCESS_GONE_CAUSE
 from zharness.world.server import RankServer
 from zharness.world.store import STORE_TIMEOUT, LaunchStore, StoreChannel, rank_outcome_key
 from zharness.world.task import Group, RankTask
@@ -41,29 +42,26 @@ from zharness.world.witness import (
     FINAL_REPORT_SECONDS,
     LAUNCH_OVER_KEY,
     POLL_SECONDS,
-    PROCESS_GONE_CAUSE,
     REPORT_WRITTEN_KEY,
     LaunchOver,
 )
 
-# Ends of a rank that no longer takes work.
+# Ends after which a rank runs no further task.
 LOST_ENDS = (RankEnd.SIGNALLED, RankEnd.EXITED, RankEnd.HUNG, RankEnd.STOPPED)
 ATTACH_TIMEOUT = 300.0  # seconds for every rank to collect its tests, as long as torch waits for a rendezvous
-WITNESS_REPORT_SECONDS = 3.0  # seconds for the witnesses to tell where their ranks stand, once the launch is over
-SILENCE_TIMEOUT = (
-    30.0  # seconds beyond its time-out after which nothing more is expected from a rank, nor from its witness
-)
-NO_REPORT_CAUSE = "nothing was heard of it, and nothing of its witness: its machine may be gone"
+WITNESS_REPORT_SECONDS = 3.0  # seconds for the witnesses to post their ranks' outcomes once the launch is over
+SILENCE_TIMEOUT = 30.0  # seconds beyond a task's time-out for its ranks or their witnesses to post outcomes
+NO_REPORT_CAUSE = "neither the rank nor its witness reported anything; its machine may be down"
 
-
+# Called with the outcome of the task that was running, or None, and the reason; returns the exit status.
 FinalReportWriter = Callable[["GroupOutcome | None", str], int]
 
 
 class Leader(LaunchedRank, RankServer):
-    """Rank 0: a rank server whose ranks are all the launch's, and which takes part itself.
+    """Rank 0: a rank server whose ranks are those of the launch, itself included.
 
-    ``last_words(outcome, words)`` is called when the launch is over before its time: it writes what there is, in any
-    thread, and returns the exit status. ``outcome`` is that of the work in hand, or None.
+    ``write_final_report(outcome, reason)`` is called, in any thread, when the launch is over early: it writes the
+    report of what has run and returns the exit status. ``outcome`` is that of the running task, or None.
     """
 
     def __init__(
@@ -74,16 +72,16 @@ class Leader(LaunchedRank, RankServer):
         capture_files: Mapping[str, IO[Any]] | None = None,
     ) -> None:
         LaunchedRank.__init__(self, launch, inherited_function, capture_files)
-        self.follower_status = 3  # what the followers end with, unless somebody says otherwise
-        self.task_title = ""  # of the work to come, for the messages
-        self.is_group_broken = False  # whether a rank has left its peers in the middle of the last work
+        self.follower_status = 3  # exit status of the followers unless the caller sets another one
+        self.task_title = ""  # title of the next task, for messages
+        self.is_group_broken = False  # whether a rank left the last task while its peers waited for it
         self._write_final_report = write_final_report
         self._serial = 0
-        self._group_size = 0  # the world size of the group that stands and may be kept
+        self._group_size = 0  # world size of the existing group if it can be reused
         self._current_assignment: Assignment | None = None
         self._is_guarding = True
-        self._is_closed = False  # left, or leaving with its last words
-        # Held by the main thread but while it runs work: whoever has it may write the report.
+        self._is_closed = False  # closed, or writing the final report
+        # Its holder may write the report: the main thread, except while it runs a task.
         self._report_lock = threading.Lock()
         self._report_lock.acquire()
         self._clock_offsets: dict[int, int] = {}
@@ -92,42 +90,46 @@ class Leader(LaunchedRank, RankServer):
         self._guard_thread = threading.Thread(target=self._run_guard, name="zharness guard", daemon=True)
 
     def ask_followers(self, question: object) -> dict[int, Any]:
-        """Every follower's answer to one question before all work. Raises UsageError when one does not answer.
+        """Post ``question`` before the first task; return every follower's answer by rank.
 
-        All then read their clocks, so that times of several machines can be compared: within some 20 ms, which is less
-        than the time that a failure takes to show on another rank.
+        Then every follower posts its clock, so that times of several machines can be compared: to about 20 ms, less
+        than a failure needs to show on another rank. Raises UsageError if a follower does not answer.
         """
         self.store.post(QUESTION_KEY, question)
         answers = self._collect_from_followers(
             ANSWER_KEY, f"did not attach within {ATTACH_TIMEOUT:g} s; every rank has to run the same command"
         )
         self.store.post(START_KEY, True)
-        here = time.monotonic_ns()
-        clocks = self._collect_from_followers(CLOCK_KEY, "attached and fell silent")
+        start_ns = time.monotonic_ns()
+        clocks = self._collect_from_followers(CLOCK_KEY, "attached but did not report its clock; it may have ended")
         if not self.launch.is_single_machine:  # one machine has one clock
-            self._clock_offsets = {rank: clock - here for rank, clock in clocks.items()}
+            self._clock_offsets = {rank: clock - start_ns for rank, clock in clocks.items()}
         return answers
 
     def _collect_from_followers(self, key: str, failure: str) -> dict[int, Any]:
-        """What every follower has put up under ``key``."""
+        """Return every follower's value under ``key``; raise UsageError with ``failure`` if one is missing."""
         keys = {rank: f"{key}/{rank}" for rank in range(1, self.launch.world_size)}
         if not self.store.wait_for_keys(list(keys.values()), partial(operator.lt, ATTACH_TIMEOUT)):
-            missing = [str(rank) for rank, one in keys.items() if not self.store.has_keys(one)]
+            missing = [str(rank) for rank, rank_key in keys.items() if not self.store.has_keys(rank_key)]
             raise UsageError(f"rank {', '.join(missing)} {failure}")
-        return {rank: self.store.read_value(one) for rank, one in keys.items()}
+        return {rank: self.store.read_value(rank_key) for rank, rank_key in keys.items()}
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """The outcome of ``work`` on the first ranks of the launch. Does not return when one of them is lost."""
+        """Run ``task`` on the launch's first ``task.world_size`` ranks; return the outcome.
+
+        Does not return if a rank is lost: it writes the final report and ends the process. Raises WorldError if the
+        launch has too few ranks.
+        """
         if task.world_size > self.launch.world_size:
-            raise WorldError(f"world size {task.world_size} on {self.launch.describe()}")
-        keeps = task.group is Group.REUSED and self._group_size == task.world_size and dist.is_initialized()
-        group = task.group if keeps or task.group is Group.NONE else Group.DEFAULT
-        if not keeps:
+            raise WorldError(f"world size {task.world_size} does not fit on {self.launch.describe()}")
+        reuses_group = task.group is Group.REUSED and self._group_size == task.world_size and dist.is_initialized()
+        group = task.group if reuses_group or task.group is Group.NONE else Group.DEFAULT
+        if not reuses_group:
             self.destroy_group()
-        if self._guard_thread.ident is None:  # not before: servers are forked from this process until then
+        if self._guard_thread.ident is None:  # not earlier: rank servers are forked from this process until then
             self._start_guard()
         self._serial += 1
-        assignment = Assignment(self._serial, replace(task, group=group), self.task_title or "the work")
+        assignment = Assignment(self._serial, replace(task, group=group), self.task_title or "the task")
         with open_task_store(self.launch, group) as port:
             assignment = replace(assignment, port=port)
             self._current_assignment = assignment
@@ -137,32 +139,32 @@ class Leader(LaunchedRank, RankServer):
                 channel = self.run_assignment(assignment)
                 outcome = self._collect_outcomes(assignment, channel)
             finally:
-                self._report_lock.acquire()  # for good, when the launch is over: another thread is writing then
+                self._report_lock.acquire()  # blocks for good if the launch is over: the guard thread is writing then
         self._current_assignment = None
         if task.group is not Group.REUSED:
-            self.destroy_group()  # this process does other things as well
+            self.destroy_group()  # this process goes on without ranks until the next task
         self._group_size = (
             task.world_size if all(rank.is_successful for rank in outcome.ranks) and group is not Group.NONE else 0
         )
         return outcome
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """There are no pools: all ranks live on."""
+        """Do nothing and return None: a launch has no rank pools, its ranks live until it ends."""
         return None
 
     def close(self) -> None:
-        """Let every follower leave with ``status``."""
+        """Send every follower its exit status and stop the guard; after an interrupt, declare the launch over."""
         if self._is_closed:
             return
         self._is_closed = True
         self.stop_guard()
-        if self._current_assignment is not None:  # an interrupt: the others are in the middle of something
+        if self._current_assignment is not None:  # an interrupt: the followers are still running a task
             self.store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(0, "rank 0 was interrupted"))
             self.store.post(REPORT_WRITTEN_KEY, True)
         self.store.post(f"work/{self._serial + 1}", ExitMessage(self.follower_status))
         self._witness_pipe.send(ShutdownMessage())
         self.destroy_group()
-        if not self.launch.uses_agent_store and self._current_assignment is None:  # the store is this process's
+        if not self.launch.uses_agent_store and self._current_assignment is None:  # this process serves the store
             key = f"work/{self._serial + 1}/read"
             self.store.wait_for_keys(
                 [],
@@ -176,25 +178,25 @@ class Leader(LaunchedRank, RankServer):
         return self.launch.world_size - 1
 
     def stop_guard(self) -> None:
-        """From now on nobody but the main thread writes, whatever happens to the launch."""
+        """Stop the guard thread, so that only the main thread can write the report from now on."""
         self._is_guarding = False
         if threading.current_thread() is not self._guard_thread and self._guard_thread.ident is not None:
             with suppress(OSError):
                 self._signal_writer.send(b"\0")
-            self._guard_thread.join()  # torch does not like threads that end with the process
+            self._guard_thread.join()  # torch may crash if the thread still runs while the process exits
 
     def _collect_outcomes(self, assignment: Assignment, channel: StoreChannel) -> GroupOutcome:
-        """Every rank's end; a rank that was lost is the end of all."""
-        began = time.monotonic()
+        """Wait for every rank's outcome and return them; if a rank was lost, end the launch instead."""
+        started_at = time.monotonic()
         keys = [rank_outcome_key(f"work/{assignment.serial}", rank) for rank in range(assignment.task.world_size)]
         if channel.has_left and not self.store.wait_for_keys(keys, lambda spent: spent > GRACE_SECONDS):
             self.break_group(assignment.serial)
-        busy, patience = self.store.add_to_counter("busy", 0), assignment.task.timeout + SILENCE_TIMEOUT
-        while not self.store.wait_for_keys(keys, partial(operator.lt, patience)):
-            busy, before, patience = self.store.add_to_counter("busy", 0), busy, SILENCE_TIMEOUT
-            if busy == before:
+        busy_count, limit = self.store.add_to_counter("busy", 0), assignment.task.timeout + SILENCE_TIMEOUT
+        while not self.store.wait_for_keys(keys, partial(operator.lt, limit)):
+            busy_count, busy_before, limit = self.store.add_to_counter("busy", 0), busy_count, SILENCE_TIMEOUT
+            if busy_count == busy_before:
                 self.store.post_if_absent(
-                    LAUNCH_OVER_KEY, LaunchOver(0, f"not every rank has told of the end of {assignment.title}")
+                    LAUNCH_OVER_KEY, LaunchOver(0, f"not every rank reported an outcome of {assignment.title}")
                 )
                 self._end_launch(self.store)
         channel.delete_last_exchange()
@@ -205,10 +207,10 @@ class Leader(LaunchedRank, RankServer):
         if self.is_group_broken:
             ranks = tuple(map(mark_peer_loss_as_stopped, ranks))
         self.store.delete_keys(*keys, broken_group_key(assignment.serial))
-        return GroupOutcome(ranks, time.monotonic() - began)
+        return GroupOutcome(ranks, time.monotonic() - started_at)
 
     def _read_outcomes(self, store: LaunchStore, assignment: Assignment) -> tuple[RankOutcome, ...]:
-        """What the witnesses have put up, with times as of this machine's clock."""
+        """Return the outcomes that the witnesses posted, with times in this machine's clock; HUNG for a missing one."""
         ranks = []
         for rank in range(assignment.task.world_size):
             key = rank_outcome_key(f"work/{assignment.serial}", rank)
@@ -219,49 +221,49 @@ class Leader(LaunchedRank, RankServer):
         return tuple(ranks)
 
     def _start_guard(self) -> None:
-        """Have the guard hear SIGTERM, also while the main thread waits in a collective, where no handler would run."""
+        """Start the guard thread and route SIGTERM to it: no Python handler runs while a collective blocks."""
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=reset_signal_handling)
         self._guard_thread.start()
 
     def _run_guard(self) -> None:
-        """In a thread of its own: hear of the launch's end while the main thread runs work, or is stuck in it."""
+        """Watch for the end of the launch, in a thread of its own, while the main thread runs a task or hangs in it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
-        board = LaunchStore(self.launch)
+        store = LaunchStore(self.launch)
         self._signal_reader.settimeout(POLL_SECONDS)
         while self._is_guarding:
             with suppress(TimeoutError):
                 if signal.SIGTERM in self._signal_reader.recv(64):
-                    board.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(0, "torchrun ended the ranks (SIGTERM)"))
-            if self._is_guarding and board.has_keys(LAUNCH_OVER_KEY):
-                self._end_launch(board)
+                    store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(0, "torchrun ended the ranks (SIGTERM)"))
+            if self._is_guarding and store.has_keys(LAUNCH_OVER_KEY):
+                self._end_launch(store)
 
     def _end_launch(self, store: LaunchStore) -> NoReturn:
-        """Write what there is and end the process. Whoever comes second waits for the end."""
+        """Write the final report and end the process. A second thread that calls this blocks until the process ends."""
         self._report_lock.acquire(
             timeout=-1 if threading.current_thread() is threading.main_thread() else WITNESS_REPORT_SECONDS
         )
-        self._is_guarding, self._is_closed, hand = False, True, self._current_assignment
+        self._is_guarding, self._is_closed, assignment = False, True, self._current_assignment
         store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(0, ""))
         faulthandler.dump_traceback_later(FINAL_REPORT_SECONDS - WITNESS_REPORT_SECONDS, exit=True, file=2)
         outcome = None
-        if hand is not None:
-            keys = [rank_outcome_key(f"work/{hand.serial}", rank) for rank in range(hand.task.world_size)]
+        if assignment is not None:
+            keys = [rank_outcome_key(f"work/{assignment.serial}", rank) for rank in range(assignment.task.world_size)]
             store.wait_for_keys(keys, lambda spent: spent > WITNESS_REPORT_SECONDS)
             outcome = GroupOutcome(
-                assign_blame(tuple(map(mark_peer_loss_as_stopped, self._read_outcomes(store, hand)))), 0.0
+                assign_blame(tuple(map(mark_peer_loss_as_stopped, self._read_outcomes(store, assignment)))), 0.0
             )
         over: LaunchOver = store.read_value(LAUNCH_OVER_KEY)
         dead = outcome.cause if outcome is not None and outcome.cause is not None else None
-        words = (
+        reason = (
             dead.describe() if dead is not None and dead.end in (RankEnd.SIGNALLED, RankEnd.EXITED) else over.message
         )
         status = 3
         self.undo_redirection()
         try:
             status = self._write_final_report(
-                outcome, f"{words}; torchrun's ranks cannot be replaced, so nothing more is run"
+                outcome, f"{reason}; torchrun's ranks cannot be replaced, so nothing more is run"
             )
         finally:
             store.post(REPORT_WRITTEN_KEY, True)
@@ -272,40 +274,44 @@ class Leader(LaunchedRank, RankServer):
 
 
 def reset_signal_handling() -> None:
-    """In a child of rank 0: a signal to the child is none to rank 0."""
+    """Restore the default signal handling in a forked child of rank 0, so that its signals do not reach rank 0."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def shift_times(outcome: RankOutcome, offset_ns: int) -> RankOutcome:
-    """The outcome with its times ``by`` nanoseconds earlier."""
+    """Return the outcome with all its times moved ``offset_ns`` nanoseconds earlier."""
     notes = tuple(replace(note, at_ns=note.at_ns - offset_ns) for note in outcome.notes)
     return replace(outcome, at_ns=outcome.at_ns - offset_ns, notes=notes)
 
 
-# What gloo says on a rank whose peer has hung up, or died.
+# Parts of gloo's errors on a rank whose peer closed the connection or died.
 PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "monitoredBarrier")
 
 
 def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
-    """A rank that raised because a peer had hung up on it was stopped."""
-    if outcome.end is not RankEnd.RAISED or not any(words in outcome.cause for words in PEER_LOST_MESSAGES):
+    """Return the outcome as STOPPED if the rank raised because a peer closed the connection; else unchanged."""
+    if outcome.end is not RankEnd.RAISED or not any(message in outcome.cause for message in PEER_LOST_MESSAGES):
         return outcome
     return replace(outcome, end=RankEnd.STOPPED, cause="", exception="", traceback="")
 
 
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Ranks that the launcher ended are consequences, unless nothing else is there to be one of."""
+    """Return the outcomes with ranks that torchrun ended marked as consequences, or as causes if there is no other.
+
+    If another rank's failure is known, ranks whose process is gone become STOPPED; else ranks that torchrun terminated
+    become SIGNALLED.
+    """
     causes = [
         rank
         for rank in ranks
         if not rank.is_successful and rank.end is not RankEnd.STOPPED and not rank.cause.startswith(PROCESS_GONE_CAUSE)
     ]
     if causes:
-        gone = [rank.end is RankEnd.EXITED and rank.cause.startswith(PROCESS_GONE_CAUSE) for rank in ranks]
+        are_gone = [rank.end is RankEnd.EXITED and rank.cause.startswith(PROCESS_GONE_CAUSE) for rank in ranks]
         return tuple(
-            replace(rank, end=RankEnd.STOPPED, cause="") if lost else rank
-            for rank, lost in zip(ranks, gone, strict=True)
+            replace(rank, end=RankEnd.STOPPED, cause="") if is_gone else rank
+            for rank, is_gone in zip(ranks, are_gone, strict=True)
         )
     return tuple(
         replace(rank, end=RankEnd.SIGNALLED) if rank.end is RankEnd.STOPPED and rank.cause else rank for rank in ranks
@@ -314,9 +320,10 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 @contextmanager
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
-    """The port of a store for work that forms its own group by ``env://``: in the launch's, keys of the last one stay.
+    """Serve a new store for a task that forms its own group by ``env://``; yield its port.
 
-    0 where none is needed, and where the launch's address is not this machine's.
+    The launch's own store still has the keys of earlier groups. Yields 0, and serves nothing, if the task needs no
+    store or the launch's address is on another machine.
     """
     if group is not Group.NONE or not launch.uses_agent_store or not is_local_address(launch.address):
         yield 0
@@ -326,11 +333,11 @@ def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether the address is one of this machine's."""
+    """Return whether this machine has the address: whether a socket can be bound to it."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
+            probe.bind(socket_address)
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a piece of work leaves behind in its rank: threads, processes, and changes to what the whole process shares."""
+"""What a task leaves behind in its rank: threads, processes, and changes of process-wide state."""
 
 from __future__ import annotations
 
@@ -16,69 +16,71 @@ import torch
 import torch.distributed as dist
 
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# Helpers of the standard library that it starts on its own and ends with the process.
+# Helper processes that the standard library starts by itself and ends with the process.
 _STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def find_leftovers() -> dict[str, str]:
-    """The threads that would keep this process alive and the processes that would outlive it, each in words.
+    """Return descriptions of the threads that keep this process alive and of its living child processes.
 
-    The keys stay the same from one call to the next, so that two calls can be compared.
+    The keys (``thread 1234``, ``process 1234``) are stable between calls, so that two calls can be compared.
     """
     return {**dict(iter_leftover_threads()), **dict(iter_leftover_processes())}
 
 
 def iter_leftover_threads() -> Iterator[tuple[str, str]]:
-    """Non-daemon threads other than the main one, with the place where each stands."""
+    """Yield key and description, with its current line, of every non-daemon thread except the main thread."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread is threading.main_thread() or thread.daemon or thread.ident not in frames:
             continue
         summary = traceback.extract_stack(frames[thread.ident])
         last = next((frame for frame in reversed(summary) if "/lib/python" not in frame.filename), summary[-1])
-        words = f"thread {thread.name!r}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
-        yield f"thread {thread.ident}", words
+        description = f"thread {thread.name!r}, in {last.name} ({Path(last.filename).name}, line {last.lineno})"
+        yield f"thread {thread.ident}", description
 
 
 def iter_leftover_processes() -> Iterator[tuple[str, str]]:
-    """Living child processes, with their command lines. Linux only; none where there is no memory left to look."""
-    for pid, words in find_living_children().items():
-        yield f"process {pid}", f"process {pid}, {words[:100]}"
+    """Yield key and description, with its command line, of every living child process. Linux only."""
+    for pid, command_line in find_living_children().items():
+        yield f"process {pid}", f"process {pid}, {command_line[:100]}"
 
 
 def find_living_children() -> dict[int, str]:
-    """Child processes that live, and what they run; without the helpers of the standard library."""
-    found = {int(pid): read_command_line(pid) for pid in list_child_pids()}
+    """Return the command lines of living child processes by process id, without the standard library's helpers."""
+    command_lines = {int(pid): read_command_line(pid) for pid in list_child_pids()}
     return {
-        pid: words for pid, words in found.items() if words and not any(helper in words for helper in _STDLIB_HELPERS)
+        pid: command_line
+        for pid, command_line in command_lines.items()
+        if command_line and not any(helper in command_line for helper in _STDLIB_HELPERS)
     }
 
 
 def list_child_pids() -> list[str]:
-    """The children of every thread of this process."""
+    """Return the process ids of the children of all threads of this process, ended ones included."""
     pids: list[str] = []
     with suppress(OSError):
-        for listed in Path("/proc/self/task").glob("*/children"):
+        for children_file in Path("/proc/self/task").glob("*/children"):
             with suppress(OSError):  # the thread ended meanwhile
-                pids += listed.read_text().split()
+                pids += children_file.read_text().split()
     return pids
 
 
 def read_command_line(pid: str) -> str:
-    """What a process runs; the empty string for one that has ended, or that only waits to be waited for."""
+    """Return the command line of a process; the empty string if it has ended or is a zombie."""
     process = Path("/proc") / pid
     try:
         name, _, rest = process.joinpath("stat").read_text().partition("(")[2].rpartition(")")
-        words = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        command_line = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-    # Just after its exec a process has no command line yet, so that alone does not tell a zombie.
-    return "" if rest.split()[0] in ("Z", "X") else words or name
+    # A zombie has no command line, but neither has a process just after its exec; so the state decides.
+    return "" if rest.split()[0] in ("Z", "X") else command_line or name
 
 
 @dataclass(frozen=True)
 class ProcessFingerprint:
-    """The state of a process that its next piece of work would see."""
+    """The process-wide state that the next task in this process would see."""
 
     environment: dict[str, str]
     directory: str
@@ -93,13 +95,13 @@ class ProcessFingerprint:
     daemon_threads: tuple[str, ...]
 
     def list_changes(self, other: ProcessFingerprint) -> list[str]:
-        """The names of what differs."""
+        """Return the names of the fields that differ from ``other``, with spaces for underscores."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         return [name.replace("_", " ") for name in names]
 
 
 def take_fingerprint() -> ProcessFingerprint:
-    """This process's state now."""
+    """Return this process's current state."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return ProcessFingerprint(
         environment=environment,
@@ -117,7 +119,7 @@ def take_fingerprint() -> ProcessFingerprint:
 
 
 def working_directory() -> str:
-    """The working directory, which a test may have removed."""
+    """Return the working directory; ``(removed)`` if a test removed it."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What travels between a rank and its server while a piece of work runs."""
+"""The messages between a rank and its server while a task runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class RankStatus(Enum):
-    """What a note says of its rank: it goes on, it has failed, or it takes no further part (a skip)."""
+    """The state of a rank after a note: it goes on, it has failed, or it takes no further part (a skip)."""
 
     OK = "fine"
     FAILED = "failed"
@@ -16,9 +16,9 @@ class RankStatus(Enum):
 
 @dataclass(frozen=True)
 class RankNote:
-    """Something a rank tells before its end: the report of one phase of a test, say.
+    """A report that a rank sends before its task has ended, such as that of one phase of a test.
 
-    ``at_ns`` is CLOCK_MONOTONIC at the moment of what is told, not at that of the telling. ``payload`` is pickled.
+    ``at_ns`` is CLOCK_MONOTONIC when the reported event happened, not when it was sent. ``payload`` is pickled.
     """
 
     rank: int
@@ -29,9 +29,9 @@ class RankNote:
 
 @dataclass(frozen=True)
 class ExchangeRequest:
-    """A rank's contribution to an exchange; it waits until every rank's is in.
+    """A rank's value for an exchange; the rank waits until every rank has sent one.
 
-    ``ordinal`` counts this rank's exchanges, ``what`` is the function that it called, ``site`` where.
+    ``ordinal`` counts this rank's exchanges, ``operation`` names the function that it called, ``call_site`` where.
     """
 
     rank: int
@@ -43,7 +43,11 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class CollectiveAnnouncement:
-    """A collective that a rank is about to enter: its number on this rank, when, what it is, and where it is called."""
+    """A collective that a rank is about to enter.
+
+    ``ordinal`` counts this rank's collectives, ``at_ns`` is CLOCK_MONOTONIC, ``operation`` is the collective's name,
+    dtype and shape.
+    """
 
     rank: int
     ordinal: int
@@ -54,7 +58,7 @@ class CollectiveAnnouncement:
 
 @dataclass(frozen=True)
 class DeadlineHold:
-    """The deadline is off while a person looks at the rank (``reason``); the empty reason switches it on again."""
+    """Suspends the deadline while a debugger holds the rank; an empty ``reason`` resumes it."""
 
     rank: int
     reason: str
@@ -64,7 +68,8 @@ class DeadlineHold:
 class ExchangeResult:
     """The server's answer to a complete exchange: every rank's value, in rank order.
 
-    ``ordinal`` is the asking rank's own: a rank that left an exchange by an exception finds its answer still there.
+    ``ordinal`` is that of the rank's request, so that a rank can skip the answer to an exchange that it left by an
+    exception.
     """
 
     ordinal: int
@@ -81,7 +86,7 @@ class ExchangeFailure:
 
 @dataclass(frozen=True)
 class ExchangeMismatch:
-    """The server's answer to ranks that meet in different functions."""
+    """The server's answer when ranks requested exchanges in different functions."""
 
     ordinal: int
     reason: str
@@ -92,4 +97,4 @@ ExchangeAnswer = ExchangeResult | ExchangeFailure | ExchangeMismatch
 
 @dataclass(frozen=True)
 class ShutdownMessage:
-    """The server's last word to a rank: all work is done, end."""
+    """The last message to a rank or a witness: there are no more tasks, end."""

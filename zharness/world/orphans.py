@@ -1,4 +1,4 @@
-"""A process that does not outlive the one that started it."""
+"""End the processes that a rank leaves behind, and end a child when its parent ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process ``by`` when ``parent`` ends, however that ends.
+    """Make the kernel send ``signal_number`` to this process when its parent ends for any reason.
 
-    Linux only; elsewhere the rank server's own watch has to do. The parent may be gone already: then end at once.
+    Exits at once if ``parent_pid`` is no longer the parent. Linux only; elsewhere it does nothing, and a rank ends when
+    it finds its control pipe closed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -28,28 +29,28 @@ def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGK
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a rank leaves behind, so that it can be waited for. Linux only."""
+    """Make this process the parent of orphaned descendants, so that it can wait for them. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_orphans(spared_pids: Collection[int | None]) -> None:
-    """Kill and reap what this process has adopted, whatever session it made itself, but for ``keep``.
+    """Kill and reap all children of this process except ``spared_pids``, also those in sessions of their own.
 
-    The children of each fall to this process in turn, so it looks until there are none.
+    The children of a killed process become children of this one, so it repeats until none are left.
     """
-    while strays := [pid for pid in find_living_children() if pid not in spared_pids]:
-        for pid in strays:
+    while orphans := [pid for pid in find_living_children() if pid not in spared_pids]:
+        for pid in orphans:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
 def kill_process_group(leader_pid: int) -> None:
-    """Kill what is left of a rank's process group, and reap what this process has adopted of it."""
+    """Kill the remaining processes of a rank's process group and reap those that this process has adopted."""
     try:
         os.killpg(leader_pid, signal.SIGKILL)
         while True:
             os.waitpid(-leader_pid, 0)
     except (ProcessLookupError, PermissionError, ChildProcessError):
-        return  # nothing is left, or nothing that is this process's to reap
+        return  # no process is left, or none that is a child of this one

@@ -1,4 +1,4 @@
-"""How each rank of a group ended, and which end was the cause."""
+"""How each rank of a group ended, and which rank's end caused the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.world.messages import RankNote, RankStatus
 
 
 class RankEnd(Enum):
-    """The ways in which a rank ends; the value reads on after "rank 1 "."""
+    """The ways in which a rank ends; the value continues a sentence that begins with "rank 1 "."""
 
     RETURNED = "returned"
     RAISED = "raised"
@@ -23,18 +23,18 @@ class RankEnd(Enum):
     STOPPED = "was stopped because another rank had failed"
 
 
-# A death nobody reported comes before the errors that it causes in the peers' collectives: a peer notices the closed
-# connection within a millisecond, often before the server wakes up, so clocks alone would blame the peer.
+# The death of a rank ranks before the errors that it causes in its peers' collectives: a peer notices the closed
+# connection within a millisecond, often before the server wakes up, so times alone would blame the peer.
 _CAUSE_PRECEDENCE = {RankEnd.SIGNALLED: 0, RankEnd.EXITED: 0, RankEnd.RAISED: 1, RankEnd.HUNG: 2, RankEnd.STOPPED: 3}
 
 
-MISMATCH_EXCEPTION = "zharness.world.CollectiveMismatch"  # the ``exception`` of ranks that the server found to disagree
+MISMATCH_EXCEPTION = "zharness.world.CollectiveMismatch"  # ``exception`` of ranks that entered different collectives
 OUTPUT_TAIL_CHARS = 4000  # characters of a rank's output in a description
 
 
 @dataclass(frozen=True)
 class CapturedOutput:
-    """What a rank wrote to ``stream`` ("stdout" or "stderr") while it was in the phase ``label``; cut in the middle."""
+    """The text that a rank wrote to ``stream`` ("stdout" or "stderr") during ``phase``; a long one lacks its middle."""
 
     phase: str
     stream: str
@@ -43,13 +43,14 @@ class CapturedOutput:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """One rank's end.
+    """How one rank ended its task.
 
-    ``at_ns`` is CLOCK_MONOTONIC, comparable between processes of one machine. ``payload`` is the pickled return value.
-    ``innermost`` is the file of the innermost frame of a raised exception. ``stack`` is where a hung or stopped rank
-    stood, and ``site`` the collective in which it waited then, if it did. ``phase`` is the last label under which it
-    printed. ``notes`` are what it told before its end, ``left_behind`` the threads and processes that it did not end,
-    ``imported`` the modules of torch that it was the first to need.
+    ``at_ns`` is CLOCK_MONOTONIC, comparable between processes of one machine. ``cause`` explains ``end`` in a sentence.
+    ``exception`` is the qualified class name of a raised exception, ``innermost_file`` the file of its innermost frame.
+    ``stack`` is the stack of a hung or stopped rank, ``site`` the collective in which it waited, if any. ``phase`` is
+    the test phase in which it ended. ``payload`` is the pickled return value. ``notes`` are the reports that it sent
+    before. ``leftovers`` describes the threads and processes that it did not end. ``imported_modules`` are the modules
+    of torch that the task imported.
     """
 
     rank: int
@@ -70,26 +71,29 @@ class RankOutcome:
 
     @property
     def output(self) -> str:
-        """The end of what the rank printed, stream by stream."""
+        """Return the last ``OUTPUT_TAIL_CHARS`` characters that the rank printed, stream by stream."""
         return "".join(part.text for part in self.captured_output)[-OUTPUT_TAIL_CHARS:].strip()
 
     @property
     def is_successful(self) -> bool:
-        """Whether the rank returned, and told of no failure before."""
+        """Return whether the rank returned and reported no failure before."""
         return self.end is RankEnd.RETURNED and all(note.status is not RankStatus.FAILED for note in self.notes)
 
     @property
     def value(self) -> Any:
-        """What the rank's function returned. The bytes were written by a rank that this process started."""
+        """Unpickle and return the return value of the rank's function. A rank of this session wrote the bytes."""
         return pickle.loads(self.payload)  # noqa: S301 - see the docstring
 
     @property
     def precedence(self) -> int:
-        """Which ends are causes of which, whatever the clocks say; a mismatch may make a peer abort."""
+        """Return the end's order among causes: lower ones cause higher ones, whatever the times say.
+
+        A collective mismatch comes first, because it may make a peer abort.
+        """
         return 0 if self.exception == MISMATCH_EXCEPTION else _CAUSE_PRECEDENCE[self.end]
 
     def describe(self) -> str:
-        """One sentence: which rank, how it ended, why."""
+        """Return one sentence: the rank, how it ended, and the cause."""
         return f"rank {self.rank} {self.end.value}" + (f": {self.cause}" if self.cause else "")
 
 
@@ -99,34 +103,37 @@ class GroupOutcome:
 
     ranks: tuple[RankOutcome, ...]
     seconds: float
-    previous_outcome: GroupOutcome | None = (
-        None  # of ranks that lived on, and of which one ended before this work began
-    )
+    previous_outcome: GroupOutcome | None = None  # of the pool's former ranks, if one of them died between two tasks
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
-        """The ranks that did not return, the cause first; of hung ranks, those for which the others wait."""
+        """Return the ranks that did not return, the cause first.
+
+        Of hung ranks, one that waits in no collective comes first: the others wait for it.
+        """
         failed = [outcome for outcome in self.ranks if outcome.end is not RankEnd.RETURNED]
-        return tuple(sorted(failed, key=lambda one: (one.precedence, bool(one.site), one.at_ns)))
+        return tuple(sorted(failed, key=lambda outcome: (outcome.precedence, bool(outcome.site), outcome.at_ns)))
 
     @property
     def cause(self) -> RankOutcome | None:
-        """The first failure; None when every rank returned."""
+        """Return the rank whose end caused the others; None if every rank returned."""
         return self.failures[0] if self.failures else None
 
     def values(self) -> list[Any]:
-        """Every rank's return value, in rank order. Raises RanksFailed when a rank did not return."""
+        """Return every rank's return value, in rank order. Raises RanksFailed if a rank did not return."""
         if self.failures:
             raise RanksFailed(self)
         return [outcome.value for outcome in self.ranks]
 
     def describe(self) -> str:
-        """Every failed rank in words, the cause first, with tracebacks, stacks and output."""
+        """Describe every failed rank, the cause first, with tracebacks, stacks and output."""
         blocks: dict[str, list[RankOutcome]] = {}
         for outcome in self.failures:
             details = [outcome.traceback, outcome.stack, outcome.output and f"output:\n{outcome.output}"]
             blocks.setdefault("\n".join(text.rstrip() for text in details if text), []).append(outcome)
-        return "\n\n".join("\n".join([*(one.describe() for one in alike), text]) for text, alike in blocks.items())
+        return "\n\n".join(
+            "\n".join([*(outcome.describe() for outcome in outcomes), details]) for details, outcomes in blocks.items()
+        )
 
 
 class RanksFailed(ZHarnessError):
@@ -138,7 +145,7 @@ class RanksFailed(ZHarnessError):
 
 
 def signal_name(signal_number: int) -> str:
-    """``SIGSEGV`` for 11; the bare number for a signal without a name."""
+    """Return the name of a signal: ``SIGSEGV`` for 11, ``signal 99`` for one without a name."""
     try:
         return signal.Signals(signal_number).name
     except ValueError:

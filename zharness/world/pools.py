@@ -1,4 +1,4 @@
-"""The teams of one server: forked for one piece of work, or living on from one to the next."""
+"""The rank teams of one server: forked for one task, or kept in a pool from one task to the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from zharness.world.team import RankTeam
 
 
 class RankPools:
-    """Gives every piece of work its team. ``inherited`` is what the ranks call where a Work says so."""
+    """Runs every task on a rank team: a new one, or one kept in a pool.
+
+    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks.
+    """
 
     def __init__(self, scratch_dir: Path, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
         self.scratch_dir = scratch_dir
@@ -31,7 +34,10 @@ class RankPools:
         self._modules_to_import: tuple[str, ...] = ()
 
     def run(self, task: RankTask, client: Connection | None) -> GroupOutcome:
-        """The outcome of ``work``. Raises CannotStart when no rank can be had, and what a Watch raises."""
+        """Run a task and return its outcome.
+
+        Raises CannotStart if the ranks cannot be forked, and the exceptions of ``TaskWatcher.wait_for_outcome``.
+        """
         task = replace(task, serial=next(self._serials))
         if task.isolation is Isolation.FRESH:
             team = RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
@@ -45,75 +51,75 @@ class RankPools:
         return outcome
 
     def _run_pooled(self, task: RankTask, client: Connection | None) -> GroupOutcome:
-        """Ranks of which one ended, raised or was stopped are not used again; the rest is the client's to judge."""
+        """Run a task on the pool's team; fork one if there is none. Keep the team only if every rank returned."""
         key = (task.pool, task.world_size)
         team = self._teams.pop(key, None)
-        before = None
+        previous_outcome = None
         if team is not None and not team.is_reusable():
-            before = self._close_and_judge(team, task.world_size, client)
+            previous_outcome = self._close_and_judge(team, task.world_size, client)
             team = None
         if team is None and task.isolation is Isolation.EXISTING_POOL:
-            return GroupOutcome((), 0.0, before)
+            return GroupOutcome((), 0.0, previous_outcome)
         if team is None:
             team = RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
         else:
             team.send_task(task)
-        fit = False
+        all_returned = False
         try:
             outcome = TaskWatcher(team, task, client).wait_for_outcome()
-            fit = all(rank.end is RankEnd.RETURNED for rank in outcome.ranks)
-            return replace(outcome, previous_outcome=before)
+            all_returned = all(rank.end is RankEnd.RETURNED for rank in outcome.ranks)
+            return replace(outcome, previous_outcome=previous_outcome)
         finally:
-            if fit:
+            if all_returned:
                 self._teams[key] = team
             else:
                 self._close_team(team)
 
     def import_rank_modules(self) -> None:
-        """Import what the last ranks imported of torch, so that the next ones find it.
+        """Import the modules of torch that the last ranks imported, so that the next ranks inherit them.
 
         torch loads some 800 modules at the first optimizer, DTensor or transform: a second in every rank, or once here.
         """
         names, self._modules_to_import = self._modules_to_import, ()
         for name in names:
-            # A rank may have made a module up, or have had what it takes to import it: then it stays the ranks' own.
+            # A rank may have created a module itself, or changed sys.path first: then only ranks can import it.
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
         if names:
             freeze_garbage_collector()
 
     def close_pool(self, request: ClosePoolRequest, client: Connection | None) -> GroupOutcome | None:
-        """End one team, and tell how each of its ranks ended; None when there is none."""
+        """End one pool's team and return how its ranks ended; None if there is no such pool."""
         team = self._teams.pop((request.pool, request.world_size), None)
         return None if team is None else self._close_and_judge(team, request.world_size, client)
 
     def _close_and_judge(self, team: RankTeam, world_size: int, client: Connection | None) -> GroupOutcome:
-        """The ends of ranks that wait for work, those that ended while they waited among them."""
+        """End a team of idle ranks and return how they ended, including ranks that died while idle."""
         try:
             return TaskWatcher(team, RankTask(_no_op, world_size=world_size), client).shut_down_idle_ranks()
         finally:
             self._close_team(team)
 
     def _close_team(self, team: RankTeam) -> None:
-        """End a team and what its ranks started, which this process adopts when they end."""
+        """End a team and the processes that its ranks started; this process has adopted those as orphans."""
         team.close()
-        kill_orphans({member.process.pid for living in self._teams.values() for member in living.members})
+        kill_orphans({member.process.pid for other in self._teams.values() for member in other.members})
 
     def close(self) -> None:
-        """End every team that lives on."""
+        """End the teams of all pools."""
         while self._teams:
             _, team = self._teams.popitem()
             team.close()
 
 
 def freeze_garbage_collector() -> None:
-    """Keep the garbage collector's hands off what there is.
+    """Exclude all current objects from garbage collection.
 
-    Ranks share this process's memory until they write to it, and a collection writes to every object it sees.
+    Forked ranks share this process's memory until they write to it, and a collection writes to every object it visits.
     """
     gc.collect()
     gc.freeze()
 
 
 def _no_op() -> None:
-    """Work of which only the end is of interest."""
+    """Do nothing, as the function of a task that only ends its ranks."""

@@ -1,4 +1,4 @@
-"""Why a rank's process ended, in words."""
+"""Explain why a rank's process ended or hangs: exit status, signal, out of memory, waiting collective."""
 
 from __future__ import annotations
 
@@ -13,79 +13,89 @@ from zharness.world.rank_coordinator import MismatchedCollective
 from zharness.world.stacks import describe_innermost_frame, find_waiting_collective, parse_main_thread
 from zharness.world.team import TeamMember
 
-FATAL_ERROR_PREFIX = "Fatal Python error"  # faulthandler's first words, with the stack behind them
+FATAL_ERROR_PREFIX = "Fatal Python error"  # the beginning of faulthandler's dump; the stack follows
 CLOSED_PIPE_CAUSE = "closed the pipe on which it reports"
-# What to do about a crash that is known, by the Python frame in which it comes.
+# Remedies for known crashes, by the Python function in which they happen.
 _KNOWN_CRASHES = {
-    # torch 2.13: the logger of DistributedDataParallel takes the group that checks for gloo's own.
+    # torch 2.13: DistributedDataParallel's logger casts the wrapper group that checks collectives to gloo's own class.
     "_ddp_init_helper": "; over gloo, DistributedDataParallel cannot be built where collectives are checked: "
     "run pytest with --collectives trusted",
 }
 _OOM_KILL_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-# The kernel's counts of processes it killed for want of memory: of this control group (v2, v1), or of the machine.
+# Files with the kernel's count of out-of-memory kills: of this cgroup (version 2, 1), or of the machine.
 _OOM_COUNTER_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel has killed here for want of memory; 0 where it does not say."""
+    """Return the kernel's count of out-of-memory kills so far; 0 if it publishes none."""
     for path in _OOM_COUNTER_FILES:
         try:
-            found = _OOM_KILL_COUNT.search(Path(path).read_text())
+            match = _OOM_KILL_COUNT.search(Path(path).read_text())
         except OSError:
             continue
-        if found is not None:
-            return int(found[1])
+        if match is not None:
+            return int(match[1])
     return 0
 
 
 def judge_exit(member: TeamMember, outcome: RankOutcome | None, pipe_fault: str, oom_kills_before: int) -> RankOutcome:
-    """A report stands only if the process then ended with status 0. ``unheard`` is what it did to its pipe before."""
+    """Return a dead rank's outcome: the one that it reported, unless its process then ended with an error.
+
+    ``outcome`` is the reported one, if any; ``pipe_fault`` says how the rank broke its control pipe, or is empty;
+    ``oom_kills_before`` is the kernel's count of out-of-memory kills when the task began.
+    """
     code = member.process.exitcode
-    assert code is not None, "judged before it ended"
+    assert code is not None, "judge_exit called on a process that has not ended"
     if outcome is not None and (code == 0 or outcome.end is not RankEnd.RETURNED):
         return outcome
     when = "after its function had returned" if outcome is not None else "before its function had returned"
-    did = pipe_fault or (CLOSED_PIPE_CAUSE if code == PIPE_CLOSED_STATUS else "")
-    pipe = did and f", having {did}"
+    fault = pipe_fault or (CLOSED_PIPE_CAUSE if code == PIPE_CLOSED_STATUS else "")
+    pipe = fault and f"; before that, it {fault}"
     if code < 0:
         cause = f"{signal_name(-code)}, {when}{explain_kill(-code, oom_kills_before)}"
         end = RankEnd.SIGNALLED
     else:
         cause = f"exit status {code}, {when}{pipe}"
         end = RankEnd.EXITED
-    blank = outcome or RankOutcome(member.rank, end, 0)
-    return replace(blank, end=end, at_ns=time.monotonic_ns(), cause=cause, phase=member.phase)
+    template = outcome or RankOutcome(member.rank, end, 0)
+    return replace(template, end=end, at_ns=time.monotonic_ns(), cause=cause, phase=member.phase)
 
 
 def explain_kill(signal_number: int, oom_kills_before: int) -> str:
-    """What the kernel says of a SIGKILL that nobody here sent, and why the question for its stack killed a rank."""
+    """Explain the signal that killed a rank: SIGUSR1 without a handler, or SIGKILL of the out-of-memory killer.
+
+    Returns text to append to the cause; the empty string for any other signal.
+    """
     if signal_name(signal_number) == "SIGUSR1":
-        return "; it did not end in time, and was asked by this signal where it stands, whose handler it had removed"
+        return (
+            "; it did not finish in time and was killed by the stack-dump signal SIGUSR1, "
+            "because the test had removed its handler"
+        )
     if signal_name(signal_number) != "SIGKILL" or count_oom_kills() <= oom_kills_before:
         return ""
-    return "; out of memory: the kernel killed a process for want of it meanwhile"
+    return "; out of memory: meanwhile the kernel's out-of-memory killer ended a process"
 
 
 def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
-    """Where a rank stands that did not end in time."""
+    """Explain where a rank is that did not finish within ``seconds``: its collective, else its innermost frame."""
     if has_returned:
-        return f"its function had returned, its process did not end within {seconds:g} s"
+        return f"its function had returned, but its process did not end within {seconds:g} s"
     if not stack.strip():
-        return f"no end within {seconds:g} s; it wrote no stack (it may block SIGUSR1)"
+        return f"no end within {seconds:g} s; it wrote no stack (the test may block SIGUSR1)"
     frames = parse_main_thread(stack)
     site = find_waiting_collective(frames)
-    place = (
+    location = (
         f"waits in {site}"
         if site
         else f"stands in {describe_innermost_frame(frames)}"
         if frames
-        else "its function ran"
+        else "its function was still running"
     )
-    return f"no end within {seconds:g} s; {place}"
+    return f"no end within {seconds:g} s; {location}"
 
 
 def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None) -> RankOutcome:
-    """The outcome with the cause that only others know: a mismatched collective, or the stack of a fatal error."""
+    """Return the outcome with a cause from elsewhere: ``mismatch``, or the fatal-error stack on its standard error."""
     if mismatch is not None and outcome.rank in mismatch.ranks:
         return replace(
             outcome, end=RankEnd.RAISED, cause=mismatch.message, exception=MISMATCH_EXCEPTION, at_ns=mismatch.at_ns
@@ -93,9 +103,9 @@ def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None)
     if outcome.end is not RankEnd.SIGNALLED:
         return outcome
     text = "".join(part.text for part in outcome.captured_output if part.stream == "stderr")
-    fatal = text.rfind(FATAL_ERROR_PREFIX)
-    frame = re.search(r'File "(.*?)", line (\d+) in (\S+)', text[fatal:]) if fatal >= 0 else None
+    start = text.rfind(FATAL_ERROR_PREFIX)
+    frame = re.search(r'File "(.*?)", line (\d+) in (\S+)', text[start:]) if start >= 0 else None
     if frame is None:
         return outcome
-    place = f"in {frame[3]} ({frame[1]}, line {frame[2]}){_KNOWN_CRASHES.get(frame[3], '')}"
-    return replace(outcome, cause=f"{outcome.cause}, {place}", stack=text[fatal:])
+    location = f"in {frame[3]} ({frame[1]}, line {frame[2]}){_KNOWN_CRASHES.get(frame[3], '')}"
+    return replace(outcome, cause=f"{outcome.cause}, {location}", stack=text[start:])

@@ -1,4 +1,4 @@
-"""Whether ranks that seem to build or to import get on: a build computes, a stale lock is only looked at."""
+"""Tell a slow build from a hung one by processor time: a build computes, waiting for a stale lock does not."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-MAX_IDLE_SECONDS = 30.0  # seconds in which a build may wait for a disk or a network before it counts as hung
-MIN_CPU_SECONDS = 0.5  # seconds of processor time, all ranks together, that are no mere looking at a lock
+MAX_IDLE_SECONDS = 30.0  # time that a build may wait for a disk or a network before it counts as hung
+MIN_CPU_SECONDS = 0.5  # processor time, all ranks together, that is more than polling for a lock needs
 
 
 class ProgressMonitor:
-    """When some process groups were last seen to work, and what processor time they had used by then."""
+    """The last time at which process groups made progress, and the processor time that they had used by then."""
 
     def __init__(self) -> None:
         self._last_progress = -math.inf
         self._cpu_seconds = -math.inf
 
     def is_progressing(self, process_groups: Collection[int]) -> bool:
-        """Whether they have computed within the last IDLE seconds; true at first, and where the system does not say."""
+        """Return whether the groups computed within the last ``MAX_IDLE_SECONDS``; True at first and without /proc."""
         now, used = time.monotonic(), processor_seconds(process_groups)
         if used is None or used >= self._cpu_seconds + MIN_CPU_SECONDS:
             self._last_progress, self._cpu_seconds = now, used or 0.0
@@ -28,7 +28,7 @@ class ProgressMonitor:
 
 
 def processor_seconds(process_groups: Collection[int]) -> float | None:
-    """What the living processes of these process groups have used, with their ended children; None without /proc."""
+    """Return the processor seconds of the groups' living processes and their reaped children; None without /proc."""
     if not Path("/proc/self/stat").exists():
         return None
     ticks = 0
@@ -36,7 +36,7 @@ def processor_seconds(process_groups: Collection[int]) -> float | None:
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
         if int(fields[2]) in process_groups:
             ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime of proc(5)
     return ticks / os.sysconf("SC_CLK_TCK")

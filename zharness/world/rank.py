@@ -1,4 +1,4 @@
-"""Life of one rank, from its fork to its end."""
+"""One forked rank, from its fork to its exit."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from zharness.world.outcome import RankEnd, RankOutcome
 from zharness.world.streams import phase_marker
 from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
 
-PIPE_CLOSED_STATUS = 74  # exit status of a rank that cannot report any more: EX_IOERR of sysexits.h
+PIPE_CLOSED_STATUS = 74  # exit status of a rank whose control pipe is closed: EX_IOERR of sysexits.h
 LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
-# The deadline of a piece of work is its server's to keep: it knows of builds, and of people in a debugger. This one,
-# of the collectives alone, comes only after every other.
+# The server enforces the deadline of a task, since it knows of builds and debuggers. The collectives' own time-out is
+# longer than any of those, so that it never fires first.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class RankSlot:
-    """What makes a process this rank. ``room`` is a private directory of the group; ``server`` is a process id."""
+    """A rank's number, world size, scratch directory (shared by its group) and the process id of its server."""
 
     rank: int
     world_size: int
@@ -62,7 +62,7 @@ class RankSlot:
 
 @dataclass(frozen=True)
 class RankPipes:
-    """A rank's ends of its pipes: control, standard output, standard error."""
+    """A rank's ends of its pipes: the control connection, and the descriptors of standard output and error."""
 
     control: Connection
     out: int
@@ -70,12 +70,12 @@ class RankPipes:
 
 
 def get_stack_path(scratch_dir: Path, rank: int) -> Path:
-    """Where the rank writes its stacks when it is asked with SIGUSR1."""
+    """Return the file into which a rank writes its stacks on SIGUSR1."""
     return scratch_dir / f"stack.{rank}"
 
 
 class ServerChannel:
-    """A rank's line to its server. Only the thread that runs the work may wait on it; any thread may tell."""
+    """A rank's connection to its server. Any thread may send; only the thread that runs the task may receive."""
 
     def __init__(self, slot: RankSlot, pipes: RankPipes) -> None:
         self._slot = slot
@@ -86,33 +86,36 @@ class ServerChannel:
         self._pid = os.getpid()
 
     def send(self, message: object) -> None:
+        """Send a message. In a forked child of the rank, end the child instead."""
         if os.getpid() != self._pid:
-            # A child that a test forked and let return would speak for its parent, and end with its verdict.
+            # A child that a test forked and let return would report in its parent's name.
             os.write(2, b"a forked child of a rank returned from the test; it was ended\n")
             os._exit(70)
         with self._lock:
             self._pipes.control.send(message)
 
     def receive(self) -> Any:
+        """Wait for the server's next message and return it."""
         return self._pipes.control.recv()
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Tell something before the end of the work; ``payload`` is pickled."""
+        """Send a note before the task has ended; ``payload`` is pickled."""
         self.send(RankNote(self._slot.rank, at_ns, status, pickle.dumps(payload)))
 
     def hold(self, reason: str) -> None:
-        """Switch the deadline off while a person looks at this rank; with the empty reason, on again."""
+        """Suspend the deadline while a debugger holds this rank; with the empty reason, resume it."""
         self.send(DeadlineHold(self._slot.rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
+        """Implement ``RankChannel.exchange`` through the server."""
         self._exchange_count += 1
         self.send(ExchangeRequest(self._slot.rank, self._exchange_count, operation, call_site, value))
         while True:
             answer = self.receive()
             if not isinstance(answer, ExchangeAnswer):
-                raise WorldError(f"the exchange was answered with {answer!r}")
+                raise WorldError(f"the rank server answered an exchange with {answer!r}")
             if answer.ordinal < self._exchange_count:
-                continue  # to an exchange that an exception, of a signal handler say, had ended on this side
+                continue  # the answer to an exchange that this rank left by an exception, as of a signal handler
             if isinstance(answer, ExchangeResult):
                 return answer.values
             raise (
@@ -122,41 +125,42 @@ class ServerChannel:
             )
 
     def receive_task(self) -> RankTask | ShutdownMessage:
-        """What the server wants next. Answers to an exchange that an exception ended are left unread."""
+        """Return the server's next task or its shutdown message; drop answers to an exchange that was left early."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
-        assert isinstance(message, (RankTask, ShutdownMessage)), f"a server sends no {message!r}"
+        assert isinstance(message, (RankTask, ShutdownMessage)), f"unexpected message of the rank server: {message!r}"
         return message
 
     def announce(self, operation: str, call_site: str) -> None:
+        """Implement ``RankChannel.announce`` through the server."""
         self._announcement_count += 1
         self.send(
             CollectiveAnnouncement(self._slot.rank, self._announcement_count, time.monotonic_ns(), operation, call_site)
         )
 
     def reset_announcement_count(self) -> None:
-        """Count announced collectives from 1 again."""
+        """Restart the numbering of announced collectives at 1."""
         self._announcement_count = 0
 
     def label(self, phase: str) -> None:
-        """Let what is printed from now on belong to ``phase``."""
+        """Mark both output streams: what is printed from now on belongs to ``phase``."""
         flush_streams()
         for stream in (self._pipes.out, self._pipes.err):
             try:
                 os.write(stream, phase_marker(phase))
             except OSError:
-                continue  # the test closed it; there is nothing left to be labelled
+                continue  # the test closed the stream, so nothing can be printed there
 
 
 def run_rank(
     slot: RankSlot, pipes: RankPipes, task: RankTask, inherited_function: Callable[..., Any] | None
 ) -> NoReturn:
-    """Run ``work``, then whatever else the server sends, until it says to leave. Never returns."""
-    os.setpgid(0, 0)  # children that the rank leaves behind are killed with its process group
+    """Set this forked process up as a rank; run ``task``, then each further one until the shutdown. Never returns."""
+    os.setpgid(0, 0)  # so that children that the rank leaves behind can be killed with its process group
     die_with_parent(slot.server_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the ranks
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's own handler came along with the fork
-    atexit._clear()  # what the parent registered is the parent's to run  # no public way; nothing breaks if it goes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork inherited the server's handler
+    atexit._clear()  # the parent runs its own exit functions; this has no public API
     redirect_streams(pipes)
     channel = ServerChannel(slot, pipes)
     set_current_rank(CurrentRank(slot.rank, slot.world_size, channel))
@@ -166,10 +170,9 @@ def run_rank(
     try:
         stacks = get_stack_path(slot.scratch_dir, slot.rank).open("a")
     except FileNotFoundError:
-        os._exit(1)  # the server was told to leave, and took the room with it, while this rank was being forked
-    faulthandler.enable(
-        file=os.dup(pipes.err)
-    )  # a copy, so that a test that redirects descriptor 2 still tells its death
+        os._exit(1)  # the server was closed, and removed the scratch directory, while this rank was being forked
+    # A duplicate, so that a fatal error is still reported if a test redirects descriptor 2.
+    faulthandler.enable(file=os.dup(pipes.err))
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     set_launcher_variables(slot)
     while True:
@@ -187,7 +190,7 @@ def run_rank(
 
 
 def exit_rank() -> NoReturn:
-    """End with status 0, having run what was registered to run at exit."""
+    """Destroy the process group, run the registered exit functions and end with status 0."""
     if dist.is_initialized():
         dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -196,7 +199,7 @@ def exit_rank() -> NoReturn:
 
 
 def flush_streams() -> None:
-    """Empty Python's own buffers; streams that a test closed have none."""
+    """Flush sys.stdout and sys.stderr, unless a test closed or replaced them."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -205,7 +208,7 @@ def flush_streams() -> None:
 
 
 def redirect_streams(pipes: RankPipes) -> None:
-    """Send file descriptors 1 and 2, C code's output included, into the rank's pipes."""
+    """Redirect file descriptors 1 and 2, including the output of C code, into the rank's pipes."""
     flush_streams()
     os.dup2(pipes.out, 1)
     os.dup2(pipes.err, 2)
@@ -214,8 +217,8 @@ def redirect_streams(pipes: RankPipes) -> None:
 
 
 def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., Any] | None) -> RankOutcome:
-    """The outcome of ``work`` on this rank; every exception, SystemExit included, becomes part of it."""
-    loaded = set(sys.modules)
+    """Run a task on this rank and return its outcome; any exception, SystemExit included, becomes part of it."""
+    modules_before = set(sys.modules)
     try:
         form_group(task, slot)
         function = (
@@ -230,23 +233,23 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
             RankEnd.RETURNED,
             time.monotonic_ns(),
             payload=payload,
-            imported_modules=find_new_torch_modules(loaded),
+            imported_modules=find_new_torch_modules(modules_before),
         )
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
         return outcome_from_exception(slot.rank, error)
 
 
 def find_new_torch_modules(modules_before: set[str]) -> tuple[str, ...]:
-    """torch's modules that are not among those ``loaded``."""
+    """Return the names of torch's loaded modules that are not in ``modules_before``."""
     return tuple(name for name in list(sys.modules) if name not in modules_before and name.startswith("torch."))
 
 
 def inherited_function_placeholder() -> None:
-    """Stands in a message for the function that the server got by its fork."""
+    """Mark a task whose function is the one that the server inherited by its fork, which needs no pickling."""
 
 
 def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
-    """The outcome of a rank whose function raised; made of strings only, so it can always be sent."""
+    """Return the outcome of a rank whose function raised ``error``; all strings, so that it can be pickled."""
     at_ns = time.monotonic_ns()
     frames = traceback.extract_tb(error.__traceback__)
     message = str(error).strip() or "(no message)"
@@ -262,7 +265,7 @@ def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
 
 
 def set_launcher_variables(slot: RankSlot) -> None:
-    """Set the variables that launchers set."""
+    """Set the environment variables that torchrun sets."""
     os.environ.update(
         RANK=str(slot.rank),
         LOCAL_RANK=str(slot.rank),
@@ -276,16 +279,16 @@ def set_launcher_variables(slot: RankSlot) -> None:
 
 
 def form_group(task: RankTask, slot: RankSlot) -> None:
-    """Have the default group that ``work`` asks for, over the loopback interface; the one of the work before is left.
+    """Form the default process group that a task requires, or reuse or destroy that of the task before.
 
-    Every rank has ended the work before, so nobody is waited for that has still to leave.
+    gloo uses the loopback interface. Every rank has ended the task before, so destroying its group waits for no one.
     """
     if task.isolation is Isolation.EXISTING_POOL:
-        return  # tearing down: what is there is there, also where it differs between the ranks
+        return  # the task tears down fixtures: it runs with the group that the rank has, even if ranks differ
     level = choose_debug_level(task)
     if dist.is_initialized():
-        same = dist.get_world_size() == slot.world_size and get_debug_level() == level
-        if task.group is Group.REUSED and same:
+        is_same = dist.get_world_size() == slot.world_size and get_debug_level() == level
+        if task.group is Group.REUSED and is_same:
             return
         dist.destroy_process_group()
     if task.group is Group.NONE:
@@ -303,23 +306,23 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:
-    """At which the group that ``work`` asks for is formed: the user's variable's, else with all checks or none."""
+    """Return torch's debug level for a task: TORCH_DISTRIBUTED_DEBUG if set, else DETAIL if checked, else OFF."""
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
         set_debug_level_from_env()
         return get_debug_level()
-    checked = task.collectives is CollectiveMode.CHECKED and task.world_size <= MAX_CHECKED_WORLD_SIZE
-    return DebugLevel.DETAIL if checked else DebugLevel.OFF
+    is_checked = task.collectives is CollectiveMode.CHECKED and task.world_size <= MAX_CHECKED_WORLD_SIZE
+    return DebugLevel.DETAIL if is_checked else DebugLevel.OFF
 
 
 def is_gpu_requested() -> bool:
-    """Whether ranks are to run on GPUs; asks without touching any."""
+    """Return whether ``ZHARNESS_DEVICE`` is ``cuda``; does not initialise CUDA."""
     return os.environ.get("ZHARNESS_DEVICE", "cpu") == "cuda"
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators: on CPUs that of the CPU alone, as ranks there use no other device.
+    """Seed torch's generators; without GPUs only the CPU generator.
 
-    torch.manual_seed also queues a call for each kind of device that is not in use, and its stack: a millisecond.
+    torch.manual_seed also queues a call, with a captured stack, for every unused device type, which takes 1 ms.
     """
     if is_gpu_requested() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.manual_seed(seed)
@@ -328,9 +331,9 @@ def seed_torch(seed: int) -> None:
 
 
 def rank_device(rank: int, world_size: int) -> torch.device:
-    """A GPU of its own for every rank where ``ZHARNESS_DEVICE=cuda`` asks for it, else the CPU.
+    """Return the rank's device and make it current: with ``ZHARNESS_DEVICE=cuda`` one GPU per rank, else the CPU.
 
-    Asked for by name, because whether CUDA may be touched is decided before a process forks.
+    A variable decides, because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
     """
     if not is_gpu_requested():
         return torch.device("cpu")

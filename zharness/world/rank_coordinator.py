@@ -1,4 +1,4 @@
-"""What ranks settle through their server: exchanges of values, and whether they call the same collectives."""
+"""Complete the exchanges of a group, and detect ranks that call different collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from zharness.world.messages import (
 
 @dataclass(frozen=True)
 class MismatchedCollective:
-    """Two ranks that call different collectives. ``at_ns`` is before anything that came of it: peers may even abort."""
+    """Two ranks that call different collectives.
+
+    ``at_ns`` is the earlier announcement, which is before any error that the mismatch causes in a peer.
+    """
 
     ranks: tuple[int, int]
     at_ns: int
@@ -24,7 +27,7 @@ class MismatchedCollective:
 
 
 class RankCoordinator:
-    """The open exchange of one group, and the announced collectives that not every rank has reached."""
+    """The open exchange of one group, and its announced collectives that not every rank has reached."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -33,51 +36,59 @@ class RankCoordinator:
         self.mismatch: MismatchedCollective | None = None
 
     def add_exchange_request(self, request: ExchangeRequest) -> dict[int, ExchangeAnswer]:
-        """What to answer to which ranks: every rank's value once the last is in, nothing before.
+        """Add a rank's request; return the answers to send, by rank.
 
-        Ranks that meet in different functions learn that at once: neither could read the other's value.
+        Empty until the last rank's request arrives. If two ranks are in different functions, all waiting ranks get an
+        ExchangeMismatch at once.
         """
-        self._requests[request.rank] = request  # instead of one that it gave before, and left by an exception
+        self._requests[request.rank] = request  # replaces the request of an exchange that the rank left by an exception
         other = next((earlier for earlier in self._requests.values() if earlier.operation != request.operation), None)
         if other is not None:
-            first, second = sorted((other, request), key=lambda one: one.rank)
-            words = describe_exchange_mismatch(
+            first, second = sorted((other, request), key=lambda request: request.rank)
+            reason = describe_exchange_mismatch(
                 (first.rank, first.operation, first.call_site), (second.rank, second.operation, second.call_site)
             )
             waiting, self._requests = self._requests, {}
-            return {rank: ExchangeMismatch(each.ordinal, words) for rank, each in waiting.items()}
+            return {rank: ExchangeMismatch(request.ordinal, reason) for rank, request in waiting.items()}
         if len(self._requests) < self._world_size:
             return {}
         values = tuple(self._requests[rank].value for rank in range(self._world_size))
         waiting, self._requests = self._requests, {}
-        return {rank: ExchangeResult(each.ordinal, values) for rank, each in waiting.items()}
+        return {rank: ExchangeResult(request.ordinal, values) for rank, request in waiting.items()}
 
     def abandon_exchange(self, reason: str) -> dict[int, ExchangeAnswer]:
-        """Give the open exchange up: what to answer to the ranks that wait in it."""
+        """Give up the open exchange; return the answers to the ranks that wait in it."""
         waiting, self._requests = self._requests, {}
-        return {rank: ExchangeFailure(vote.ordinal, reason) for rank, vote in waiting.items()}
+        return {rank: ExchangeFailure(request.ordinal, reason) for rank, request in waiting.items()}
 
     def add_announcement(self, announcement: CollectiveAnnouncement) -> bool:
-        """Whether ``new`` differs from what a peer announced under the same number; ``mismatch`` then has the words."""
+        """Add an announcement; return whether a peer announced another collective under the same number.
+
+        Then ``mismatch`` describes the first such pair of ranks.
+        """
         if self.mismatch:
             return False
-        seen = self._announcements.setdefault(announcement.ordinal, {})
-        seen[announcement.rank] = announcement
-        other = next((peer for peer in seen.values() if peer.operation != announcement.operation), None)
+        same_ordinal = self._announcements.setdefault(announcement.ordinal, {})
+        same_ordinal[announcement.rank] = announcement
+        other = next((peer for peer in same_ordinal.values() if peer.operation != announcement.operation), None)
         if other is not None:
-            first, second = sorted((other, announcement), key=lambda one: one.rank)
-            words = (
-                f"collective {announcement.ordinal} differs: rank {first.rank} calls {first.operation} ({first.call_site}), "
-                f"rank {second.rank} calls {second.operation} ({second.call_site})"
+            first, second = sorted((other, announcement), key=lambda announced: announced.rank)
+            calls = describe_calls(
+                (first.rank, first.operation, first.call_site), (second.rank, second.operation, second.call_site)
             )
-            self.mismatch = MismatchedCollective((first.rank, second.rank), min(first.at_ns, second.at_ns), words)
+            message = f"collective {announcement.ordinal} differs: {calls}"
+            self.mismatch = MismatchedCollective((first.rank, second.rank), min(first.at_ns, second.at_ns), message)
             return True
-        if len(seen) == self._world_size:
+        if len(same_ordinal) == self._world_size:
             del self._announcements[announcement.ordinal]
         return False
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Ranks that meet in different functions, each as rank, function and site, in words."""
-    told = ", ".join(f"rank {rank} calls {what} ({site})" for rank, what, site in (first, second))
-    return f"the ranks are not at the same place: {told}"
+    """Return the error for two ranks in different functions; each is given as (rank, function, call site)."""
+    return f"the ranks are not at the same place: {describe_calls(first, second)}"
+
+
+def describe_calls(*calls: tuple[int, str, str]) -> str:
+    """Return ``rank 0 calls exchange (test_x.py, line 7), ...`` for calls given as (rank, function, call site)."""
+    return ", ".join(f"rank {rank} calls {operation} ({call_site})" for rank, operation, call_site in calls)

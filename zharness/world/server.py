@@ -1,4 +1,4 @@
-"""The rank server: a process forked before any set-up, whose only work is to fork ranks."""
+"""The rank server: a process that is forked before any tensor operation and forks ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from zharness.world.team import CannotStart, wait_for_end
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a server has that its parent has not.
+    """The settings that a rank server and its ranks have beyond those of the parent process.
 
-    ``search_path`` goes in front of sys.path (an engine release in a folder of its own), ``environment`` into
-    os.environ, and ``warm_up`` (``module``, or ``module:function`` without arguments) runs once before the first rank:
-    it may import, but must not run a tensor operation, or the children of this process hang in torch's thread pool.
-    ``module`` is the package of which a release is in the first folder of ``search_path``; empty where there is none.
-    ``echo`` has what the ranks print written to standard output as well, line by line with the rank in front.
+    ``search_path`` is prepended to sys.path (the folder of an engine release) and ``environment`` updates os.environ.
+    ``warm_up`` (``module``, or ``module:function`` without arguments) runs once before the first rank: it may import,
+    but a tensor operation would make the forked ranks hang in torch's thread pool. ``module`` is the package whose
+    release the first folder of ``search_path`` holds, or empty. ``echo`` also writes the ranks' output to standard
+    output, each line prefixed with the rank.
     """
 
     search_path: tuple[str, ...] = ()
@@ -53,26 +53,26 @@ class RankEnvironment:
     echo: bool = False
 
 
-SHUTDOWN_TIMEOUT = 5.0  # seconds that a server gets to end its ranks before it is killed
+SHUTDOWN_TIMEOUT = 5.0  # seconds for a server to end its ranks before it is killed
 
 
 class RankServer:
-    """A handle on a rank server process. Use it as a context manager, or call ``close``."""
+    """A handle on a rank server process. Use it as a context manager or call ``close``."""
 
     def __init__(
         self, rank_environment: RankEnvironment | None = None, inherited_function: Callable[..., Any] | None = None
     ) -> None:
-        """Fork the server. ``inherited`` reaches its ranks by the fork, so that nothing in it is pickled.
+        """Fork the server. ``inherited_function`` reaches the ranks by the fork, so it is never pickled.
 
-        Raises UsageError when this process has initialised CUDA, which no fork of it could use.
+        Raises UsageError if this process has initialised CUDA, which its forks could not use.
         """
         refuse_cuda()
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        # A private directory that the server removes when it ends, also when that is because this process was killed.
+        self._pipe, server_pipe = context.Pipe()
+        # The server removes this directory when it ends, also if this process is killed.
         self.scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
         arguments = (
-            theirs,
+            server_pipe,
             self._pipe,
             rank_environment or RankEnvironment(),
             inherited_function,
@@ -82,8 +82,8 @@ class RankServer:
         self._process: ForkProcess = context.Process(target=run_server, args=arguments, name="zharness rank server")
         try:
             with warnings.catch_warnings():
-                # From 3.12 on Python warns where there are other threads, and a worker of xdist has one. It waits for
-                # its controller, and holds nothing that the server needs.
+                # Since 3.12 Python warns about a fork with other threads. A worker of xdist has one: it waits for its
+                # controller and holds no lock that the server needs.
                 warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
                 self._process.start()
         except OSError:
@@ -91,7 +91,7 @@ class RankServer:
             shutil.rmtree(self.scratch_dir, ignore_errors=True)
             raise
         finally:
-            theirs.close()
+            server_pipe.close()
         self._owner_pid = os.getpid()
         atexit.register(self.close)
 
@@ -103,26 +103,29 @@ class RankServer:
         timeout: float = 60.0,
         group: Group = Group.DEFAULT,
     ) -> GroupOutcome:
-        """Call ``function(*args)`` on every rank of a fresh group and return how each rank ended.
+        """Call ``function(*args)`` on ``world_size`` new ranks and return how each ended.
 
-        Raises UsageError for a world size that cannot be had, WorldError when the server is gone.
+        Raises UsageError if this machine cannot start so many ranks, WorldError if the server has died.
         """
         check_world_size(world_size)
         return self.submit(RankTask(function, args, world_size, timeout, group))
 
     def call(self, *args: Any, **task_fields: Any) -> GroupOutcome:
-        """``run`` for the function that the server inherited; ``how`` are fields of Work."""
+        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are fields of RankTask."""
         return self.submit(RankTask(inherited_function_placeholder, args, **task_fields))
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """``run`` for a Work. An exception while ranks run, that of an interrupt say, ends these ranks."""
+        """Run a task and return its outcome. An exception in this process meanwhile (Ctrl-C) ends the task's ranks.
+
+        Raises WorldError if the ranks cannot be started or the server has died.
+        """
         answer = self._request(task)
         if isinstance(answer, GroupOutcome):
             return answer
         raise WorldError(str(answer))
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """End the ranks of one pool and tell how they ended; None when there are none."""
+        """End the ranks of one pool and return how they ended; None if there is no such pool."""
         answer = self._request(ClosePoolRequest(pool, world_size))
         return answer if isinstance(answer, GroupOutcome) else None
 
@@ -131,7 +134,7 @@ class RankServer:
             self._pipe.send(request)
             return self._pipe.recv()
         except BaseException as error:
-            # A pipe without a time-out raises no TimeoutError: that is one of a signal handler, like most others.
+            # The pipe has no time-out, so a TimeoutError (an OSError) was raised by a signal handler.
             if isinstance(error, (EOFError, OSError)) and not isinstance(error, TimeoutError):
                 self.close()
                 raise WorldError(f"the rank server ended with status {self._process.exitcode}") from error
@@ -139,8 +142,8 @@ class RankServer:
             raise
 
     def _cancel(self) -> None:
-        """Have the work ended whose answer nobody waits for any more, by a signal's exception say."""
-        with suppress(Exception):  # whatever comes of the rest of an answer that was interrupted in its middle
+        """Make the server end the running task after an interrupt; close the server if it does not answer."""
+        with suppress(Exception):  # the rest of a half-read answer may not unpickle
             self._pipe.send(CancelRequest())
             while self._pipe.poll(SHUTDOWN_TIMEOUT):
                 if isinstance(self._pipe.recv(), CancelRequest):
@@ -148,21 +151,21 @@ class RankServer:
         self.close()
 
     def pin_to_cores(self, cores: Collection[int]) -> None:
-        """Have the server, and ranks that it forks from now on, run on these cores alone; as they do, where none."""
-        assert self._process.pid is not None, "forked, so it has a pid"
+        """Pin the server and the ranks that it forks from now on to ``cores``. An empty collection changes nothing."""
+        assert self._process.pid is not None, "a started process has a pid"
         pin_to_cores(cores, self._process.pid)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server's process is gone."""
+        """Return whether the server's process has ended."""
         return self._process.exitcode is not None
 
     def close(self) -> None:
-        """End the server and whatever it still runs. A fork of the owner leaves it alone."""
+        """End the server and its ranks. Does nothing in a fork of the process that created the handle."""
         if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
-        # By signal, not by closing the pipe: a thread that still reads the pipe keeps it open and would never wake up.
+        # By signal, not by closing the pipe: a thread that still reads from the pipe keeps it open.
         self._process.terminate()
         wait_for_end(self._process, SHUTDOWN_TIMEOUT)
         if self._process.exitcode is None:
@@ -186,10 +189,10 @@ def run(
     timeout: float = 60.0,
     group: Group = Group.DEFAULT,
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a fresh group and return the ranks' values in order.
+    """Call ``function(*args)`` on ``world_size`` new ranks and return their values, in rank order.
 
-    The server is forked here and now, so ``function`` may be a closure; the values are pickled. Raises RanksFailed when
-    a rank does not return, UsageError for a world size that cannot be had.
+    A server is forked for this call, so ``function`` may be a closure; the return values are pickled. Raises
+    RanksFailed if a rank does not return, UsageError if this machine cannot start so many ranks.
     """
     check_world_size(world_size)
     with RankServer(inherited_function=partial(function, *args)) as server:
@@ -197,11 +200,11 @@ def run(
 
 
 def refuse_cuda(culprit: str = "") -> None:
-    """Raises UsageError when CUDA is initialised in this process; ``culprit`` is who did it, where that is known."""
+    """Raise UsageError if CUDA is initialised in this process. ``culprit`` names the code that did it, if known."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
-            f"CUDA was initialised in this process{culprit and f' by {culprit}'}, so no rank can be forked from it: "
-            "expected that nothing touches a GPU before the ranks do; move that into a test, a fixture or the function"
+            f"CUDA was initialised in this process{culprit and f' by {culprit}'}, so no rank can be forked from it; "
+            "use the GPU only inside of a test, a fixture or the function that runs on the ranks"
         )
 
 
@@ -213,42 +216,41 @@ def run_server(
     scratch_dir: Path,
     parent_pid: int,
 ) -> None:
-    """The server's loop: one Work in, one GroupOutcome out, until SIGTERM or the client's end closes."""
-    parent_pipe.close()  # while this process held it too, the client's death would not close the pipe
+    """Run the server: answer each request with its outcome, until SIGTERM arrives or the client closes its pipe."""
+    parent_pipe.close()  # with an open duplicate here, the client's death would not close the pipe
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: exit_server(scratch_dir))
     adopt_orphans()
-    # A pytest parent may have replaced the streams by objects of its own; ranks write to their own files anyway.
+    # pytest may have replaced the streams of the parent by its own objects; ranks have their own pipes anyway.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     if rank_environment.echo and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what ranks print may not fit the encoding here
+        sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that the encoding lacks
     raise_file_limit()
     pools = RankPools(scratch_dir, inherited_function, rank_environment.echo)
     try:
-        die_with_parent(parent_pid, signal.SIGTERM)  # not SIGKILL: there are ranks to end and files to remove
-        trouble = None
+        die_with_parent(parent_pid, signal.SIGTERM)  # not SIGKILL: the handler ends ranks and removes files
+        problem = None
         while True:
             request = pipe.recv()
-            trouble = (
-                prepare_process(rank_environment) if trouble is None else trouble
-            )  # not before: a spare may never be asked
+            if problem is None:  # at the first request: a spare server may never get one
+                problem = prepare_process(rank_environment)
             pipe.send(
-                request if isinstance(request, CancelRequest) else trouble or handle_request(request, pools, pipe)
+                request if isinstance(request, CancelRequest) else problem or handle_request(request, pools, pipe)
             )
             pools.import_rank_modules()
     except (EOFError, OSError, ClientGone):
-        pass  # the client is gone
+        pass  # the client has ended
     finally:
         pools.close()
         shutil.rmtree(scratch_dir, ignore_errors=True)
 
 
 def exit_server(scratch_dir: Path) -> NoReturn:
-    """End the ranks, remove the files, and end this process, from within a signal handler.
+    """End the ranks, remove the files and end this process, from within a signal handler.
 
-    Not by raising: an exception out of a handler is lost where it happens to meet a callback that cannot raise, and
-    foreign code that is being imported may catch it.
+    It does not raise SystemExit: an exception from a signal handler is lost inside callbacks that cannot raise, and a
+    module that is being imported may catch it.
     """
     for child in multiprocessing.active_children():
         if child.pid is not None:
@@ -260,36 +262,38 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
-    """Make this process what its ranks should be forked from; in words what went wrong, or the empty string."""
-    trouble = describe_shadowed_module(rank_environment)
-    if trouble:
-        return trouble
+    """Apply the environment and run the warm-up before ranks are forked; return an error message, or ""."""
+    problem = describe_shadowed_module(rank_environment)
+    if problem:
+        return problem
     sys.path[:0] = rank_environment.search_path
     os.environ.update(rank_environment.environment)
-    # Python reads the variable at its start only; beside the sources of a checkout no bytecode must be written.
+    # Python reads this variable only at its start; without it, imports would write bytecode into a checkout.
     sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in rank_environment.environment
     module, _, function = rank_environment.warm_up.partition(":")
     try:
         imported = importlib.import_module(module) if module else None
         if function:
             getattr(imported, function)()
-    except Exception as error:  # noqa: BLE001 - whatever a foreign import raises, every request is answered with it
+    except Exception as error:  # noqa: BLE001 - an import may raise anything; every request is answered with it
         return f"the rank server's warm-up {rank_environment.warm_up} raised {type(error).__name__}: {error}"
     freeze_garbage_collector()
     return describe_shadowed_module(rank_environment)
 
 
 def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
-    """In words which other release of ``module`` this process has imported; the empty string where it has none.
+    """Return an error message if this process has imported another release of ``module``; else "".
 
-    The ranks would run that one, under the name of the release in ``search_path``.
+    The ranks would run that release in place of the one in ``search_path``.
     """
-    found = sys.modules.get(rank_environment.module)
-    if found is None or Path(getattr(found, "__file__", None) or "").is_relative_to(rank_environment.search_path[0]):
+    imported = sys.modules.get(rank_environment.module)
+    if imported is None or Path(getattr(imported, "__file__", None) or "").is_relative_to(
+        rank_environment.search_path[0]
+    ):
         return ""
-    version = getattr(found, "__version__", "")
+    version = getattr(imported, "__version__", "")
     return (
-        f"{rank_environment.module} {version} is already imported by this session, where the release in "
+        f"{rank_environment.module} {version} is already imported by this session, but the release in "
         f"{rank_environment.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
     )
 
@@ -297,10 +301,10 @@ def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
 def handle_request(
     request: RankTask | ClosePoolRequest, pools: RankPools, client: Connection
 ) -> GroupOutcome | CancelRequest | str:
-    """The outcome of work, or in words why there is none."""
+    """Run a request on the pools and return its outcome; an error message if there is none."""
     try:
         if isinstance(request, ClosePoolRequest):
-            return pools.close_pool(request, client) or "there is no such pool"
+            return pools.close_pool(request, client) or "no rank pool has this name and world size"
         return pools.run(request, client)
     except TaskCancelled:
         return CancelRequest()
@@ -308,5 +312,5 @@ def handle_request(
         return str(error)
     except OSError as error:
         return (
-            f"the ranks' control files or pipes broke while they ran (did a test remove {pools.scratch_dir}?): {error}"
+            f"the ranks' control files or pipes broke during the task (did a test remove {pools.scratch_dir}?): {error}"
         )

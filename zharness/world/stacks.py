@@ -1,4 +1,4 @@
-"""What a rank's stacks, as faulthandler writes them, say about where it stands."""
+"""Parse the stacks that faulthandler writes for a rank, and remove the frames of this harness."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>.*?)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
-# Frames of the machinery below a test or a function: they are the same in every stack and say nothing.
+# Frames of the harness and of pytest that call a test or a function: they are the same in every stack.
 _HARNESS_PATHS = ("/_pytest/", "/pluggy/", "/zharness/world/", "/zharness/pytest_ranks/", "/multiprocessing/")
 _COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
 _LOGGER_FILE = "/torch/distributed/c10d_logger.py"
 _COMM_FILE = "/zharness/comm.py"
 RANK_FILE = "/zharness/world/rank.py"
-# Compiling an engine's operators, and what an import runs: both take as long as they take.
+# Code that compiles an engine's operators or imports a module: it has no time limit of its own.
 _BUILD_PATHS = ("/torch/utils/cpp_extension.py", "/op_builder/", "<frozen importlib._bootstrap>")
 
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One line of a stack, innermost first."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -28,25 +28,25 @@ class StackFrame:
 
     @property
     def location(self) -> str:
-        """``test_x.py, line 7``."""
+        """Return the file name and line: ``test_x.py, line 7``."""
         return f"{Path(self.file).name}, line {self.line}"
 
 
 def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
-    """The frames, innermost first, of the thread that took the signal: the main thread wherever it can take one.
+    """Return the frames, innermost first, of the thread that took the signal: the main thread unless it blocks signals.
 
-    Frames of the machinery that called the rank's function are left out.
+    Frames of the harness and pytest, and those that called the rank's function, are left out.
     """
     threads = _THREAD.split(text)
     current = text.find("Current thread ")
-    part = text[current:] if current >= 0 else (threads[-1] if threads else "")
-    found = [StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(part)]
-    outer = next((at for at, frame in enumerate(found) if frame.file.endswith(RANK_FILE)), len(found))
-    return tuple(frame for frame in found[:outer] if not any(part in frame.file for part in _HARNESS_PATHS))
+    stack = text[current:] if current >= 0 else (threads[-1] if threads else "")
+    frames = [StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(stack)]
+    outer = next((at for at, frame in enumerate(frames) if frame.file.endswith(RANK_FILE)), len(frames))
+    return tuple(frame for frame in frames[:outer] if not any(part in frame.file for part in _HARNESS_PATHS))
 
 
 def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
-    """The collective in which a rank stands and where it was called, or the empty string."""
+    """Return the collective in which a rank waits and its call site, or the empty string."""
     for at, frame in enumerate(frames):
         if not frame.file.endswith(_COLLECTIVES_FILE):
             continue
@@ -62,7 +62,7 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
 
 
 def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
-    """The innermost frame in words, with the first frame outside of the standard library behind it."""
+    """Return the innermost frame as text, followed by the innermost frame outside of the standard library."""
     if not frames:
         return ""
     inner = frames[0]
@@ -72,22 +72,56 @@ def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
 
 
 def is_building(frames: tuple[StackFrame, ...]) -> bool:
-    """Whether the rank compiles an engine's operators or imports a module for the first time."""
+    """Return whether the rank is compiling an engine's operators or importing a module for the first time."""
     return any(part in frame.file for frame in frames for part in _BUILD_PATHS)
 
 
 def strip_harness_frames(text: str) -> str:
-    """The stacks without the frames that are the same in every rank: those below the rank's function, and pytest's."""
-    kept = []
-    below = False
+    """Return stacks without the frames of the harness and pytest, and without faulthandler's list of modules."""
+    lines = []
+    is_runner = False
     for line in text.splitlines():
         if not line.startswith('  File "'):
-            below = False
-        below = below or RANK_FILE in line
+            is_runner = False
+        is_runner = is_runner or RANK_FILE in line
         if (
-            not below
+            not is_runner
             and not any(part in line for part in _HARNESS_PATHS)
             and not line.startswith("Extension modules: ")
         ):
-            kept.append(line)
-    return "\n".join(kept).strip("\n")
+            lines.append(line)
+    return "\n".join(lines).strip("\n")
+
+
+# Files that run a task in a launched rank: the frames that called them are the same in every stack.
+_TASK_RUNNER_FILES = (
+    "/zharness/pytest_ranks/rank_protocol.py",
+    "/zharness/world/launched_rank.py",
+    "/zharness/world/leader.py",
+)
+
+
+def trim_stacks(text: str) -> str:
+    """Return a launched rank's stacks without the frames that ran its task, and without idle threads of the harness."""
+    blocks: list[list[str]] = [[]]
+    is_runner = False
+    for line in text.splitlines():
+        if not line.startswith("  "):
+            blocks.append([])
+            is_runner = False
+        is_runner = is_runner or any(part in line for part in _TASK_RUNNER_FILES)
+        if not is_runner:
+            blocks[-1].append(line)
+    return "\n".join(line for block in blocks if not is_idle_thread(block) for line in block)
+
+
+def is_idle_thread(block: list[str]) -> bool:
+    """Return whether the lines are the stack of a thread that only waits, with no frames outside of the harness."""
+    frames = [line for line in block if line.startswith('  File "')]
+    is_thread = bool(block) and is_thread_header(block[0])
+    return is_thread and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)
+
+
+def is_thread_header(line: str) -> bool:
+    """Return whether the line is faulthandler's header of a thread's stack."""
+    return line.startswith(("Thread ", "Current thread "))

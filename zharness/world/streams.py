@@ -1,4 +1,4 @@
-"""What the ranks print, gathered from pipes: bounded, cut into phases, echoed line by line where that is asked for."""
+"""Collect the output of ranks from their pipes: bounded in size, split by phase, optionally echoed line by line."""
 
 from __future__ import annotations
 
@@ -11,49 +11,51 @@ from dataclasses import dataclass, field
 
 from zharness.world.outcome import CapturedOutput
 
-HEAD_BYTES = TAIL_BYTES = 32 * 1024  # bytes kept of the beginning and of the end of each phase and stream
+HEAD_BYTES = TAIL_BYTES = 32 * 1024  # kept of the beginning and of the end of each phase and stream
 READ_BYTES = 1 << 18
-# A rank writes this between two phases. NUL and RS do not occur in text that is meant to be read.
+# A rank writes this marker at the beginning of each phase. Text does not contain NUL followed by RS.
 _MARKER = re.compile(rb"\x00\x1ezharness:(\w*)\x00")
 _MARKER_START = b"\x00\x1e"
 _MAX_MARKER_BYTES = 64
-_MAX_LINE_CHARS = 1 << 16  # characters that an echo waits for the end of a line; a longer one is echoed in pieces
+_MAX_LINE_CHARS = 1 << 16  # a longer line is echoed in pieces
 
 
 def phase_marker(phase: str) -> bytes:
-    """The bytes that begin the phase ``label`` in a stream."""
+    """Return the bytes that mark the beginning of ``phase`` in a stream."""
     return b"\x00\x1ezharness:" + phase.encode() + b"\x00"
 
 
 @dataclass
 class TruncatedOutput:
-    """The beginning and the end of a long text; what lay between is counted only."""
+    """The beginning and the end of a long output, and the number of bytes dropped between them."""
 
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
     dropped_bytes: int = 0
 
     def add(self, data: bytes) -> None:
+        """Append ``data``; drop bytes from the middle when the output is too long."""
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
-        if len(self.tail) > 2 * TAIL_BYTES:  # twice, so that not every small write moves the whole tail
+        if len(self.tail) > 2 * TAIL_BYTES:  # only at twice the size, so that small writes do not each move the tail
             self.dropped_bytes += len(self.tail) - TAIL_BYTES
             del self.tail[:-TAIL_BYTES]
 
     def text(self) -> str:
-        head, tail, lost = bytes(self.head), bytes(self.tail), self.dropped_bytes
+        """Return the decoded output; a line in its middle states how many bytes were left out."""
+        head, tail, dropped = bytes(self.head), bytes(self.tail), self.dropped_bytes
         if len(tail) > TAIL_BYTES:
-            lost += len(tail) - TAIL_BYTES
+            dropped += len(tail) - TAIL_BYTES
             tail = tail[-TAIL_BYTES:]
-        middle = f"\n... {lost:,} bytes left out ...\n" if lost else ""
+        middle = f"\n... {dropped:,} bytes left out ...\n" if dropped else ""
         return head.decode(errors="replace") + middle + tail.decode(errors="replace")
 
 
 class RankStream:
-    """One stream of one rank: the reading end of its pipe, and what came out of it so far."""
+    """One output stream of one rank: the reading end of its pipe, and the output read so far by phase."""
 
     def __init__(self, name: str, descriptor: int, echo: Callable[[str], None] | None) -> None:
         self.name = name
@@ -67,7 +69,7 @@ class RankStream:
         os.set_blocking(descriptor, False)
 
     def read_available(self) -> bool:
-        """Take in what is there; False at the end of the stream."""
+        """Read the available output once; return False at the end of the stream."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -79,7 +81,7 @@ class RankStream:
         return bool(data)
 
     def drain(self) -> None:
-        """Take in all that is there, of a rank that has ended or waits: a pipe holds 64 KiB, so this ends."""
+        """Read until the pipe is empty, in at most 8 reads, so that a rank that keeps printing cannot block this."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, READ_BYTES)
@@ -90,23 +92,25 @@ class RankStream:
             self._split_phases(self._unparsed + data)
 
     def take_output(self) -> tuple[CapturedOutput, ...]:
-        """What was printed since the last call, phase by phase."""
+        """Return the output read since the last call, one part per phase."""
         self._store_bytes(self._unparsed)
         self._unparsed = b""
         self._flush_echo()
-        found = tuple(CapturedOutput(label, self.name, cut.text()) for label, cut in self._outputs.items())
+        parts = tuple(CapturedOutput(phase, self.name, output.text()) for phase, output in self._outputs.items())
         self._outputs = {}
-        return tuple(part for part in found if part.text)
+        return tuple(part for part in parts if part.text)
 
     def close(self) -> None:
+        """Close the reading end of the pipe."""
         os.close(self.descriptor)
 
     def _split_phases(self, data: bytes) -> None:
+        """Store ``data`` under its phases; keep an unfinished marker at its end for the next read."""
         at = 0
-        for found in _MARKER.finditer(data):
-            self._store_bytes(data[at : found.start()])
-            self.phase = found[1].decode()
-            at = found.end()
+        for marker in _MARKER.finditer(data):
+            self._store_bytes(data[at : marker.start()])
+            self.phase = marker[1].decode()
+            at = marker.end()
         rest = data[at:]
         opening = rest.rfind(_MARKER_START[:1], max(0, len(rest) - _MAX_MARKER_BYTES))
         unfinished = opening >= 0 and rest[opening : opening + 2] in (_MARKER_START, _MARKER_START[:1])
@@ -133,7 +137,7 @@ class RankStream:
 
 
 def make_echo(rank: int) -> Callable[[str], None]:
-    """Writes one line to this process's standard output with the rank in front of it."""
+    """Return a function that writes one line to standard output, prefixed with the rank."""
 
     def echo(line: str) -> None:
         sys.stdout.write(f"[rank {rank}] {line}\n")

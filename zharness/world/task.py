@@ -1,4 +1,4 @@
-"""What a group of ranks is asked to do."""
+"""A task for a group of ranks, and the requests to a rank server."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from typing import Any
 
 
 class Group(Enum):
-    """The process group that the ranks have while their function runs."""
+    """The process group that the ranks have while a task runs."""
 
     NONE = "none"
     DEFAULT = "default"  # a new default group
-    REUSED = "kept"  # the default group of the work before, in ranks that live on; a new one where there is none
+    REUSED = "kept"  # the default group of the pool's previous task; a new one if there is none
 
 
 class Isolation(Enum):
-    """Whether ranks are forked for one piece of work, or live on and take the next one."""
+    """Whether ranks are forked for one task, or stay in a pool for the next one."""
 
     FRESH = "fresh"
     POOLED = "pooled"
-    EXISTING_POOL = "living"  # pooled, but only where there are such ranks: nobody is forked to tear nothing down
+    EXISTING_POOL = "living"  # pooled, but fork no ranks if the pool has none: used to tear down fixtures
 
 
 class CollectiveMode(Enum):
-    """Whether every collective is compared between the ranks before it runs.
+    """Whether torch compares every collective between the ranks before it runs.
 
-    CHECKED costs about 2 ms for each collective at 2 ranks and grows with their number: it is
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which names a mismatch where gloo alone would hang or compute something.
+    CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch, with which gloo alone would hang or compute a
+    wrong result. It costs about 2 ms per collective on 2 ranks, and more on larger worlds.
     """
 
     CHECKED = "checked"
     TRUSTED = "trusted"
 
 
-MAX_CHECKED_WORLD_SIZE = 16  # ranks; above, the check costs more than the work (256 ranks: 19.7 s against 7.1 s)
+MAX_CHECKED_WORLD_SIZE = 16  # above, comparing costs more than the task (256 ranks: 19.7 s against 7.1 s)
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """``function(*args)`` on every one of ``world_size`` ranks, within ``timeout`` seconds.
+    """A call of ``function(*args)`` on every one of ``world_size`` ranks, limited to ``timeout`` seconds.
 
-    Over a server that already runs, ``function`` and ``args`` travel by pickle: a module-level function whose module
-    was imported before the server was forked. Pooled work of different ``pool`` names never shares ranks.
+    ``function`` and ``args`` are pickled on their way to a running server, so ``function`` has to be a module-level
+    function whose module was imported before the server was forked. Tasks with different ``pool`` names never share
+    pooled ranks.
     """
 
     function: Callable[..., Any]
@@ -54,17 +55,17 @@ class RankTask:
     isolation: Isolation = Isolation.FRESH
     pool: str = ""
     collectives: CollectiveMode = CollectiveMode.TRUSTED
-    serial: int = 0  # the server numbers what it is given, so that no two groups meet at one rendezvous
+    serial: int = 0  # numbered by the server, so that no two groups use the same rendezvous file
 
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """Asks a server to end the ranks of the work that it was given last, and to answer that with this very request."""
+    """A request to a server to end the ranks of the running task; the server answers with this request."""
 
 
 @dataclass(frozen=True)
 class ClosePoolRequest:
-    """Asks a server to end the ranks of one pool, with their world size, and to tell how they ended."""
+    """A request to a server to end the ranks of one pool and world size, and to return how they ended."""
 
     pool: str
     world_size: int

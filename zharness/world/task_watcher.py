@@ -1,4 +1,4 @@
-"""One piece of work in a team of ranks, watched from its start to the end of every rank."""
+"""Watch a task on a team of ranks, from its start until every rank has an outcome."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from zharness.world.streams import RankStream
 from zharness.world.task import Isolation, RankTask
 from zharness.world.team import RankTeam, SelectorEvent, TeamMember
 
-STACK_DUMP_SECONDS = 0.5  # seconds for a hung rank to write its stacks
-PROCESS_EXIT_SECONDS = 0.2  # seconds between the closing of a process's files and its end
-SHUTDOWN_SECONDS = 30.0  # seconds for a rank to end once there is nothing left to do; 256 on a busy machine need many
+STACK_DUMP_SECONDS = 0.5  # time for a hung rank to write its stacks
+PROCESS_EXIT_SECONDS = 0.2  # time between the closing of a process's files and its end
+SHUTDOWN_SECONDS = 30.0  # time for ranks to end after the last task; 256 ranks on a busy machine need several seconds
 
 
 class ClientGone(Exception):
-    """Whoever asked for the work is gone, so its ranks have to be ended."""
+    """The client that requested the task has ended, so its ranks have to be ended."""
 
 
 class TaskCancelled(Exception):
-    """Whoever asked for the work wants it no more, but goes on."""
+    """The client cancelled the task; the server goes on."""
 
 
 class TaskWatcher:
-    """Takes in what the ranks tell and print, until every one of them has an outcome."""
+    """Receives the messages and the output of the ranks until every rank has an outcome; ends ranks that hang."""
 
     def __init__(self, team: RankTeam, task: RankTask, client: Connection | None) -> None:
         self._team = team
@@ -65,13 +65,13 @@ class TaskWatcher:
         self._coordinator = RankCoordinator(task.world_size)
         self._outcomes: dict[int, RankOutcome] = {}
         self._notes: dict[int, list[RankNote]] = {member.rank: [] for member in team.members}
-        self._has_departures = False  # whether a rank takes no further part: others may wait for it in vain
+        self._has_departures = False  # whether a rank skipped the rest, so that others may wait for it forever
         self._hang_phases: dict[int, str] = {}
         self._ended_ranks: set[int] = set()
-        self._pipe_faults: dict[int, str] = {}  # ranks that cannot be heard any more, and what they did
+        self._pipe_faults: dict[int, str] = {}  # how ranks broke their control pipe; read on after "it"
 
     def wait_for_outcome(self) -> GroupOutcome:
-        """Every rank's end. Raises Abandoned or Recalled when the client goes or wants it no more."""
+        """Wait for every rank's outcome and return them. Raises ClientGone or TaskCancelled."""
         if self._client is not None:
             self._team.selector.register(self._client, selectors.EVENT_READ, SelectorEvent(None, "client"))
         try:
@@ -87,13 +87,14 @@ class TaskWatcher:
                 self._team.unregister(self._client)
 
     def shut_down_idle_ranks(self) -> GroupOutcome:
-        """The ends of ranks that wait for work, and are told that there is none."""
+        """Shut down ranks that have no task, and return how they ended."""
         now = time.monotonic_ns()
         self._outcomes = {member.rank: RankOutcome(member.rank, RankEnd.RETURNED, now) for member in self._team.members}
         self._shut_down_ranks()
         return GroupOutcome(tuple(self._make_final_outcome(member) for member in self._team.members), 0.0)
 
     def _process_events_until(self, is_done: Callable[[], bool]) -> None:
+        """Handle events until ``is_done``; check the ranks whenever the deadline is due."""
         while not is_done():
             events = self._team.selector.select(self._deadline.remaining_seconds())
             for key, _ in events:
@@ -102,6 +103,7 @@ class TaskWatcher:
                 self._check_ranks()
 
     def _handle_event(self, event: SelectorEvent) -> None:
+        """Handle one ready descriptor: the client's, or a rank's stream, control pipe or process."""
         member, source = event.member, event.source
         if member is None:
             self._handle_client()
@@ -114,8 +116,8 @@ class TaskWatcher:
             self._handle_process_end(member)
 
     def _handle_client(self) -> NoReturn:
-        """The only thing that a client sends while work runs is that it wants it no more."""
-        assert self._client is not None, "watched, so it is there"
+        """Raise TaskCancelled for the client's message, the only one it sends during a task, or ClientGone."""
+        assert self._client is not None, "only a registered client has events"
         try:
             self._client.recv()
         except (EOFError, OSError) as error:
@@ -123,14 +125,17 @@ class TaskWatcher:
         raise TaskCancelled
 
     def _receive_message(self, member: TeamMember) -> bool:
-        """Take in one message; False at the end of the pipe, which in a living rank is a fault."""
+        """Handle one message of a rank; return False if its pipe is closed or broken.
+
+        A rank that is still alive then has a pipe fault.
+        """
         try:
             message = member.control.recv()
-        except Exception as error:  # noqa: BLE001 - whatever comes of unpickling what a test has written there
+        except Exception as error:  # noqa: BLE001 - a test may have written anything into the pipe
             self._team.unregister(member.control)
             if member.rank in self._outcomes:
-                return False  # it has told all it had to tell, and its end will be judged
-            # A process that ends closes its pipes a moment before it has ended.
+                return False  # the rank has reported its outcome; its exit status is judged later
+            # A process closes its pipes a moment before it has ended.
             if not wait([member.end_descriptor], timeout=PROCESS_EXIT_SECONDS):
                 self._pipe_faults[member.rank] = describe_pipe_fault(error)
             self._deadline.shorten(GRACE_SECONDS)
@@ -139,6 +144,7 @@ class TaskWatcher:
         return True
 
     def _handle_message(self, member: TeamMember, message: object) -> None:
+        """Handle one message of a rank by its type."""
         if isinstance(message, RankOutcome):
             self._record_outcome(message)
         elif isinstance(message, RankNote):
@@ -156,9 +162,10 @@ class TaskWatcher:
             self._deadline.shorten(GRACE_SECONDS)
 
     def _handle_exchange_request(self, member: TeamMember, request: ExchangeRequest) -> None:
+        """Answer the ranks that the request completes; fail it if a peer has ended already."""
         if self._outcomes:
-            gone = min(self._outcomes)
-            member.send(ExchangeFailure(request.ordinal, f"rank {gone} ended before it took part in the exchange"))
+            ended = min(self._outcomes)
+            member.send(ExchangeFailure(request.ordinal, f"rank {ended} ended before it took part in the exchange"))
             return
         self._send_answers(self._coordinator.add_exchange_request(request))
 
@@ -167,7 +174,7 @@ class TaskWatcher:
             self._team.members[rank].send(answer)
 
     def _record_outcome(self, outcome: RankOutcome) -> None:
-        """Record a rank's end; whoever waits for its vote waits in vain."""
+        """Record a rank's outcome, and fail the open exchange: it can no longer be completed."""
         self._outcomes[outcome.rank] = outcome
         self._send_answers(
             self._coordinator.abandon_exchange(f"rank {outcome.rank} ended before it took part in the exchange")
@@ -176,7 +183,7 @@ class TaskWatcher:
             self._deadline.shorten(GRACE_SECONDS)
 
     def _handle_process_end(self, member: TeamMember) -> None:
-        """A rank's process has ended: read what it still had to say, and judge its end."""
+        """Handle the end of a rank's process: read its remaining messages and output, and judge its exit status."""
         self._team.unregister(member.end_descriptor)
         self._ended_ranks.add(member.rank)
         self._deadline.hold(member.rank, "")
@@ -192,82 +199,86 @@ class TaskWatcher:
         )
 
     def _check_ranks(self) -> None:
-        """The deadline is over, or it is time to look whether anybody waits in vain."""
-        waiting = [member for member in self._team.members if member.rank not in self._outcomes]
-        if not waiting:  # they were told to leave, and did not
+        """Decide what to do when the deadline is due: kill the ranks that run, extend it, or schedule another check.
+
+        Ranks are killed if the time is up, unless a build makes progress; after a failure, unless a rank is still
+        outside of any collective; and after a departure, once all others wait in collectives.
+        """
+        running = [member for member in self._team.members if member.rank not in self._outcomes]
+        if not running:  # all have outcomes, but some processes did not end after the shutdown message
             self._kill_ranks([member for member in self._team.members if member.rank not in self._ended_ranks], {})
             return
-        # Before the ranks are asked: the signal that asks ends a system call that would have gone on for ever.
-        self._hang_phases = {member.rank: member.phase for member in waiting}
-        stacks = self._collect_stacks(waiting)
+        # Read before the stack-dump signal, which interrupts a blocking system call and so may begin another phase.
+        self._hang_phases = {member.rank: member.phase for member in running}
+        stacks = self._collect_stacks(running)
         frames = {rank: parse_main_thread(stack) for rank, stack in stacks.items()}
-        over, in_vain = self._deadline.is_over(), all(map(find_waiting_collective, frames.values()))
-        if over and self._has_failure():
-            if in_vain or not self._deadline.grant_last_grace():
-                self._stop_all_but_failed_teardowns(waiting, stacks)
-        elif over:
-            building = any(map(is_building, frames.values()))
-            stuck = building and not self._progress.is_progressing([member.pid for member in waiting])
-            if stuck or not self._deadline.extend(building):
-                self._kill_ranks(waiting, stacks)
-        elif self._has_departures and in_vain:
-            self._kill_ranks(waiting, stacks)
+        is_over, all_wait = self._deadline.is_over(), all(map(find_waiting_collective, frames.values()))
+        if is_over and self._has_failure():
+            if all_wait or not self._deadline.grant_last_grace():
+                self._stop_all_but_failed_teardowns(running, stacks)
+        elif is_over:
+            builds = any(map(is_building, frames.values()))
+            is_stuck = builds and not self._progress.is_progressing([member.pid for member in running])
+            if is_stuck or not self._deadline.extend(builds):
+                self._kill_ranks(running, stacks)
+        elif self._has_departures and all_wait:
+            self._kill_ranks(running, stacks)
         else:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
-    def _stop_all_but_failed_teardowns(self, waiting: list[TeamMember], stacks: dict[int, str]) -> None:
-        """A rank that has told its failure, and waits for nobody, has a teardown of its own to finish in its time."""
-        ending = [
+    def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
+        """Kill the running ranks, except failed ones outside of collectives: their teardown gets the full time-out."""
+        tearing_down = [
             member
-            for member in waiting
+            for member in running
             if any(note.status is RankStatus.FAILED for note in self._notes[member.rank])
             and not find_waiting_collective(parse_main_thread(stacks[member.rank]))
         ]
-        if ending and self._deadline.restore():
-            self._kill_ranks([member for member in waiting if member not in ending], stacks)
+        if tearing_down and self._deadline.restore():
+            self._kill_ranks([member for member in running if member not in tearing_down], stacks)
         else:
-            self._kill_ranks(waiting, stacks)
+            self._kill_ranks(running, stacks)
 
     def _has_failure(self) -> bool:
-        """Whether a rank has failed, so that the others are ended rather than timed out."""
-        told = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
-        ended = any(not outcome.is_successful for outcome in self._outcomes.values())
-        return told or ended or bool(self._pipe_faults) or bool(self._coordinator.mismatch)
+        """Return whether a rank failed or left the task, so that the others count as stopped and not as hung."""
+        has_bad_note = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
+        has_bad_outcome = any(not outcome.is_successful for outcome in self._outcomes.values())
+        return has_bad_note or has_bad_outcome or bool(self._pipe_faults) or bool(self._coordinator.mismatch)
 
     def _collect_stacks(self, members: list[TeamMember]) -> dict[int, str]:
-        """Every rank's stacks; they are written by a signal handler in C, also while Python is stuck."""
+        """Make ranks dump their stacks and return them by rank; faulthandler's handler in C works if Python hangs."""
         for member in members:
             ranks.get_stack_path(self._team.scratch_dir, member.rank).write_bytes(b"")
             if member.rank not in self._ended_ranks:
                 os.kill(member.pid, signal.SIGUSR1)
         stacks = {member.rank: "" for member in members}
-        until = time.monotonic() + STACK_DUMP_SECONDS
-        while time.monotonic() < until:
+        ends_at = time.monotonic() + STACK_DUMP_SECONDS
+        while time.monotonic() < ends_at:
             self._drain_streams(0.02)
-            now = {
+            current = {
                 rank: ranks.get_stack_path(self._team.scratch_dir, rank).read_text(errors="replace") for rank in stacks
             }
-            if all(now.values()) and now == stacks:
+            if all(current.values()) and current == stacks:
                 break
-            stacks = now
+            stacks = current
         return stacks
 
     def _drain_streams(self, seconds: float) -> None:
-        """Take in what the ranks print, and nothing else: a rank that waits at a full pipe could not answer."""
+        """Read the ranks' output, then sleep: a rank that blocks on a full pipe could not dump its stacks."""
         for member in self._team.members:
             for stream in member.streams:
                 stream.drain()
-        with selectors.DefaultSelector() as nothing:
-            nothing.select(seconds)
+        with selectors.DefaultSelector() as empty_selector:
+            empty_selector.select(seconds)
 
     def _kill_ranks(self, members: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Name every rank that is left as hung, or as stopped if another had failed, and kill it."""
-        trouble = self._has_failure()
+        """Kill ranks and record them as hung, or as stopped if another rank failed."""
+        has_failure = self._has_failure()
         for member in members:
             outcome = self._outcomes.get(member.rank)
-            if outcome is None or not trouble:
+            if outcome is None or not has_failure:
                 self._outcomes[member.rank] = self._make_unfinished_outcome(
-                    member, stacks.get(member.rank, ""), trouble, outcome
+                    member, stacks.get(member.rank, ""), has_failure, outcome
                 )
             member.process.kill()
             member.process.join()
@@ -277,7 +288,7 @@ class TaskWatcher:
     def _make_unfinished_outcome(
         self, member: TeamMember, stack: str, has_failure: bool, outcome: RankOutcome | None
     ) -> RankOutcome:
-        """What becomes of a rank that is killed because its time, or that of its group, is up."""
+        """Return the outcome of a rank that is killed; ``outcome`` is the one it reported if only its exit hangs."""
         end = RankEnd.STOPPED if has_failure else RankEnd.HUNG
         site = find_waiting_collective(parse_main_thread(stack))
         cause = (
@@ -291,31 +302,32 @@ class TaskWatcher:
         return RankOutcome(member.rank, end, time.monotonic_ns(), cause=cause, stack=stack, site=site, phase=phase)
 
     def _shut_down_ranks(self) -> None:
-        """Tell fresh ranks to leave, and judge how they end: a fault after the work is a fault."""
+        """Send the shutdown message and wait until every process has ended; a crash at exit is a failure too."""
         self._team.send_shutdown()
         self._deadline = Deadline(GRACE_SECONDS if self._has_failure() else SHUTDOWN_SECONDS)
         self._process_events_until(lambda: len(self._ended_ranks) == self._task.world_size)
 
     def _make_final_outcome(self, member: TeamMember) -> RankOutcome:
+        """Return a rank's outcome with its notes, output, phase and known cause."""
         for stream in member.streams:
             stream.drain()
-        printed = tuple(strip_fatal_dump(part) for stream in member.streams for part in stream.take_output())
-        outcome = replace(self._outcomes[member.rank], notes=tuple(self._notes[member.rank]), captured_output=printed)
+        output = tuple(strip_fatal_dump(part) for stream in member.streams for part in stream.take_output())
+        outcome = replace(self._outcomes[member.rank], notes=tuple(self._notes[member.rank]), captured_output=output)
         outcome = add_known_cause(outcome, self._coordinator.mismatch)
         return replace(outcome, phase=outcome.phase or member.phase)
 
 
 def describe_pipe_fault(error: Exception) -> str:
-    """What a rank did to the pipe on which it reports, by the error of reading from it; reads on after "it"."""
+    """Return how a rank broke its control pipe, from the error of reading it; continues a sentence after "it"."""
     if isinstance(error, BlockingIOError):
-        return "told the beginning of a message only"
+        return "sent only the beginning of a message"
     if isinstance(error, (EOFError, OSError)):
         return CLOSED_PIPE_CAUSE
-    return "told what is no message"
+    return "sent bytes that are not a message"
 
 
 def has_message(connection: Connection) -> bool:
-    """Whether a message, or the end, is waiting."""
+    """Return whether a message, or the end of the pipe, can be read without waiting."""
     try:
         return connection.poll(0)
     except (EOFError, OSError):
@@ -323,5 +335,5 @@ def has_message(connection: Connection) -> bool:
 
 
 def strip_fatal_dump(output: CapturedOutput) -> CapturedOutput:
-    """The stack that a fatal error writes, without the frames that are the same in every rank."""
+    """Remove the harness's frames from ``output`` if it has the stack dump of a fatal error."""
     return replace(output, text=strip_harness_frames(output.text)) if FATAL_ERROR_PREFIX in output.text else output

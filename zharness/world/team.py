@@ -1,4 +1,4 @@
-"""The ranks of one group: forked together, given work, ended together."""
+"""A team: ranks that are forked together, run tasks together and are ended together."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ from zharness.world.task import RankTask
 
 
 class CannotStart(Exception):
-    """The machine has no room for the ranks."""
+    """The ranks cannot be forked: too little memory, too few processes or descriptors, or no directory."""
 
 
 class TeamMember:
-    """One forked rank as its server sees it.
-
-    ``ended`` becomes readable at the end of the process. ``closed`` tells whether the rank closed its end of the
-    control pipe while it lived.
-    """
+    """The server's handle on one forked rank; ``end_descriptor`` becomes readable when the process ends."""
 
     def __init__(
         self, rank: int, process: ForkProcess, control: Connection, streams: tuple[RankStream, RankStream]
@@ -46,22 +42,22 @@ class TeamMember:
 
     @property
     def pid(self) -> int:
-        """The rank's process id."""
-        assert self.process.pid is not None, "forked, so it has a pid"
+        """Return the rank's process id."""
+        assert self.process.pid is not None, "a started process has a pid"
         return self.process.pid
 
     @property
     def phase(self) -> str:
-        """The label under which the rank prints."""
+        """Return the phase that the rank marked last on its standard error."""
         return self.streams[1].phase
 
     def send(self, message: object) -> None:
-        """Send; a rank that is gone, or that closed its pipe, hears nothing."""
+        """Send a message; does nothing if the rank has ended or closed its pipe."""
         with suppress(OSError):
             self.control.send(message)
 
     def close(self) -> None:
-        """Give back this process's ends of everything."""
+        """Close this process's ends of the rank's pipes."""
         for stream in self.streams:
             stream.close()
         self.control.close()
@@ -69,24 +65,24 @@ class TeamMember:
             os.close(self.end_descriptor)
 
 
-STALL_SECONDS = 5  # seconds without a byte in the middle of a message, after which its rank counts as gone
+STALL_SECONDS = 5  # time without a byte in the middle of a message, after which the pipe counts as broken
 
 
 @dataclass(frozen=True)
 class SelectorEvent:
-    """What a descriptor of the selector stands for: a member's ``control``, ``ended`` or stream, or the ``client``."""
+    """The source of an event: a member's ``control`` pipe, its end (``ended``) or a stream; or the ``client``."""
 
     member: TeamMember | None
     source: str | RankStream
 
 
 class RankTeam:
-    """``world_size`` ranks and the selector that watches them all. ``room`` is theirs alone."""
+    """The ranks of one group, their selector, and their private scratch directory."""
 
     def __init__(
         self, task: RankTask, inherited_function: Callable[..., Any] | None, parent_dir: Path, echo: bool
     ) -> None:
-        """Fork the ranks; each begins with ``work``. Raises CannotStart when the machine has no room for them."""
+        """Fork the ranks; each begins with ``task``. Raises CannotStart if they cannot be forked."""
         try:
             self.scratch_dir = Path(tempfile.mkdtemp(dir=parent_dir))
         except OSError as error:
@@ -104,23 +100,24 @@ class RankTeam:
             raise
 
     def _fork_rank(self, rank: int, task: RankTask, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
-        ranks.get_stack_path(self.scratch_dir, rank).touch()  # a rank may be asked for its stacks before it gets to run
+        """Fork one rank with its pipes and register them with the selector."""
+        ranks.get_stack_path(self.scratch_dir, rank).touch()  # its stacks may be read before it has started
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         set_stall_timeout(ours, STALL_SECONDS)
         (out, out_end), (err, err_end) = open_two_pipes()
-        seat = ranks.RankSlot(rank, task.world_size, self.scratch_dir, os.getpid())
-        ends = ranks.RankPipes(theirs, out_end, err_end)
+        slot = ranks.RankSlot(rank, task.world_size, self.scratch_dir, os.getpid())
+        pipes = ranks.RankPipes(theirs, out_end, err_end)
 
         def main() -> None:
-            # Whoever else held these ends would keep a rank's pipes open after its death.
+            # Open duplicates in this rank would keep the other ranks' pipes open after their death.
             for member in self.members:
                 member.close()
             ours.close()
             os.close(out)
             os.close(err)
             self.selector.close()
-            ranks.run_rank(seat, ends, task, inherited_function)
+            ranks.run_rank(slot, pipes, task, inherited_function)
 
         process = context.Process(target=main, name=f"rank {rank}")
         try:
@@ -133,8 +130,9 @@ class RankTeam:
             theirs.close()
             os.close(out_end)
             os.close(err_end)
-        words = make_echo(rank) if echo else None
-        member = TeamMember(rank, process, ours, (RankStream("stdout", out, words), RankStream("stderr", err, words)))
+        write_echo = make_echo(rank) if echo else None
+        streams = (RankStream("stdout", out, write_echo), RankStream("stderr", err, write_echo))
+        member = TeamMember(rank, process, ours, streams)
         self.members.append(member)
         self._register(member)
 
@@ -146,26 +144,26 @@ class RankTeam:
             register(stream.descriptor, selectors.EVENT_READ, SelectorEvent(member, stream))
 
     def unregister(self, descriptor: object) -> None:
-        """Stop watching one descriptor, if it is watched."""
+        """Remove a descriptor from the selector, if it is there."""
         with suppress(KeyError, ValueError):
             self.selector.unregister(descriptor)  # type: ignore[arg-type]  # Connection has fileno()
 
     def send_task(self, task: RankTask) -> None:
-        """Hand ``work`` to ranks that wait for it."""
+        """Send ``task`` to the idle ranks."""
         for member in self.members:
             member.send(task)
 
     def send_shutdown(self) -> None:
-        """Tell every rank that there is nothing left to do."""
+        """Send every rank the message to end."""
         for member in self.members:
             member.send(ShutdownMessage())
 
     def is_reusable(self) -> bool:
-        """Whether every rank lives, and their directory is there: a test may have removed it."""
+        """Return whether every rank is alive and their directory exists: a test may have removed it."""
         return self.scratch_dir.is_dir() and not wait([member.end_descriptor for member in self.members], timeout=0)
 
     def close(self) -> None:
-        """Kill whatever is left of the ranks, the children they started included, and forget them."""
+        """Kill the ranks and their process groups, close their pipes and remove the scratch directory."""
         for member in self.members:
             if member.process.exitcode is None:
                 member.process.kill()
@@ -186,7 +184,7 @@ class RankTeam:
 
 
 def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """The ends of two pipes, or of none."""
+    """Open two pipes and return their ends; leaves none open if the second one fails."""
     first = os.pipe()
     try:
         return first, os.pipe()
@@ -197,28 +195,28 @@ def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def set_stall_timeout(connection: Connection, seconds: int) -> None:
-    """Have reads and writes of a started message fail once nothing moves: a stopped rank must not stop its server."""
-    end = socket.socket(fileno=os.dup(connection.fileno()))
-    with end:
+    """Make reads and writes fail after ``seconds`` without a byte, so that a stopped rank cannot block its server."""
+    duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+    with duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+            duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def wait_for_end(process: ForkProcess, seconds: float) -> None:
-    """Wait until ``process`` has ended, or for that many seconds."""
+    """Wait until ``process`` has ended, at most ``seconds``."""
     if process.exitcode is not None:
         return
-    ended = open_end_descriptor(process)
-    wait([ended], timeout=seconds)
-    if ended != process.sentinel:
-        os.close(ended)
+    descriptor = open_end_descriptor(process)
+    wait([descriptor], timeout=seconds)
+    if descriptor != process.sentinel:
+        os.close(descriptor)
 
 
 def open_end_descriptor(process: ForkProcess) -> int:
-    """A descriptor that becomes readable at the end of ``process``.
+    """Return a descriptor that becomes readable when ``process`` ends.
 
-    A pidfd where the system has them: the sentinel of multiprocessing is a pipe, which children that the rank leaves
-    behind keep open.
+    A pidfd if the system has them: multiprocessing's sentinel is a pipe, and children that the rank leaves behind keep
+    it open.
     """
     if process.pid is None or not hasattr(os, "pidfd_open"):
         return process.sentinel

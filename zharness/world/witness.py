@@ -1,12 +1,12 @@
-"""The witness of a rank: a process beside it that tells how the rank ended when the rank cannot.
+"""The witness of a launched rank: a process beside it that reports how the rank ended when the rank cannot.
 
 [Note: witnesses]
-The ranks of torchrun are not ours to start or to watch: the agent that did so tells nobody but its user, and on other
-machines nobody at all. So each rank forks a witness before it does anything else. The rank writes down a pipe what it
-begins, tells and finishes, and the witness puts that up in the store for rank 0. When the rank dies, the witness sees
-it in the same instant and reads signal and status in /proc; when its time is up, it has the rank write its stacks by
-SIGUSR1, which works while Python is stuck. It is no child of the rank and not in its process group, so that neither a
-test nor the launcher takes it for one of theirs, and it never outlives the rank by more than a few seconds.
+torchrun's agents start and watch the ranks of a launch, and no interface tells rank 0 how a rank ended. So each rank
+forks a witness before anything else. The rank sends its witness, through a pipe, the tasks that it begins, its notes
+and its outcomes; the witness posts the outcomes in the store for rank 0. When the rank dies, the witness is woken at
+once and reads signal and status from /proc. When a task exceeds its time, the witness makes the rank dump its stacks by
+SIGUSR1, which works while Python hangs. The witness is not a child of the rank and not in its process group, so that
+neither a test nor torchrun waits for it or kills it; it ends a few seconds after the rank at the latest.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ from typing import NoReturn
 from zharness.world.deadline import BUILD_LIMIT_SECONDS, GRACE_SECONDS, RECHECK_SECONDS
 from zharness.world.launch import Launch
 from zharness.world.messages import DeadlineHold, RankNote, ShutdownMessage
-from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome, signal_name
+from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
 from zharness.world.postmortem import FATAL_ERROR_PREFIX, add_known_cause, describe_hang
-from zharness.world.stacks import find_waiting_collective, is_building, parse_main_thread, strip_harness_frames
+from zharness.world.process_end import is_process_alive, parse_fatal_dump, read_process_end
+from zharness.world.stacks import (
+    find_waiting_collective,
+    is_building,
+    parse_main_thread,
+    strip_harness_frames,
+    trim_stacks,
+)
 from zharness.world.store import LaunchStore, pause, rank_outcome_key
 from zharness.world.task_watcher import strip_fatal_dump
 
-POLL_SECONDS = 0.25  # seconds between two looks whether the launch is over
-STACK_DUMP_SECONDS = 0.5  # seconds for a rank to write its stacks
-FINAL_REPORT_SECONDS = 20.0  # seconds for rank 0 to write its report once the launch is over
+POLL_SECONDS = 0.25  # interval between two checks whether the launch is over
+STACK_DUMP_SECONDS = 0.5  # time for a rank to write its stacks
+FINAL_REPORT_SECONDS = 20.0  # time for rank 0 to write its report once the launch is over
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes of a rank's output, from its end
-PROCESS_GONE_CAUSE = "its process is gone, and its launcher knows how it ended"
-LAUNCH_OVER_KEY, REPORT_WRITTEN_KEY = (
-    "over",
-    "told",
-)  # keys of the board: why the launch is over, and that the report is written
+# Keys of the store: why the launch is over, and whether rank 0 has written its report.
+LAUNCH_OVER_KEY, REPORT_WRITTEN_KEY = "launch_over", "report_written"
 
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """The rank begins its part of a piece of work; ``timeout`` in seconds."""
+    """The rank begins a task; ``timeout`` in seconds."""
 
     serial: int
     title: str
@@ -55,7 +59,7 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class LaunchOver:
-    """Why no more work can be done: a rank is ``lost``, or hangs, or the launcher ends all."""
+    """Why the launch runs no further task: a rank died or hangs, or torchrun ends all. ``rank`` posted this."""
 
     rank: int
     message: str
@@ -64,10 +68,9 @@ class LaunchOver:
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """A rank as its witness knows it.
+    """The rank that a witness watches.
 
-    ``room`` is its private directory, ``streams`` are descriptors of the files into which its output goes, which
-    outlive it.
+    ``scratch_dir`` is its private directory; ``stream_descriptors`` are open files with its output, by stream.
     """
 
     launch: Launch
@@ -77,17 +80,17 @@ class WatchedRank:
 
 
 def get_witness_stack_path(scratch_dir: Path) -> Path:
-    """The file into which a rank writes its stacks when it is asked with SIGUSR1, and when it dies of a fatal error."""
+    """Return the file into which a launched rank writes its stacks on SIGUSR1 and on a fatal error."""
     return scratch_dir / "stacks"
 
 
 def start_witness(launch: Launch, scratch_dir: Path, stream_descriptors: Mapping[str, int]) -> Connection:
-    """Fork the witness of this process; the end of the pipe on which to tell it."""
+    """Fork the witness of this process and return the pipe to it."""
     ours, theirs = Pipe()
     watched = WatchedRank(launch, os.getpid(), scratch_dir, stream_descriptors)
     child = os.fork()
     if child == 0:
-        # Twice, so that the witness is nobody's child: a test may count its own, and wait for all of them.
+        # Forked twice, so that the witness is not a child of the rank: a test may count or wait for its children.
         os.setsid()
         if os.fork() == 0:
             ours.close()
@@ -99,19 +102,19 @@ def start_witness(launch: Launch, scratch_dir: Path, stream_descriptors: Mapping
 
 
 def run_witness(watched_rank: WatchedRank, pipe: Connection) -> NoReturn:
-    """Stand by the rank until it has ended. Never returns."""
+    """Watch the rank until it has ended, then exit. Never returns."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    last_resort = os.dup(2)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    stderr_descriptor = os.dup(2)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+        os.dup2(devnull, descriptor)
     if watched_rank.launch.rank:
-        os.close(last_resort)  # whoever reads the launcher's output to its end need not wait for this process
-        last_resort = nothing
+        os.close(stderr_descriptor)  # a reader of torchrun's output would wait for this process to close it
+        stderr_descriptor = devnull
     try:
-        Witness(watched_rank, pipe, last_resort).watch_rank()
-    except Exception:  # noqa: BLE001 - the store is gone, and with it the launch: a rank that still runs waits in vain
+        Witness(watched_rank, pipe, stderr_descriptor).watch_rank()
+    except Exception:  # noqa: BLE001 - the store has ended, and with it the launch: the rank can only wait forever
         with suppress(ProcessLookupError):
             os.kill(watched_rank.pid, signal.SIGKILL)
     finally:
@@ -120,7 +123,7 @@ def run_witness(watched_rank: WatchedRank, pipe: Connection) -> NoReturn:
 
 
 class Witness:
-    """Tells the board what becomes of one rank."""
+    """Posts the outcomes of one rank in the store, and ends the rank when the launch is over."""
 
     def __init__(self, watched_rank: WatchedRank, pipe: Connection, stderr_descriptor: int) -> None:
         self._watched_rank = watched_rank
@@ -135,10 +138,10 @@ class Witness:
         self._is_held = False
         self._is_done = False
         self._started_at = self._ends_at = 0.0
-        self._busy_count = -1  # how often any rank had said that it builds, or is looked at, when this one last asked
+        self._busy_count = -1  # last value of the counter that ranks increment while they build or are debugged
 
     def watch_rank(self) -> None:
-        """Until the rank has ended, or was ended from here."""
+        """Handle messages, deadlines and the end of the launch until the rank has ended."""
         while not self._is_done:
             if self._has_ended():
                 return self._handle_process_end()
@@ -152,13 +155,13 @@ class Witness:
         return None
 
     def _has_ended(self) -> bool:
-        """Whether the process has ended; waits for that, and for something to hear, but not for long."""
+        """Return whether the rank has ended; waits up to ``POLL_SECONDS`` for that or for a message."""
         watched = [self._pipe.fileno()] + [self._end_descriptor] * (self._end_descriptor >= 0)
         ready, _, _ = select.select(watched, [], [], POLL_SECONDS)
         return self._end_descriptor in ready
 
     def _receive_message(self) -> bool:
-        """Take in one message; False at the end of the pipe."""
+        """Handle one message of the rank; return False at the end of the pipe."""
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):
@@ -181,38 +184,38 @@ class Witness:
         return True
 
     def _post_outcome(self, outcome: RankOutcome) -> None:
-        """Put up how the rank ended the work, with all that it told."""
-        assert self._current_task is not None, "nothing is finished that was not begun"
+        """Post the rank's outcome of the current task, with its notes."""
+        assert self._current_task is not None, "a rank sends an outcome only after TaskStarted"
         outcome = replace(outcome, notes=tuple(self._notes), phase=outcome.phase or self._phase)
         self._store.post(rank_outcome_key(f"work/{self._current_task.serial}", self._rank), outcome)
         self._current_task = None
 
     def _check_deadline(self, task: TaskStarted) -> None:
-        """The time is nearly up, or up: it goes on for all ranks while one of them builds or is looked at."""
+        """Near or after the end of the time-out: extend it while any rank builds or is debugged, else end the rank."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
         if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
             self._store.add_to_counter("busy")
-        busy = self._store.add_to_counter("busy", 0)
-        if busy != self._busy_count:
-            self._busy_count = busy
+        busy_count = self._store.add_to_counter("busy", 0)
+        if busy_count != self._busy_count:
+            self._busy_count = busy_count
             self._ends_at = max(self._ends_at, time.monotonic() + 2 * RECHECK_SECONDS)
         elif time.monotonic() > self._ends_at:
-            words = f"no end of {task.title} within {task.timeout:g} s"
+            message = f"no end of {task.title} within {task.timeout:g} s"
             self._end_rank(
-                self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, words, is_hang=True)), stack
+                self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, message, is_hang=True)), stack
             )
             self._is_done = True
 
     def _end_rank(self, launch_over: LaunchOver, stack: str = "") -> None:
-        """The launch is over: tell where the rank stands, have rank 0 write its report, and end the rank."""
-        until = time.monotonic() + (0.0 if launch_over.is_hang else GRACE_SECONDS)
+        """Post the rank's outcome when the launch is over, wait until rank 0 has written its report, kill the rank."""
+        ends_at = time.monotonic() + (0.0 if launch_over.is_hang else GRACE_SECONDS)
         while (
             self._current_task is not None
-            and (self._pipe.poll(max(0.0, until - time.monotonic())))
+            and (self._pipe.poll(max(0.0, ends_at - time.monotonic())))
             and self._receive_message()
         ):
-            continue  # it may have come to its end just now, or may yet, with words of its own
+            continue  # the rank may still send an outcome of its own
         if self._current_task is not None:
             self._post_outcome(
                 self._make_unfinished_outcome(self._current_task, launch_over, stack or self._collect_stack())
@@ -220,7 +223,7 @@ class Witness:
         if self._rank == 0:
             if not self._wait_for_end(FINAL_REPORT_SECONDS):
                 self._write_to_stderr(
-                    f"{launch_over.message}; rank 0 did not get to write its report", stack or self._collect_stack()
+                    f"{launch_over.message}; rank 0 could not write its report in time", stack or self._collect_stack()
                 )
         else:
             self._store.wait_for_keys([REPORT_WRITTEN_KEY], lambda spent: spent > FINAL_REPORT_SECONDS)
@@ -229,20 +232,23 @@ class Witness:
             os.kill(self._watched_rank.pid, signal.SIGKILL)
 
     def _wait_for_end(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for the end of the rank's process; return whether it has ended."""
         if self._end_descriptor >= 0:
             return bool(select.select([self._end_descriptor], [], [], seconds)[0])
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and is_process_alive(self._watched_rank.pid):
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at and is_process_alive(self._watched_rank.pid):
             pause(0.02)
         return not is_process_alive(self._watched_rank.pid)
 
     def _make_unfinished_outcome(self, task: TaskStarted, launch_over: LaunchOver, stack: str) -> RankOutcome:
+        """Return the outcome of a rank that is killed: HUNG if a time-out ended the launch, else STOPPED."""
         site = find_waiting_collective(parse_main_thread(stack))
         cause = describe_hang(task.timeout, stack, False) if launch_over.is_hang else ""
         end = RankEnd.HUNG if launch_over.is_hang else RankEnd.STOPPED
         return self._make_outcome(end, cause, stack=stack, site=site)
 
     def _make_outcome(self, end: RankEnd, cause: str, *, stack: str = "", site: str = "") -> RankOutcome:
+        """Return an outcome of the rank as of now, with its current phase and output."""
         return RankOutcome(
             self._rank,
             end,
@@ -255,49 +261,50 @@ class Witness:
         )
 
     def _read_output(self) -> list[CapturedOutput]:
-        """What the rank printed in this phase. Read beside the file's position, which is the rank's."""
-        found = []
+        """Return the end of the rank's output, by stream, without moving the file position, which the rank shares."""
+        outputs = []
         for name, descriptor in self._watched_rank.stream_descriptors.items():
             size = os.fstat(descriptor).st_size
             text = os.pread(descriptor, OUTPUT_TAIL_BYTES, max(0, size - OUTPUT_TAIL_BYTES)).decode(errors="replace")
             if text:
-                found.append(CapturedOutput(self._phase, name.partition(" ")[0], text))
-        return found
+                outputs.append(CapturedOutput(self._phase, name.partition(" ")[0], text))
+        return outputs
 
     def _collect_stack(self) -> str:
-        """The rank's stacks, down to the frame that runs the work."""
+        """Make the rank dump its stacks and return them, without the frames that run the task."""
         before = self._read_stack_file()
         try:
             os.kill(self._watched_rank.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return ""
-        found, until = "", time.monotonic() + STACK_DUMP_SECONDS
-        while time.monotonic() < until:
+        stacks, ends_at = "", time.monotonic() + STACK_DUMP_SECONDS
+        while time.monotonic() < ends_at:
             pause(0.02)
             text = self._read_stack_file()[len(before) :]
-            if text and text == found:
+            if text and text == stacks:
                 break
-            found = text
-        return trim_stacks(found)
+            stacks = text
+        return trim_stacks(stacks)
 
     def _read_stack_file(self) -> str:
+        """Return all stacks that the rank has written so far."""
         try:
             return get_witness_stack_path(self._watched_rank.scratch_dir).read_text(errors="replace")
-        except FileNotFoundError:  # a test has removed what it found among the temporary files
+        except FileNotFoundError:  # a test removed the temporary files
             return ""
 
     def _handle_process_end(self) -> None:
-        """The rank's process has ended: take in what it still told, tell how it ended, and that all is over."""
-        self._wait_for_end(STACK_DUMP_SECONDS)  # it closes its files a moment before it has ended
-        # First, and at once: the launcher, its parent, asks ten times a second, and who asks second learns nothing.
+        """Handle the end of the rank's process: read its last messages, post how it ended, and end the launch."""
+        self._wait_for_end(STACK_DUMP_SECONDS)  # a process closes its files a moment before it has ended
+        # At once: torchrun reaps the process within a tenth of a second, and /proc has no exit status after that.
         end, cause = read_process_end(self._watched_rank.pid) or parse_fatal_dump(self._read_fatal_dump())
         while self._pipe.poll() and self._receive_message():
             continue
         if self._is_done or self._store.has_keys(REPORT_WRITTEN_KEY):
             return
-        words = f"rank {self._rank} {end.value}: {cause}"
+        message = f"rank {self._rank} {end.value}: {cause}"
         if self._current_task is not None:
-            words = f"{words}, while {self._current_task.title} ran"
+            message = f"{message}, while {self._current_task.title} ran"
             outcome = self._make_outcome(end, f"{cause}, before its function had returned")
             dump = CapturedOutput(self._phase, "stderr", self._read_fatal_dump())
             self._post_outcome(
@@ -306,95 +313,18 @@ class Witness:
                 )
             )
         if self._rank == 0:
-            self._write_to_stderr(f"{words}; it was the one that writes the report", self._read_fatal_dump())
+            self._write_to_stderr(f"{message}; it was the rank that writes the report", self._read_fatal_dump())
             self._store.post(REPORT_WRITTEN_KEY, True)
         else:
-            pause(GRACE_SECONDS)  # the others may end by themselves, each with its own words
-        self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, words))
+            pause(GRACE_SECONDS)  # the other ranks may end by themselves, each with its own error
+        self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, message))
 
     def _write_to_stderr(self, message: str, stack: str) -> None:
-        """What is left to be said of rank 0 without its report, on its standard error."""
+        """Write a message and a stack to rank 0's standard error, in place of its report."""
         os.write(self._stderr_descriptor, f"\nzharness: {message}\n{strip_harness_frames(stack)}\n".encode())
 
     def _read_fatal_dump(self) -> str:
-        """The stack that a fatal error of Python writes."""
+        """Return the stack that faulthandler wrote for a fatal error, or the empty string."""
         text = self._read_stack_file()
-        at = text.rfind(FATAL_ERROR_PREFIX)
-        return trim_stacks(text[at:]) if at >= 0 else ""
-
-
-def read_process_end(pid: int) -> tuple[RankEnd, str] | None:
-    """By which signal or with which status; None once its parent has waited for it. Linux only."""
-    try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    if is_process_alive(pid):
-        return RankEnd.EXITED, "it closed the pipe on which it reports, and did not end"
-    if status & 0x7F == signal.SIGTERM:
-        return RankEnd.STOPPED, "SIGTERM, from the launcher"
-    if status & 0x7F:
-        return RankEnd.SIGNALLED, signal_name(status & 0x7F)
-    return RankEnd.EXITED, f"exit status {status >> 8}"
-
-
-# faulthandler's words for the signals that it hears of; from 3.13 on "Floating-point".
-_FATAL_SIGNALS = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Bus error": signal.SIGBUS,
-    "Illegal instruction": signal.SIGILL,
-    "Floating point exception": signal.SIGFPE,
-    "Aborted": signal.SIGABRT,
-}
-
-
-def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
-    """How a process ended that wrote ``dump`` in a fatal error, or nothing that says it."""
-    said = dump.rpartition(f"{FATAL_ERROR_PREFIX}: ")[2].partition("\n")[0].replace("-", " ")
-    return (
-        (RankEnd.SIGNALLED, _FATAL_SIGNALS[said].name)
-        if said in _FATAL_SIGNALS
-        else (RankEnd.EXITED, PROCESS_GONE_CAUSE)
-    )
-
-
-def is_process_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-# What runs a piece of work in a rank: the frames behind these are the same in every stack.
-_TASK_RUNNER_FILES = (
-    "/zharness/pytest_ranks/rank_protocol.py",
-    "/zharness/world/launched_rank.py",
-    "/zharness/world/leader.py",
-)
-
-
-def trim_stacks(text: str) -> str:
-    """Stacks without the frames below the work, and without the threads that have no others."""
-    blocks: list[list[str]] = [[]]
-    below = False
-    for line in text.splitlines():
-        if not line.startswith("  "):
-            blocks.append([])
-            below = False
-        below = below or any(part in line for part in _TASK_RUNNER_FILES)
-        if not below:
-            blocks[-1].append(line)
-    return "\n".join(line for block in blocks if not is_idle_thread(block) for line in block)
-
-
-def is_idle_thread(block: list[str]) -> bool:
-    """Whether it is a thread that only waits, with nobody but this package behind it."""
-    frames = [line for line in block if line.startswith('  File "')]
-    threads = bool(block) and is_thread_header(block[0])
-    return threads and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)
-
-
-def is_thread_header(line: str) -> bool:
-    """Whether the frames of a thread follow."""
-    return line.startswith(("Thread ", "Current thread "))
+        start = text.rfind(FATAL_ERROR_PREFIX)
+        return trim_stacks(text[start:]) if start >= 0 else ""

@@ -1,4 +1,4 @@
-"""Faults of one rank alone: it raises, dies, runs out of memory or prints too much, in its test or in a fixture."""
+"""Faults of one rank: it raises, dies, runs out of memory or prints too much, in its test or in a fixture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RAISING = (
         "raises_while_peers_wait",
         RAISE,
         RAISED,
-        words=("(was|were) stopped because another rank had failed, waiting in barrier",),
+        patterns=("(was|were) stopped because another rank had failed, waiting in barrier",),
     ),
     on_culprit("fails_by_an_assertion", "assert rank + 1 == 0", "assert .* == 0"),
     on_culprit("fails_by_pytest_fail", 'pytest.fail("planted")', "Failed: planted"),
@@ -88,7 +88,7 @@ RAISING = (
         """,
         "ValueError: too much: 100",
         blamed="either",
-        words=("rank CULPRIT: ValueError: too much: 100", "x=100"),
+        patterns=("rank CULPRIT: ValueError: too much: 100", "x=100"),
         bar=LATER,
     ),
 )
@@ -123,7 +123,7 @@ FIXTURES = (
 )
 
 DYING = (
-    on_culprit("segfaults", "ctypes.string_at(0)", "SIGSEGV", words=("Segmentation fault",)),
+    on_culprit("segfaults", "ctypes.string_at(0)", "SIGSEGV", patterns=("Segmentation fault",)),
     fault(
         "is_killed",
         """
@@ -134,7 +134,7 @@ DYING = (
         """,
         "SIGKILL, in call",
     ),
-    on_culprit("aborts", "os.abort()", "SIGABRT", words=("Aborted",)),
+    on_culprit("aborts", "os.abort()", "SIGABRT", patterns=("Aborted",)),
     fault(
         "exits_with_status_0",
         """
@@ -166,9 +166,9 @@ DYING = (
 )
 
 LIMIT = """
-        def leave(room):
+        def leave_memory(free):
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (used + free, resource.getrlimit(resource.RLIMIT_AS)[1]))
 """
 
 MEMORY = (
@@ -178,7 +178,7 @@ MEMORY = (
         {LIMIT}
         def test_asks_for_too_much_memory(rank):
             if rank == CULPRIT:
-                leave(1 << 28)
+                leave_memory(1 << 28)
                 bytearray(1 << 34)  # site
             dist.barrier()
         """,
@@ -191,13 +191,13 @@ MEMORY = (
         def test_uses_up_its_memory(rank):
             hoard = []
             if rank == CULPRIT:
-                leave(1 << 26)
+                leave_memory(1 << 26)
                 while True:
                     hoard.append(bytearray(1 << 16))
             dist.barrier()
         """,
         "MemoryError",
-        ("passed", "failed", "any"),  # there is no memory left to look for what it has left behind
+        ("passed", "failed", "any"),  # too little memory is left to look for leftovers
     ),
     fault(
         "asks_torch_for_too_much_memory",
@@ -205,7 +205,7 @@ MEMORY = (
         {LIMIT}
         def test_asks_torch_for_too_much_memory(rank):
             if rank == CULPRIT:
-                leave(1 << 28)
+                leave_memory(1 << 28)
                 torch.empty(1 << 34, dtype=torch.uint8)  # site
             dist.barrier()
         """,
@@ -231,7 +231,11 @@ MEMORY = (
             dist.barrier()
         """,
         RAISED,
-        words=(r"\[rank CULPRIT\] the first words", r"\[rank CULPRIT\] the last words", r"6\d,\d{3},\d{3} bytes left"),
+        patterns=(
+            r"\[rank CULPRIT\] the first words",
+            r"\[rank CULPRIT\] the last words",
+            r"6\d,\d{3},\d{3} bytes left",
+        ),
         bar=LATER,
     ),
 )

@@ -1,8 +1,8 @@
-"""The faults of the matrix as data: the test that goes wrong on one rank, and all that has to be told of it.
+"""The faults of the matrix as data: a test that goes wrong on one rank, and what its report has to say.
 
-A source is the text of a module. Before it stand its imports, ``CULPRIT`` (the rank that goes wrong), ``WORLD`` (the
-world size) and ``note(text)``, which appends a line to a file that the judge reads. A line marked ``# site`` has to be
-named in the report, by file and line.
+A source is the text of a test module. The judge puts before it the imports, ``CULPRIT`` (the rank that goes wrong),
+``WORLD`` (the world size) and ``note(text)``, which appends a line to a file that the judge reads. The report has to
+name every line marked ``# site``, by file and line.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ CALL = ("passed", "failed", "passed")
 TEARDOWN = ("passed", "passed", "failed")
 
 SOON = 2.0  # seconds for a raise, a crash and a mismatched collective
-TIMEOUT = 2.0  # seconds that a test which hangs is given
+TIMEOUT = 2.0  # time-out in seconds of a test that hangs
 HUNG = TIMEOUT + 3.0
-LATER = 5.0  # seconds for what the bars do not name
+LATER = 5.0  # seconds for other faults
 ANY_TIME = 60.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to go wrong.
+    """One way in which a test goes wrong.
 
-    ``outcome`` is that of setup, call and teardown (None: no report; any: whichever). The failure begins with the ranks
-    that are ``blamed``; ``headline`` (a pattern) is found in its first words, ``words`` anywhere in the report, and in
-    both CULPRIT stands for the rank. ``stacks`` are the ranks whose stack is shown. ``bar`` is in seconds.
+    ``outcome`` is that of setup, call and teardown (None: no report; ``any``: not compared). The failure's message
+    begins with the ranks that are ``blamed``. The pattern ``headline`` has to match that message, the patterns
+    ``patterns`` the whole report; CULPRIT in them stands for the rank. ``stacks`` are the ranks whose stack is shown.
+    ``bar`` is the time limit in seconds for the report.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Fault:
     headline: str
     outcome: tuple[str, str | None, str] = CALL
     blamed: Literal["culprit", "all", "others", "either"] = "culprit"
-    words: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     stacks: Literal["all", "others", "none"] = "none"
     bar: float = SOON
 
@@ -47,27 +48,27 @@ def fault(
     headline: str,
     outcome: tuple[str, str | None, str] = CALL,
     blamed: Literal["culprit", "all", "others", "either"] = "culprit",
-    words: tuple[str, ...] = (),
+    patterns: tuple[str, ...] = (),
     stacks: Literal["all", "others", "none"] = "none",
     bar: float = SOON,
 ) -> Fault:
-    """A fault whose source is written indented."""
-    return Fault(name, textwrap.dedent(source).strip("\n"), headline, outcome, blamed, words, stacks, bar)
+    """Return a fault; ``source`` may be indented."""
+    return Fault(name, textwrap.dedent(source).strip("\n"), headline, outcome, blamed, patterns, stacks, bar)
 
 
-def on_culprit(name: str, statement: str, headline: str, words: tuple[str, ...] = (), **more: float) -> Fault:
-    """``statement`` on one rank, while its peers wait in a barrier."""
+def on_culprit(name: str, statement: str, headline: str, patterns: tuple[str, ...] = (), **more: float) -> Fault:
+    """Return the fault in which one rank runs ``statement`` while its peers wait in a barrier."""
     source = f"""
         def test_{name}(rank):
             if rank == CULPRIT:
                 {statement}  # site
             dist.barrier()
     """
-    return fault(name, source, headline, words=words, **more)  # type: ignore[arg-type]
+    return fault(name, source, headline, patterns=patterns, **more)  # type: ignore[arg-type]
 
 
 def in_fixture(name: str, scope: str, phase: str, statement: str, headline: str, **more: object) -> Fault:
-    """``statement`` on one rank in a fixture, while its peers wait in a barrier of the fixture."""
+    """Return the fault in which one rank runs ``statement`` in a fixture while its peers wait in a barrier there."""
     body = f"""
             if rank == CULPRIT:
                 {statement}

@@ -1,4 +1,4 @@
-"""The judge of the matrix: what is wrong with a verdict, in words."""
+"""The judge of the fault matrix: compare the report of a fault with what the fault says that it has to be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from suites.world.faults.fault import TIMEOUT, Fault
-from suites.world.faults.sessions import Told, lines_marked
+from suites.world.faults.sessions import RecordedTest, find_marked_lines
 
 PREAMBLE = """\
 import atexit, ctypes, os, resource, signal, subprocess, sys, threading
@@ -34,12 +34,12 @@ def test_healthy_before_{name}(rank, world_size, tmp_path):
 
 """
 HEALTHY = "test_healthy_before_"
-LAST = "the_end"  # the healthy test behind the last fault; of one rank, so that other ranks are torn down before it
+LAST = "the_end"  # the healthy test after the last fault; of one rank, so that other ranks are torn down before it
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank of how many goes wrong, and in which mode."""
+class FaultPlacement:
+    """The isolation mode, the world size and the rank that goes wrong."""
 
     mode: str
     world_size: int
@@ -49,120 +49,126 @@ class Place:
         return f"{self.mode}, rank {self.culprit} of {self.world_size}"
 
 
-def module_of(fault: Fault, place: Place) -> str:
-    """The text of the module with the fault; a healthy test stands before it, behind the fault before.
+def build_module(fault: Fault, placement: FaultPlacement) -> str:
+    """Return the text of the module with the fault, preceded by a healthy test.
 
-    It shares the ranks where they live on; where they do not, two will do.
+    The healthy test has the world size of the fault if ranks are pooled, so that it runs on the ranks that the fault
+    before left; else 2.
     """
-    healthy = place.world_size if place.mode == "pooled" else 2
-    return preamble(fault.name, place, healthy) + fault.source + "\n"
+    healthy = placement.world_size if placement.mode == "pooled" else 2
+    return build_preamble(fault.name, placement, healthy) + fault.source + "\n"
 
 
-def preamble(name: str, place: Place, healthy: int) -> str:
-    what = {"culprit": place.culprit, "world_size": place.world_size, "timeout": TIMEOUT}
-    return PREAMBLE.format(name=name, healthy=healthy, **what)
+def build_preamble(name: str, placement: FaultPlacement, healthy: int) -> str:
+    """Return the imports, constants and the healthy test that precede a fault."""
+    constants = {"culprit": placement.culprit, "world_size": placement.world_size, "timeout": TIMEOUT}
+    return PREAMBLE.format(name=name, healthy=healthy, **constants)
 
 
-def modules(faults: tuple[Fault, ...], place: Place) -> dict[str, str]:
-    """The modules of one session by name, in their order, with a healthy one at the end."""
-    files = {f"test_{at:02}.py": module_of(fault, place) for at, fault in enumerate(faults)}
-    return {**files, f"test_{len(faults):02}.py": preamble(LAST, place, 1)}
+def build_modules(faults: tuple[Fault, ...], placement: FaultPlacement) -> dict[str, str]:
+    """Return the modules of one session by file name, in order, with a healthy one at the end."""
+    files = {f"test_{at:02}.py": build_module(fault, placement) for at, fault in enumerate(faults)}
+    return {**files, f"test_{len(faults):02}.py": build_preamble(LAST, placement, 1)}
 
 
-def ranks_in(text: str) -> set[int]:
-    """``{0, 2, 3}`` for the ranks that ``ranks 0, 2-3 ...`` begins with; empty when it begins with none."""
-    found = re.match(r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text)
+def parse_ranks(text: str) -> set[int]:
+    """Return the ranks that a text begins with: ``{0, 2, 3}`` for ``ranks 0, 2-3 ...``; empty if there are none."""
+    match = re.match(r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text)
     ranks: set[int] = set()
-    for run in found[1].split(", ") if found else ():
+    for run in match[1].split(", ") if match else ():
         first, _, last = run.partition("-")
         ranks |= set(range(int(first), int(last or first) + 1))
     return ranks
 
 
-def complaints(fault: Fault, place: Place, told: Told | None, folder: Path) -> Iterator[str]:
-    """What is wrong with the verdict on ``fault``, beside its time."""
-    if told is None:
+def find_complaints(
+    fault: Fault, placement: FaultPlacement, record: RecordedTest | None, folder: Path
+) -> Iterator[str]:
+    """Yield what is wrong with the report of ``fault``, except its time."""
+    if record is None:
         yield "was not run"
         return
-    outcome = tuple(told.outcome(when) for when in ("setup", "call", "teardown"))
-    if outcome[2] == "passed, failed":  # ranks that lived on have left, and it is told of the test that they ran last
+    outcome = tuple(record.outcome(when) for when in ("setup", "call", "teardown"))
+    if outcome[2] == "passed, failed":  # pooled ranks ended later, which is reported for the last test that they ran
         outcome = (*outcome[:2], "failed")
     if any(got != expected != "any" for got, expected in zip(outcome, fault.outcome, strict=True)):
         yield f"setup, call and teardown: got {outcome}, expected {fault.outcome}"
     if "failed" not in outcome:
         yield "a false green"
         return
-    report = next(report for report in told.reports if report.outcome == "failed")
-    yield from of_headline(fault, place, report.headline)
+    report = next(report for report in record.reports if report.outcome == "failed")
+    yield from check_headline(fault, placement, report.headline)
     whole = report.text + "".join(f"\n{title}\n{text}" for title, text in report.sections)
-    for pattern in fault.words:
-        if not re.search(pattern.replace("CULPRIT", str(place.culprit)), whole):
+    for pattern in fault.patterns:
+        if not re.search(pattern.replace("CULPRIT", str(placement.culprit)), whole):
             yield f"nowhere in the report: {pattern}"
-    yield from of_sites(fault, place, whole)
-    yield from of_stacks(fault, place, report.text)
+    yield from check_sites(fault, placement, whole)
+    yield from check_stacks(fault, placement, report.text)
     if len(whole) > 400_000:
         yield f"the report has {len(whole):,} characters"
-    yield from of_examples(fault, place, folder)
-    if told.left:
-        yield f"left processes behind: {told.left}"
+    yield from check_examples(fault, placement, folder)
+    if record.leftover_pids:
+        yield f"left processes behind: {record.leftover_pids}"
 
 
-def of_sites(fault: Fault, place: Place, text: str) -> Iterator[str]:
-    """The lines that the text has to name."""
-    for line in lines_marked(module_of(fault, place)):
+def check_sites(fault: Fault, placement: FaultPlacement, text: str) -> Iterator[str]:
+    """Yield the marked lines that the text does not name."""
+    for line in find_marked_lines(build_module(fault, placement)):
         if not re.search(rf"test_\d+\.py(?::|, line |\", line ){line}\b", text):
-            yield f"line {line} is not named: {module_of(fault, place).splitlines()[line - 1].strip()}"
+            yield f"line {line} is not named: {build_module(fault, placement).splitlines()[line - 1].strip()}"
 
 
-def of_the_end(fault: Fault, place: Place, told: Told | None, output: str) -> Iterator[str]:
-    """What is wrong with how a session ended that ``fault`` has ended: pytest tells of it in a line of !!!!."""
+def check_session_end(
+    fault: Fault, placement: FaultPlacement, record: RecordedTest | None, output: str
+) -> Iterator[str]:
+    """Yield what is wrong with the end of a session that ``fault`` ended, which pytest reports in a line of !!!!."""
     last = " ".join(line for line in output.splitlines() if line.startswith("!!!!"))
-    if f"rank {place.culprit}" not in last or fault.headline not in last:
-        yield f"the end does not name rank {place.culprit} and {fault.headline!r}: {last.replace('!', '')}"
-    yield from of_sites(fault, place, output)
-    if told is None or told.reports:
-        yield "expected no report, as without ranks"
+    if f"rank {placement.culprit}" not in last or fault.headline not in last:
+        yield f"the end does not name rank {placement.culprit} and {fault.headline!r}: {last.replace('!', '')}"
+    yield from check_sites(fault, placement, output)
+    if record is None or record.reports:
+        yield "expected no report, as in a test without ranks"
 
 
-def of_headline(fault: Fault, place: Place, headline: str) -> Iterator[str]:
-    """Whom the first words blame, and for what."""
-    headline = headline.removeprefix("in ranks that lived on, after this test, which was the last one that they ran:\n")
-    everybody = set(range(place.world_size))
+def check_headline(fault: Fault, placement: FaultPlacement, headline: str) -> Iterator[str]:
+    """Yield wrongly blamed ranks and a wrong cause in the failure's message."""
+    headline = headline.removeprefix("while the rank pool was torn down; this was the last test that it ran:\n")
+    all_ranks = set(range(placement.world_size))
     expected = {
-        "culprit": {place.culprit},
-        "all": everybody,
-        "others": everybody - {place.culprit},
-        "either": ranks_in(headline),
+        "culprit": {placement.culprit},
+        "all": all_ranks,
+        "others": all_ranks - {placement.culprit},
+        "either": parse_ranks(headline),
     }[fault.blamed]
-    if ranks_in(headline) != expected:
-        yield f"blames {sorted(ranks_in(headline))}, expected {sorted(expected)}: {headline[:300]}"
-    pattern = fault.headline.replace("CULPRIT", str(place.culprit))
+    if parse_ranks(headline) != expected:
+        yield f"blames {sorted(parse_ranks(headline))}, expected {sorted(expected)}: {headline[:300]}"
+    pattern = fault.headline.replace("CULPRIT", str(placement.culprit))
     if not re.search(pattern, headline, re.DOTALL):
         yield f"the headline does not say {pattern!r}: {headline[:300]}"
 
 
-def of_stacks(fault: Fault, place: Place, text: str) -> Iterator[str]:
-    """Whose stacks are shown."""
+def check_stacks(fault: Fault, placement: FaultPlacement, text: str) -> Iterator[str]:
+    """Yield a complaint if a stack that has to be shown is missing."""
     shown: set[int] = set()
     for title in re.findall(r"stack of (ranks? .*)", text):
-        shown |= ranks_in(title)
-    expected = set(range(place.world_size)) if fault.stacks != "none" else set()
+        shown |= parse_ranks(title)
+    expected = set(range(placement.world_size)) if fault.stacks != "none" else set()
     if fault.stacks == "others":
-        expected -= {place.culprit}
+        expected -= {placement.culprit}
     if not expected <= shown:
         yield f"stacks of ranks {sorted(shown)}, expected {sorted(expected)}"
 
 
-def of_examples(fault: Fault, place: Place, folder: Path) -> Iterator[str]:
-    """A Hypothesis test ran the same examples on every rank, and the last one is the minimum."""
+def check_examples(fault: Fault, placement: FaultPlacement, folder: Path) -> Iterator[str]:
+    """Yield a complaint unless a Hypothesis test ran the same examples on every rank and ended with the minimal one."""
     notes = folder / "notes" / fault.name
-    if "x=100" not in fault.words:
+    if "x=100" not in fault.patterns:
         return
     seen: dict[str, list[str]] = {}
     for line in notes.read_text().splitlines():
         rank, x = line.split()
         seen.setdefault(rank, []).append(x)
-    if len(seen) != place.world_size or len({tuple(examples) for examples in seen.values()}) != 1:
+    if len(seen) != placement.world_size or len({tuple(examples) for examples in seen.values()}) != 1:
         yield f"the ranks ran different examples: {seen}"
     if any(examples[-1] != "100" for examples in seen.values()):
         yield f"the last examples are {[examples[-1] for examples in seen.values()]}, expected 100"

@@ -1,4 +1,4 @@
-"""Sessions of pytest inside the tests: each a process of its own, recorded, and searched for what it leaves."""
+"""pytest sessions in processes of their own: their reports are recorded, and processes that they leave are found."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from suites import inner
 from suites.warm.programs import LEFTOVER_TIMEOUT, Program
 
-# The recorder: what pytest logs and when, for the process that runs the session alone (ranks are forks of it). Where a
-# test noted process ids, it waits at the next test until they are gone, and records those that are not.
+# A conftest.py that records what pytest logs and when, in the session's own process only (ranks are forks of it). At
+# the next test it waits for the processes whose ids the last test noted, and records those that are still alive.
 RECORDER = """
 import json, os, threading, time
 from pathlib import Path
@@ -76,59 +76,62 @@ class Report:
 
 
 @dataclass
-class Told:
-    """All that was logged of one test; ``left`` are the processes it noted that outlived it by ``GONE`` seconds."""
+class RecordedTest:
+    """What was logged about one test.
+
+    ``leftover_pids`` are the processes that it noted and that outlived it by ``LEFTOVER_TIMEOUT``.
+    """
 
     reports: list[Report] = field(default_factory=list)
     began: float = 0.0
     ended: float = 0.0
-    left: tuple[int, ...] = ()
+    leftover_pids: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """From the start of the test to the last word on it."""
+        """Return the seconds from the start of the test to the last report about it."""
         return self.ended - self.began
 
     def outcome(self, when: str) -> str | None:
-        """That of one phase; None without a report, all of them where there are several."""
+        """Return the outcome of one phase, joined by commas if it has several reports; None without a report."""
         return ", ".join(report.outcome for report in self.reports if report.when == when) or None
 
 
 @dataclass(frozen=True)
-class Done:
-    """A session that has ended; ``tests`` by the last part of their ids."""
+class SessionResult:
+    """The result of a session that has ended; ``tests`` by the last part of their ids."""
 
     status: int
     output: str
-    tests: Mapping[str, Told]
+    tests: Mapping[str, RecordedTest]
     seconds: float
     leftovers: tuple[str, ...]
 
     def verdicts(self) -> dict[str, str]:
-        """``call passed`` or the like for every test: the first phase that did not pass."""
+        """Return for every test ``passed``, or its first phase that did not pass with the outcome: ``call failed``."""
         return {
-            name: next((f"{r.when} {r.outcome}" for r in told.reports if r.outcome != "passed"), "passed")
-            for name, told in self.tests.items()
+            name: next((f"{r.when} {r.outcome}" for r in test.reports if r.outcome != "passed"), "passed")
+            for name, test in self.tests.items()
         }
 
 
-def pytest(
+def start_pytest(
     folder: Path, arguments: Sequence[str], variables: Mapping[str, str], typed: str = "", spares: int = 0
 ) -> Program:
-    """Begin a session of pytest in ``folder``, which has what it prints in ``output.txt``.
+    """Start a pytest session in ``folder``; its output goes to ``output.txt`` there.
 
-    Of the environment it has what is not that of this pytest, and ``variables``.
+    It gets this process's environment without the variables of pytest and zharness, and ``variables``.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ZHARNESS"))}
     with (folder / "output.txt").open("wb") as output:
-        words = ("-m", "pytest", *arguments)
-        return Program(words, output, output, folder, {**environment, **variables}, stdin_text=typed, spares=spares)
+        command = ("-m", "pytest", *arguments)
+        return Program(command, output, output, folder, {**environment, **variables}, stdin_text=typed, spares=spares)
 
 
 class Session:
-    """A pytest of its own over files in ``folder``, with a private place for temporary files.
+    """A running pytest session over ``files`` in ``folder``, with a temporary directory of its own.
 
-    ``spares`` are workers of xdist that do not have to import anything.
+    ``spares`` is the number of xdist workers that are forks of the warm Python.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str, spares: int = 0) -> None:
@@ -143,67 +146,68 @@ class Session:
             (folder / name).write_text(textwrap.dedent(text))
         command = [f"--basetemp={folder / 'base'}", *arguments]
         self._began = time.monotonic()
-        self._program = pytest(folder, command, {"TMPDIR": str(self.temporary), "COLUMNS": "200"}, spares=spares)
+        self._program = start_pytest(folder, command, {"TMPDIR": str(self.temporary), "COLUMNS": "200"}, spares=spares)
         self.pid = self._program.pid
 
-    def signal(self, what: signal.Signals) -> None:
-        """Send it to pytest, and to nothing else."""
-        self._program.send_signal(what)
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the pytest process only."""
+        self._program.send_signal(number)
 
-    def done(self) -> Done:
-        """Wait for the end, and for everything that it started to be gone."""
+    def finish(self) -> SessionResult:
+        """Wait until the session and everything that it started have ended; return the result."""
         with self._program as program:
             status = program.wait()
             seconds = time.monotonic() - self._began
-            left = tuple(self._left())
+            leftovers = tuple(self._wait_for_leftovers())
         output = (self.folder / "output.txt").read_text()
-        return Done(status, output, told_in(self.folder / "record.jsonl"), seconds, left)
+        return SessionResult(status, output, read_test_records(self.folder / "record.jsonl"), seconds, leftovers)
 
-    def _left(self) -> list[str]:
-        """What is still there ``GONE`` seconds after the end: processes, and the servers' directories."""
+    def _wait_for_leftovers(self) -> list[str]:
+        """Return the processes and scratch directories that still exist ``LEFTOVER_TIMEOUT`` after the end."""
         until = time.monotonic() + LEFTOVER_TIMEOUT
-        while (found := [*self._there()]) and time.monotonic() < until:
+        while (leftovers := [*self._iter_leftovers()]) and time.monotonic() < until:
             threading.Event().wait(0.05)
-        return found
+        return leftovers
 
-    def _there(self) -> Iterator[str]:
-        for pid, words in self.processes().items():
-            yield f"process {pid}: {words}"
-        yield from (f"directory {room.name}" for room in self.temporary.glob("zharness-*"))
+    def _iter_leftovers(self) -> Iterator[str]:
+        """Yield the session's living processes and existing scratch directories."""
+        for pid, command_line in self.processes().items():
+            yield f"process {pid}: {command_line}"
+        yield from (f"directory {directory.name}" for directory in self.temporary.glob("zharness-*"))
 
     def processes(self) -> dict[int, str]:
-        """The command lines of all living processes of this session."""
+        """Return the command lines of all living processes of this session by process id."""
         return self._program.find_descendants()
 
 
-def told_in(path: Path) -> dict[str, Told]:
-    """The tests of a session, from the recorder's file."""
-    tests: dict[str, Told] = {}
+def read_test_records(path: Path) -> dict[str, RecordedTest]:
+    """Return the recorded tests of a session from the recorder's file."""
+    tests: dict[str, RecordedTest] = {}
     last = ""
     for line in path.read_text().splitlines() if path.exists() else ():
         data = json.loads(line)
         if data["kind"] == "left":
             if last:
-                tests[last].left = tuple(data["pids"])
+                tests[last].leftover_pids = tuple(data["pids"])
             continue
         last = data["nodeid"].rpartition("::")[2]
-        told = tests.setdefault(last, Told())
+        test = tests.setdefault(last, RecordedTest())
         if data["kind"] == "start":
-            told.began = data["at"]
-        told.ended = data["at"]
+            test.began = data["at"]
+        test.ended = data["at"]
         if data["kind"] == "report":
             sections = tuple((title, text) for title, text in data["sections"])
-            words = (data["when"], data["outcome"], data["headline"], data["text"], sections, data["wasxfail"])
-            told.reports.append(Report(*words))
+            fields = (data["when"], data["outcome"], data["headline"], data["text"], sections, data["wasxfail"])
+            test.reports.append(Report(*fields))
     return tests
 
 
-def run(folder: Path, source: str | Mapping[str, str], *arguments: str) -> Done:
-    """A session over one file, or several, from its start to its end."""
+def run(folder: Path, source: str | Mapping[str, str], *arguments: str) -> SessionResult:
+    """Run a session over one file or several, and return its result."""
     files = {"test_it.py": source} if isinstance(source, str) else source
-    return Session(folder, files, *arguments).done()
+    return Session(folder, files, *arguments).finish()
 
 
-def lines_marked(text: str, mark: str = "# site") -> Iterable[int]:
-    """The numbers of the lines that end in ``mark``."""
+def find_marked_lines(text: str, mark: str = "# site") -> Iterable[int]:
+    """Return the numbers of the lines that end in ``mark``."""
     return [number for number, line in enumerate(text.splitlines(), 1) if line.endswith(mark)]

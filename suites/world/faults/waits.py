@@ -6,7 +6,7 @@ from suites.world.faults.fault import ANY_TIME, HUNG, LATER, TEARDOWN, Fault, fa
 
 
 def hangs(name: str, statement: str, headline: str, **more: object) -> Fault:
-    """``statement`` never ends on one rank, while its peers wait in an all-reduce."""
+    """Return the fault in which ``statement`` never ends on one rank while its peers wait in an all-reduce."""
     source = f"""
         @pytest.mark.rank_timeout(TIMEOUT)
         def test_{name}(rank):
@@ -14,24 +14,24 @@ def hangs(name: str, statement: str, headline: str, **more: object) -> Fault:
                 {statement}
             dist.all_reduce(torch.ones(2))  # site
     """
-    words = (r"waits in all_reduce",)
-    return fault(name, source, headline, words=words, bar=HUNG, **more)  # type: ignore[arg-type]
+    patterns = (r"waits in all_reduce",)
+    return fault(name, source, headline, patterns=patterns, bar=HUNG, **more)  # type: ignore[arg-type]
 
 
-def disagrees(name: str, of_culprit: str, of_peers: str, *words: str, by: str = "dist") -> Fault:
-    """Two different collectives."""
+def disagrees(name: str, culprit_call: str, peer_call: str, *patterns: str, by: str = "dist") -> Fault:
+    """Return the fault in which one rank calls another collective than its peers."""
     source = f"""
         def test_{name}(rank{"" if by == "dist" else ", " + by}):
             if rank == CULPRIT:
-                {by}.{of_culprit}  # site
+                {by}.{culprit_call}  # site
             else:
-                {by}.{of_peers}  # site
+                {by}.{peer_call}  # site
     """
     if by == "dist":
-        return fault(name, source, "Detected mismatch between collectives", blamed="either", words=words)
+        return fault(name, source, "Detected mismatch between collectives", blamed="either", patterns=patterns)
     # CULPRIT may stand first or second: the pattern holds for both.
     headline = "collective 1 differs: rank .* calls .*rank .* calls"
-    return fault(name, source, headline, blamed="either", words=(*words, r"rank CULPRIT calls"))
+    return fault(name, source, headline, blamed="either", patterns=(*patterns, r"rank CULPRIT calls"))
 
 
 OUT_OF_TIME = "did not finish in time, in call: no end within 2 s; "
@@ -40,7 +40,7 @@ HANGING = (
     hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "stands in wait", stacks="all"),
     hangs("hangs_in_c", "ctypes.CDLL(None).pause()  # site", OUT_OF_TIME + "stands in test_hangs_in_c", stacks="all"),
     hangs(
-        "hangs_without_hearing_signals",
+        "hangs_with_all_signals_blocked",
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), ctypes.CDLL(None).pause()",
         OUT_OF_TIME,
         stacks="others",
@@ -54,7 +54,7 @@ HANGING = (
                 dist.all_reduce(torch.ones(2))  # site
         """,
         OUT_OF_TIME + "waits in all_reduce",
-        words=("ranks? .* passed",),
+        patterns=("ranks? .* passed",),
         bar=HUNG,
     ),
     fault(
@@ -67,7 +67,7 @@ HANGING = (
         """,
         OUT_OF_TIME + "waits in all_reduce",
         blamed="others",
-        words=("rank CULPRIT passed",),
+        patterns=("rank CULPRIT passed",),
         stacks="others",
         bar=HUNG,
     ),
@@ -84,7 +84,7 @@ HANGING = (
         """,
         OUT_OF_TIME + "waits in",
         blamed="either",
-        words=("rank CULPRIT did not finish in time, in call: .*waits in barrier", "waits in all_reduce"),
+        patterns=("rank CULPRIT did not finish in time, in call: .*waits in barrier", "waits in all_reduce"),
         stacks="all",
         bar=HUNG,
     ),
@@ -149,7 +149,7 @@ SKIPPING = (
         """,
         r"skipped on rank CULPRIT of \d only: no such thing here",
         blamed="either",
-        words=("(was|were) stopped, waiting in barrier",),
+        patterns=("(was|were) stopped, waiting in barrier",),
         bar=LATER,
     ),
     fault(
@@ -161,7 +161,7 @@ SKIPPING = (
         """,
         r"skipped on rank CULPRIT of \d only: no such thing here",
         blamed="either",
-        words=("passed",),
+        patterns=("passed",),
     ),
     fault(
         "does_not_skip_with_its_peers",
@@ -251,7 +251,7 @@ LEAVING = (
     ),
 )
 
-# Those after which nothing can follow in the same ranks, or in the same session at all.
+# Faults after which no test can run on the same ranks, or in the same session at all.
 AT_EXIT = fault(
     "exits_at_exit",
     """

@@ -1,10 +1,8 @@
-"""A checkpoint's tensors, written and read by torch.distributed.checkpoint, without running what a file carries.
+"""Write and read a checkpoint's tensors with torch.distributed.checkpoint, without running code from a file.
 
-Imported only where a checkpoint is at hand: torch.distributed.checkpoint and torch's DTensor take more than a second,
-which every command and every rank would spend that saves nothing.
-
-It reads its ``.metadata`` with plain pickle, which calls the functions that a file names; here that goes by a list of
-allowed names.
+Import it only when a checkpoint is saved or loaded: torch.distributed.checkpoint and DTensor take more than a second to
+import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; here only names on a
+list are allowed.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ try:
 except ImportError:  # public since torch 2.5
     from torch.distributed._tensor import DTensor, Replicate, Shard  # type: ignore[attr-defined]
 
-__all__ = ["DTensor", "Replicate", "Shard"]  # beside what is defined here
+__all__ = ["DTensor", "Replicate", "Shard"]  # re-exported; the names defined here are public too
 _DCP = "torch.distributed.checkpoint"
-# What torch 2.6 to 2.13 write into .metadata: records without behaviour, and the constants in them.
+# The names that torch 2.6 to 2.13 write into .metadata: data classes without behaviour, and their constants.
 ALLOWED_METADATA_NAMES = frozenset(
     {
         *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -50,13 +48,15 @@ ALLOWED_METADATA_NAMES = frozenset(
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Finds the names in METADATA_NAMES and torch's dtypes, nothing else."""
+    """An unpickler that allows ALLOWED_METADATA_NAMES and torch's dtypes only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises CheckpointError for a name that is not on the list; it is not even imported."""
+        """Return an allowed class. Raises CheckpointError for any other name, without importing its module."""
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
-            raise CheckpointError(f"the checkpoint's metadata asks for {module}.{name}, which none needs: refused")
+            raise CheckpointError(
+                f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs: refused"
+            )
         return super().find_class(module, name)
 
 
@@ -65,31 +65,34 @@ def _is_dtype(name: str) -> bool:
 
 
 class TensorReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader, for checkpoints that hold tensors alone, in files of ``files``."""
+    """torch.distributed.checkpoint's reader, restricted to tensors and to files in ``allowed_files``."""
 
     def __init__(self, path: Path, allowed_files: frozenset[str]) -> None:
         super().__init__(path)
         self._allowed_files = allowed_files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError for metadata that carry code, or lead to another file or to another unpickler."""
+        """Read ``.metadata``.
+
+        Raises CheckpointError if it contains code, has an entry that is not a tensor, or refers to other files.
+        """
         raw = (Path(self.path) / ".metadata").read_bytes()
         metadata = MetadataUnpickler(io.BytesIO(raw)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointError(f"{self.path}/.metadata does not describe a checkpoint")
         for key, entry in metadata.state_dict_metadata.items():
-            # Anything but a tensor is read by torch's planner with weights_only=False.
+            # torch's planner reads other entries with weights_only=False, which runs code.
             if not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{self.path} holds {key!r}, which is not a tensor: refused")
         stray = {info.relative_path for info in metadata.storage_data.values()} - self._allowed_files
         if stray:
-            raise CheckpointError(f"{self.path} points to files that are not its own: {sorted(stray)}")
+            raise CheckpointError(f"{self.path} refers to files outside the checkpoint: {sorted(stray)}")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Each rank's tensors into files of its own in ``folder``. Collective; raises CheckpointError on every rank."""
+    """Write this rank's tensors to its files in ``folder``. Collective; raises CheckpointError on every rank."""
     try:
         save(dict(tensors), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
@@ -97,9 +100,9 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: frozenset[str]) -> None:
-    """The tensors of those names, in place, from those of ``files`` in ``folder`` that hold them.
+    """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``.
 
-    Collective; raises CheckpointError on every rank.
+    Only ``allowed_files`` are read. Collective; raises CheckpointError on every rank.
     """
     try:
         load(dict(tensors), storage_reader=TensorReader(folder, allowed_files))

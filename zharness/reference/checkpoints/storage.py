@@ -1,8 +1,8 @@
-"""A checkpoint on disk, in torch.distributed.checkpoint's format: written whole or not at all, and read so.
+"""Checkpoints on disk, in torch.distributed.checkpoint's format, written and read completely or not at all.
 
-``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with everything that is
-no tensor of the model and alike on all ranks, ``rank_<r>.pt`` with what is each rank's own, and ``manifest.json``, the
-length and checksum of every file. ``folder/latest`` names the newest tag. All ranks have to see one file system.
+``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
+common to all ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of
+every file. ``folder/latest`` has the newest tag. All ranks have to share the file system.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
-from zharness.reference.rank_errors import all_gather_objects, raise_on_all_ranks
+from zharness.reference.uneven_ranks.rank_errors import all_gather_objects, raise_on_all_ranks
 
 FORMAT_VERSION = 2
 COMMON_STATE_FILE, MANIFEST_FILE, LATEST_FILE = "facts.pt", "manifest.json", "latest"
-DRAFT_FOLDER, PREVIOUS_PREFIX = ".draft", ".previous-"  # before a tag; no tag starts with a dot
+DRAFT_FOLDER, PREVIOUS_PREFIX = ".draft", ".previous-"  # they start with a dot, which tags may not
 
 
 StateValues = Mapping[str, Any]
@@ -41,12 +41,11 @@ def save_checkpoint(
     rank_state: StateValues,
     comm: Comm,
 ) -> Path:
-    """Write ``pieces``, rank 0's ``facts`` and each rank's ``own`` to ``folder/tag``, the latest then; its path.
+    """Write ``local_tensors``, rank 0's ``common_state`` and each rank's ``rank_state`` to ``folder/tag``.
 
-    Collective.
-
-    Everything is written and synced under another name first, and ``latest`` is replaced last: whatever interrupts,
-    the checkpoint before is whole, and is the one that is found. Raises CheckpointError on every rank.
+    Returns the path. Collective. Everything is written and synced in a draft folder first, and ``latest`` is replaced
+    last, so after an interruption the previous checkpoint is complete and is the one that loads. Raises CheckpointError
+    on every rank.
     """
     from zharness.reference.checkpoints import dcp as tensors
 
@@ -54,7 +53,7 @@ def save_checkpoint(
     with raise_on_all_ranks(comm):
         _check_tag(tag)
         if set(tags) != {tag}:
-            raise CheckpointError(f"the tags of the ranks differ: {tags}; save under one name")
+            raise CheckpointError(f"the ranks differ in the tag: {tags}; pass the same tag on every rank")
         encoded = {_rank_state_file(comm.rank): _encode_state(rank_state)}
         if comm.rank == 0:
             encoded[COMMON_STATE_FILE] = _encode_state({"format": FORMAT_VERSION, **common_state})
@@ -72,13 +71,13 @@ def save_checkpoint(
                 _publish(draft, target)
     finally:
         if comm.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)  # there only when something failed
+            shutil.rmtree(draft, ignore_errors=True)  # it exists only if something failed
     return target
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint whose files are all there and undamaged, with its facts, and this rank's own or else rank 0's."""
+    """A complete, undamaged checkpoint: its common state, and this rank's state (rank 0's if it has none)."""
 
     path: Path
     files: frozenset[str]
@@ -86,28 +85,28 @@ class SavedCheckpoint:
     rank_state: StateValues
 
     def read_tensors(self, local_tensors: Mapping[str, Tensor]) -> None:
-        """Read the tensors of those names, in place. Collective; raises CheckpointError on every rank."""
+        """Fill ``local_tensors`` in place by name. Collective; raises CheckpointError on every rank."""
         from zharness.reference.checkpoints import dcp as tensors
 
         tensors.read_tensors(local_tensors, self.path, self.files)
 
 
 def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoint:
-    """The checkpoint ``folder/tag``, or the latest. Collective; raises CheckpointError on every rank."""
+    """Open and verify ``folder/tag``, or the latest. Collective; raises CheckpointError on every rank."""
     with raise_on_all_ranks(comm):
         path = _find_checkpoint_folder(folder, _read_latest_tag(folder) if tag is None else tag)
         files = _read_manifest(path)
-    with raise_on_all_ranks(comm):  # each file is read by one rank for this
+    with raise_on_all_ranks(comm):  # each file is verified by one rank
         for name in sorted(files)[comm.rank :: comm.world_size]:
             _check_file(path / name, files[name])
     with raise_on_all_ranks(comm):
-        facts = unpickling.load_safely(path / COMMON_STATE_FILE, str(path / COMMON_STATE_FILE))
-        if facts.pop("format", None) != FORMAT_VERSION:
+        common_state = unpickling.load_safely(path / COMMON_STATE_FILE, str(path / COMMON_STATE_FILE))
+        if common_state.pop("format", None) != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is no checkpoint of format {FORMAT_VERSION}, the only one that this engine reads"
+                f"{path} is not a checkpoint of format {FORMAT_VERSION}, the only one that this engine reads"
             )
         own = path / (_rank_state_file(comm.rank) if _rank_state_file(comm.rank) in files else _rank_state_file(0))
-        return SavedCheckpoint(path, frozenset(files), facts, unpickling.load_safely(own, str(own)))
+        return SavedCheckpoint(path, frozenset(files), common_state, unpickling.load_safely(own, str(own)))
 
 
 def _rank_state_file(rank: int) -> str:
@@ -115,14 +114,15 @@ def _rank_state_file(rank: int) -> str:
 
 
 def _check_tag(tag: str) -> None:
+    """Raise CheckpointError unless ``tag`` can name a folder of ``folder/``."""
     if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST_FILE:
         raise CheckpointError(
-            f"tag {tag!r}: expected a name for a folder, without a dot before it, other than {LATEST_FILE!r}"
+            f"tag {tag!r}: expected a folder name that does not start with a dot and is not {LATEST_FILE!r}"
         )
 
 
 def _encode_state(state: StateValues) -> bytes:
-    """``facts`` as bytes that can be read back. Raises CheckpointError where they could not be."""
+    """Serialise ``state``. Raises CheckpointError if it could not be read back safely."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     buffer.seek(0)
@@ -131,12 +131,13 @@ def _encode_state(state: StateValues) -> bytes:
 
 
 def _write_manifest(draft: Path, comm: Comm) -> None:
+    """Write length and checksum of every file in ``draft``; each rank measures some of them. Collective."""
     with raise_on_all_ranks(comm):
         names = sorted(path.name for path in draft.iterdir())
-        mine = {name: _measure(draft / name) for name in names[comm.rank :: comm.world_size]}
-    views, measured = zip(*all_gather_objects((names, mine), comm), strict=True)
+        own_measures = {name: _measure(draft / name) for name in names[comm.rank :: comm.world_size]}
+    all_names, measured = zip(*all_gather_objects((names, own_measures), comm), strict=True)
     with raise_on_all_ranks(comm):
-        if any(view != names for view in views):
+        if any(other_names != names for other_names in all_names):
             raise CheckpointError(f"the ranks do not see the same files in {draft}: save to a file system they share")
         if comm.rank == 0:
             files = {name: measure for part in measured for name, measure in part.items()}
@@ -144,7 +145,7 @@ def _write_manifest(draft: Path, comm: Comm) -> None:
 
 
 def _measure(path: Path) -> list[int]:
-    """Length and CRC-32: for damage, not for malice."""
+    """Return length and CRC-32 of a file, which detect damage but not tampering."""
     length = checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -153,6 +154,7 @@ def _measure(path: Path) -> list[int]:
 
 
 def _write_file(path: Path, content: bytes) -> None:
+    """Write and fsync a file."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -160,16 +162,19 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _publish(draft: Path, target: Path) -> None:
-    """Give the complete draft its name. Of an older checkpoint of that name, one or the other is always there."""
+    """Rename the complete draft to ``target`` and make it the latest.
+
+    An older checkpoint of that name is kept under another name until then, so one of the two always exists.
+    """
     previous = target.with_name(PREVIOUS_PREFIX + target.name)
     _fsync_folder(draft)
     if target.exists():
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
     draft.rename(target)
-    fresh = target.with_name(f".{LATEST_FILE}")
-    _write_file(fresh, target.name.encode())
-    fresh.replace(target.with_name(LATEST_FILE))
+    new_latest = target.with_name(f".{LATEST_FILE}")
+    _write_file(new_latest, target.name.encode())
+    new_latest.replace(target.with_name(LATEST_FILE))
     _fsync_folder(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
@@ -184,26 +189,26 @@ def _fsync_folder(folder: Path) -> None:
 
 
 def _read_latest_tag(folder: Path) -> str:
+    """Read the tag in ``latest``. Raises CheckpointError if there is none."""
     if not (folder / LATEST_FILE).is_file():
         raise CheckpointError(f"no checkpoint in {folder}: it has no file {LATEST_FILE!r}; save one, or pass tag=")
     return (folder / LATEST_FILE).read_text(encoding="utf-8").strip()
 
 
 def _find_checkpoint_folder(folder: Path, tag: str) -> Path:
+    """Return the folder of a checkpoint; the kept older one if a save was interrupted between two renames."""
     _check_tag(tag)
-    for path in (
-        folder / tag,
-        folder / (PREVIOUS_PREFIX + tag),
-    ):  # the second after a save that died between two renames
+    for path in (folder / tag, folder / (PREVIOUS_PREFIX + tag)):
         if path.is_dir():
             return path
     raise CheckpointError(f"no checkpoint {tag!r} in {folder}")
 
 
 def _read_manifest(path: Path) -> dict[str, list[int]]:
+    """Read length and checksum of each file. Raises CheckpointError for a folder that is not a complete checkpoint."""
     if not (path / MANIFEST_FILE).is_file():
         raise CheckpointError(
-            f"{path} has no {MANIFEST_FILE}: it is no checkpoint of this engine, or not a complete one"
+            f"{path} has no {MANIFEST_FILE}: it is not a checkpoint of this engine, or not a complete one"
         )
     files: dict[str, list[int]] = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
     if not {COMMON_STATE_FILE, ".metadata"} <= files.keys() or any(Path(name).name != name for name in files):
@@ -212,10 +217,11 @@ def _read_manifest(path: Path) -> dict[str, list[int]]:
 
 
 def _check_file(path: Path, expected: list[int]) -> None:
+    """Raise CheckpointError unless the file has the expected length and checksum."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     length, checksum = _measure(path)
     if length != expected[0]:
         raise CheckpointError(f"{path} is damaged: {length} bytes, expected {expected[0]}")
     if checksum != expected[1]:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with")
+        raise CheckpointError(f"{path} is damaged: its checksum differs from the one in {MANIFEST_FILE}")

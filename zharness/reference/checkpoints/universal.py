@@ -1,9 +1,10 @@
-"""DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, read into this engine.
+"""Read DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, into this engine.
 
-``folder/zero/<parameter>/`` holds ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the whole parameter: written
-from stage 1 or 2 in its shape, with its tensor-parallel layout and ``step.pt``; from stage 3 flat. The optimizer's
-global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters, the schedule,
-and stage 3's frozen weights. What a configuration decides, such as clipping, stays as this engine's says.
+``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter: converted from
+stage 1 or 2 in its shape, with its tensor-parallel layout and ``step.pt``; from stage 3 flat. The optimizer's global
+state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters, the schedule, and
+stage
+3's frozen weights. Settings of the configuration, such as clipping, are not read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zharness.reference.checkpoints.training_state import (
 )
 
 FP32, STEP, MOMENTS = "fp32", "step", {"exp_avg", "exp_avg_sq"}
-# What DeepSpeed itself keeps in a model file; everything else is the client's.
+# The keys that DeepSpeed itself writes into a model file; all others are the client's.
 DEEPSPEED_KEYS = """
 module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler folding
 data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts ds_config
@@ -39,7 +40,7 @@ ds_version checkpoint_parallel_dimensions universal_checkpoint_info ds_autoep_la
 
 @dataclass(frozen=True)
 class UniversalCheckpoint:
-    """A universal checkpoint, read and found to fit. ``pieces`` and ``contents`` are as of a checkpoint of our own."""
+    """A universal checkpoint that fits this engine, in the form of one of this engine's own checkpoints."""
 
     contents: CheckpointContents
     local_tensors: Mapping[str, Tensor]
@@ -49,26 +50,26 @@ class UniversalCheckpoint:
 
 @dataclass(frozen=True)
 class TensorParallelSlice:
-    """Which slice of each parameter the model on this rank is."""
+    """The tensor-parallel rank and size: which slice of each parameter this rank's model has."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> TensorParallelSlice:
-        """From a model-parallel unit in any of its spellings; without one the size is 1, and a warning says so."""
+        """Read rank and size from a model-parallel unit (any of its method names); None warns and means size 1."""
         if mpu is None:
-            warnings.warn("no mpu is given: the tensor-parallel size is taken as 1", stacklevel=4)
+            warnings.warn("no mpu is given: assuming tensor-parallel size 1", stacklevel=4)
             return cls()
         rank = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
         size = ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size")
         return cls(_call_first(mpu, rank), _call_first(mpu, size))
 
     def slice_param(self, name: str, full: Tensor, metadata: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-        """This rank's slice of the whole parameter, of ``shape``; DeepSpeed's load_hp_checkpoint_state in short.
+        """Return this rank's slice, of ``shape``, of the full parameter, as DeepSpeed's load_hp_checkpoint_state does.
 
-        What has that shape already is whole on every tensor-parallel rank. A vocabulary is padded with zeros to a
-        multiple of the size; a parameter of several sub-parameters is cut in each of them.
+        A parameter that has that shape already is replicated over the tensor-parallel ranks. A vocabulary is padded
+        with zeros to a multiple of the size; a parameter of several sub-parameters is sliced in each of them.
         """
         if tuple(full.shape) == shape:
             return full
@@ -81,36 +82,34 @@ class TensorParallelSlice:
                 full = torch.cat([part[self.rank] for part in parts], dim)
         if tuple(full.shape) != shape:
             raise CheckpointError(
-                f"checkpoint of another model: parameter {name!r} has shape {tuple(full.shape)} there for rank "
-                f"{self.rank} of {self.size} tensor-parallel ones, and here {shape}"
+                f"checkpoint of another model: parameter {name!r} has shape {tuple(full.shape)} in the checkpoint for "
+                f"tensor-parallel rank {self.rank} of {self.size}, and {shape} in this model"
             )
         return full
 
 
 def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> UniversalCheckpoint:
-    """The checkpoint in ``path``, or in the folder that its ``latest_universal`` names. Every rank reads all of it.
+    """Read the checkpoint in ``path``, or in the folder that its ``latest_universal`` names. Every rank reads all of
+    it.
 
-    Raises CheckpointError for one that is missing, incomplete or damaged, carries code, or is of another model.
+    Raises CheckpointError for a checkpoint that is missing, incomplete or damaged, contains code, or belongs to another
+    model.
     """
-    parallel, folder, own = (
-        TensorParallelSlice.from_mpu(mpu),
-        _resolve_universal_folder(path),
-        state.collect_contents(0, 0),
-    )
-    whole = _OptimizerGlobalState.load(folder / "zero" / "optimizer_state.pt")
+    parallel, folder = TensorParallelSlice.from_mpu(mpu), _resolve_universal_folder(path)
+    own = state.collect_contents(0, 0)
+    global_state = _OptimizerGlobalState.load(folder / "zero" / "optimizer_state.pt")
     models = _load_model_files(folder, parallel)
     _check_param_names(folder / "zero", state)
-    groups = whole.merge_param_groups(own.groups)
-    pieces, steps = _read_buffers(own, models[0]), {}
+    groups = global_state.merge_param_groups(own.groups)
+    local_tensors, steps = _read_buffers(own, models[0]), {}
     for name, shape in own.parameters.items():
-        values = _read_parameter(folder / "zero" / name, name, shape, whole, models, state.is_trained(name))
-        for key, (full, saved) in values.items():
-            sliced = parallel.slice_param(name, full, saved, shape)
-            pieces[weight_key(name) if key == FP32 else moment_key(name, key)] = state.shard_full_tensor(
-                name, sliced.float()
-            )
+        values = _read_parameter(folder / "zero" / name, name, shape, global_state, models, state.is_trained(name))
+        for key, (full, metadata) in values.items():
+            sliced = parallel.slice_param(name, full, metadata, shape)
+            tensor_key = weight_key(name) if key == FP32 else moment_key(name, key)
+            local_tensors[tensor_key] = state.shard_full_tensor(name, sliced.float())
         if values.keys() >= MOMENTS:
-            steps[name] = whole.step if whole.step is not None else _read_step(folder / "zero" / name)
+            steps[name] = global_state.step if global_state.step is not None else _read_step(folder / "zero" / name)
     contents = replace(
         own,
         world_size=1,
@@ -119,11 +118,11 @@ def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> Uni
         groups=groups,
         moments={name: dict.fromkeys(MOMENTS, torch.float32) for name in steps},
         counts=_collect_step_counts(groups, steps, own),
-        stateful=_merge_stateful(own, whole.loss_scale, models[0]["lr_scheduler"]),
+        stateful=_merge_stateful(own, global_state.loss_scale, models[0]["lr_scheduler"]),
     )
     return UniversalCheckpoint(
         contents,
-        {key: piece for key, piece in pieces.items() if piece.numel()},
+        {key: tensor for key, tensor in local_tensors.items() if tensor.numel()},
         _read_extra_state(state, models[0]),
         {key: value for key, value in models[0].items() if key not in DEEPSPEED_KEYS.split()},
     )
@@ -131,7 +130,7 @@ def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> Uni
 
 @dataclass(frozen=True)
 class _OptimizerGlobalState:
-    """What is said once for all parameters. ``step`` is None where each parameter's folder says it (stages 1, 2)."""
+    """The optimizer state that is common to all parameters; ``step`` is None if each parameter has its own (1, 2)."""
 
     groups: list[dict[str, Any]]
     stage: int
@@ -140,13 +139,14 @@ class _OptimizerGlobalState:
 
     @classmethod
     def load(cls, file: Path) -> _OptimizerGlobalState:
+        """Read the file. Raises CheckpointError if it is missing, is of another kind, or has different steps."""
         if not file.is_file():
             raise CheckpointError(
                 f"{file}, the optimizer's global state, is missing: convert the checkpoint again with ds_to_universal"
             )
         saved = unpickling.load_deepspeed_file(file)
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
-            raise CheckpointError(f"{file} holds no param_groups, so it is not an optimizer's global state")
+            raise CheckpointError(f"{file} has no param_groups, so it is not an optimizer's global state")
         inner = saved.get("optimizer_state_dict", {}).get("state", {})
         steps = [None if state.get(STEP) is None else float(state[STEP]) for state in inner.values()]
         if any(step != steps[0] for step in steps):
@@ -155,22 +155,23 @@ class _OptimizerGlobalState:
         return cls(saved["param_groups"], int(saved.get("zero_stage", 1)), steps[0] if steps else None, float(scale))
 
     def merge_param_groups(self, engine_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """This engine's groups with the checkpoint's settings."""
+        """Return this engine's groups with the checkpoint's settings. Raises CheckpointError if they do not match."""
         if len(engine_groups) != len(self.groups):
             raise CheckpointError(
                 f"the checkpoint has {len(self.groups)} parameter groups, this engine {len(engine_groups)}"
             )
         groups = [
-            {**mine, **{key: value for key, value in theirs.items() if key != "params"}}
-            for mine, theirs in zip(engine_groups, self.groups, strict=True)
+            {**own, **{key: value for key, value in saved.items() if key != "params"}}
+            for own, saved in zip(engine_groups, self.groups, strict=True)
         ]
-        for mine, group in zip(engine_groups, groups, strict=True):
-            if "betas" not in mine or group.get("amsgrad"):
-                raise CheckpointError("a universal checkpoint holds exp_avg and exp_avg_sq: use Adam without amsgrad")
+        for own, group in zip(engine_groups, groups, strict=True):
+            if "betas" not in own or group.get("amsgrad"):
+                raise CheckpointError("a universal checkpoint has exp_avg and exp_avg_sq: use Adam without amsgrad")
         return groups
 
 
 def _resolve_universal_folder(path: Path) -> Path:
+    """Return the folder with ``zero/``, through ``latest_universal`` if there is one. Raises CheckpointError."""
     latest = path / "latest_universal"
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
     if not (folder / "zero").is_dir():
@@ -181,11 +182,11 @@ def _resolve_universal_folder(path: Path) -> Path:
 
 
 def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mapping[str, Any]]:
-    """The model files of this tensor-parallel rank: one, or one for each rank of a stage 3, in rank order."""
+    """Load the model files of this tensor-parallel rank: one, or at stage 3 one for each rank, in rank order."""
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
     found = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
     models = [unpickling.load_deepspeed_file(file) for _, file in found]
-    # Stage 3 writes one for each rank, the other stages one in all.
+    # Stage 3 writes one for each rank, the other stages one for all.
     written = models[0].get("dp_world_size", 1) if found and found[0][1].name.startswith("zero_pp") else 1
     if [rank for rank, _ in found] != list(range(written)):
         raise CheckpointError(f"the files *mp_rank_{parallel.rank:02d}_model_states.pt in {folder} are not complete")
@@ -197,27 +198,27 @@ def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mappi
 
 
 def _check_param_names(zero: Path, state: TrainingState) -> None:
-    strange = sorted({item.name for item in zero.iterdir() if item.is_dir()} - state.state_dict_names())
-    if strange:
-        raise CheckpointError(
-            f"checkpoint of another model: it holds {strange[0]!r}, which is none of this one's names"
-        )
+    """Raise CheckpointError if the checkpoint has a parameter that this model does not have."""
+    unknown = sorted({item.name for item in zero.iterdir() if item.is_dir()} - state.state_dict_names())
+    if unknown:
+        raise CheckpointError(f"checkpoint of another model: it has parameter {unknown[0]!r}, which this model has not")
 
 
 def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any]) -> dict[str, Tensor]:
-    pieces = {}
+    """Return this model's buffers from a model file. Raises CheckpointError for a missing one or another shape."""
+    buffers = {}
     for name, shape in engine_contents.buffers.items():
         saved = model["module"].get(name)
         if saved is None or tuple(saved.shape) != shape:
-            raise CheckpointError(f"checkpoint of another model: buffer {name!r} of shape {shape} is not in it")
-        pieces[buffer_key(name, 0)] = saved
-    return pieces
+            raise CheckpointError(f"checkpoint of another model: it has no buffer {name!r} of shape {shape}")
+        buffers[buffer_key(name, 0)] = saved
+    return buffers
 
 
 def _read_extra_state(state: TrainingState, model: Mapping[str, Any]) -> dict[str, Any]:
     missing = state.extra_state().keys() - model["module"].keys()
     if missing:
-        raise CheckpointError(f"checkpoint of another model: the extra state {sorted(missing)} is not in it")
+        raise CheckpointError(f"checkpoint of another model: it has no extra state {sorted(missing)}")
     return {name: model["module"][name] for name in state.extra_state()}
 
 
@@ -229,11 +230,11 @@ def _read_parameter(
     models: list[Mapping[str, Any]],
     is_trained: bool,
 ) -> dict[str, tuple[Tensor, Mapping[str, Any]]]:
-    """Weight and moments of one parameter, each with what was saved beside it."""
+    """Read the weight and moments of one parameter, each with the metadata that was saved with it."""
     keys = {file.stem for file in folder.glob("*.pt")} - {STEP} if folder.is_dir() else set()
     if not keys and not is_trained:
         return {FP32: (_read_frozen_weight(name, shape, models), {})}
-    # Stages 1 and 2 save no moments of a parameter that never had a gradient; it has no step either.
+    # Stages 1 and 2 save neither moments nor a step for a parameter that never had a gradient.
     untouched = not is_trained or (global_state.stage < 3 and not (folder / f"{STEP}.pt").is_file())
     missing = {FP32, *(() if untouched and not keys & MOMENTS else MOMENTS)} - keys
     if missing:
@@ -242,27 +243,29 @@ def _read_parameter(
 
 
 def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[str, Any]]:
+    """Read a tensor with its metadata; stage 3's are flat and have none."""
     saved = unpickling.load_safely(file, str(file))
-    beside = saved if isinstance(saved, dict) else {"param": saved}
-    tensor = beside.get("param")
+    metadata = saved if isinstance(saved, dict) else {"param": saved}
+    tensor = metadata.get("param")
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{file} holds no tensor")
-    flat = not isinstance(saved, dict) and tensor.numel() == torch.Size(shape).numel()
-    return tensor.view(shape) if flat else tensor, beside
+        raise CheckpointError(f"{file} has no tensor")
+    is_flat = not isinstance(saved, dict) and tensor.numel() == torch.Size(shape).numel()
+    return tensor.view(shape) if is_flat else tensor, metadata
 
 
 def _read_frozen_weight(name: str, shape: tuple[int, ...], models: list[Mapping[str, Any]]) -> Tensor:
-    """A frozen weight, which stage 3 keeps in the model files, cut over the ranks and padded."""
+    """Read a frozen weight, whose padded shards stage 3 keeps in the model files of its ranks."""
     parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
     if any(part is None for part in parts):
-        raise CheckpointError(f"checkpoint of another model: it holds nothing of parameter {name!r}")
+        raise CheckpointError(f"checkpoint of another model: it does not have parameter {name!r}")
     flat = torch.cat([part.reshape(-1) for part in parts if part is not None])
     if flat.numel() < torch.Size(shape).numel():
-        raise CheckpointError(f"checkpoint of another model: too few elements of parameter {name!r} for shape {shape}")
+        raise CheckpointError(f"checkpoint of another model: parameter {name!r} has too few elements for shape {shape}")
     return flat[: torch.Size(shape).numel()].view(shape)
 
 
 def _read_step(folder: Path) -> Any:
+    """Read a parameter's step count; None if it has none."""
     file = folder / f"{STEP}.pt"
     return unpickling.load_safely(file, str(file)) if file.is_file() else None
 
@@ -270,18 +273,21 @@ def _read_step(folder: Path) -> Any:
 def _collect_step_counts(
     groups: list[dict[str, Any]], steps: Mapping[str, Any], engine_contents: CheckpointContents
 ) -> dict[str, dict[str, Any]]:
-    """How many steps each parameter has made; where the checkpoint does not say, what this engine counts stays."""
+    """Return the step count of each parameter; this engine's own if the checkpoint has none.
+
+    Raises CheckpointError if the counts of one group differ, and if neither side has a count.
+    """
     counts: dict[str, dict[str, Any]] = {}
     for group in groups:
         names = [name for name in group["params"] if name in steps]
-        told = [steps[name] if steps[name] is None else float(steps[name]) for name in names]
-        if any(step != told[0] for step in told):
-            raise CheckpointError(f"steps {told} of the parameters {names}, one group's, are not equal")
-        for name, step in zip(names, told, strict=True):
+        saved_steps = [steps[name] if steps[name] is None else float(steps[name]) for name in names]
+        if any(step != saved_steps[0] for step in saved_steps):
+            raise CheckpointError(f"steps {saved_steps} of the parameters {names}, one group's, are not equal")
+        for name, step in zip(names, saved_steps, strict=True):
             counts[name] = dict(engine_contents.counts.get(name, {})) if step is None else {STEP: torch.tensor(step)}
             if not counts[name]:
                 raise CheckpointError(
-                    f"no step is saved for {name!r}, and this engine, which made none, has none either"
+                    f"the checkpoint has no step count for {name!r}, and this engine has not stepped it either"
                 )
     return counts
 
@@ -289,20 +295,21 @@ def _collect_step_counts(
 def _merge_stateful(
     engine_contents: CheckpointContents, loss_scale: float, schedule: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The loss scale goes on with the saved value; a schedule where the saved one is of this engine's kind."""
-    found = dict(engine_contents.stateful)
+    """Return this engine's stateful states with the saved loss scale, and the saved schedule if its keys match."""
+    merged = dict(engine_contents.stateful)
     for key, (kind, state) in engine_contents.stateful.items():
         if key == "loss_scale":
-            found[key] = (kind, {**state, "scale": loss_scale})
+            merged[key] = (kind, {**state, "scale": loss_scale})
         elif schedule is not None and schedule.keys() == state.keys():
-            found[key] = (kind, dict(schedule))
+            merged[key] = (kind, dict(schedule))
         else:
-            saved = "none" if schedule is None else f"one of another kind, with {sorted(schedule)}"
-            warnings.warn(f"the checkpoint's schedule is {saved}: this engine's {kind} stays where it is", stacklevel=4)
-    return found
+            saved = "no schedule" if schedule is None else f"a schedule of another kind, with {sorted(schedule)}"
+            warnings.warn(f"the checkpoint has {saved}: this engine's {kind} is not changed", stacklevel=4)
+    return merged
 
 
 def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
+    """Call the first of these methods that ``mpu`` has. Raises CheckpointError if it has none."""
     for name in names:
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())

@@ -1,8 +1,8 @@
-"""Reading files that somebody else may have written, without running what they carry.
+"""Load files from untrusted sources without running code that they contain.
 
-A pickle names functions and calls them, so reading one with ``pickle.load`` runs whatever its author planted.
-``torch.load(weights_only=True)`` calls nothing but what tensors and plain containers need. ``pieces`` does the same for
-what torch.distributed.checkpoint reads with plain pickle.
+A pickle names functions and calls them, so ``pickle.load`` runs whatever its author put there.
+``torch.load(weights_only=True)`` calls only what tensors and plain containers need. ``dcp`` does the same for the file
+that torch.distributed.checkpoint reads with plain pickle.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zharness.torch_private import safe_globals
 
 
 class LossScaler:
-    """Stands in for deepspeed.runtime.fp16.loss_scaler.LossScaler: its attributes, none of its behaviour."""
+    """Replaces deepspeed.runtime.fp16.loss_scaler.LossScaler when loading: its attributes without its behaviour."""
 
-    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # by which a file names it, and torch knows what is allowed
+    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # files and torch's list of safe globals name the class by it
     cur_scale: float
 
 
 class ZeroStageEnum(IntEnum):
-    """Stands in for deepspeed.runtime.zero.config.ZeroStageEnum."""
+    """Replaces deepspeed.runtime.zero.config.ZeroStageEnum when loading."""
 
     __module__ = "deepspeed.runtime.zero.config"
 
@@ -39,13 +39,16 @@ class ZeroStageEnum(IntEnum):
 
 
 def load_safely(file: Path | io.BytesIO, description: str) -> Any:
-    """``torch.load`` of tensors and plain containers, on CPU. Raises CheckpointError about ``what`` for all else."""
+    """Load tensors and plain containers to the CPU.
+
+    Raises CheckpointError, which begins with ``description``, for any other content and for a damaged file.
+    """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # torch's message recommends weights_only=False; the name in it is what was refused.
+        # Do not show torch's message, which recommends weights_only=False; only the refused name in it.
         refused = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it asks for {refused[1]}" if refused else "it is damaged"
+        reason = f"it contains {refused[1]}" if refused else "it is damaged"
         allowed = "tensors, numbers, strings, and lists, tuples, sets and dicts of them"
         raise CheckpointError(f"{description} is refused: {reason}; expected {allowed}") from None
     except (RuntimeError, EOFError) as error:
@@ -53,6 +56,6 @@ def load_safely(file: Path | io.BytesIO, description: str) -> Any:
 
 
 def load_deepspeed_file(file: Path) -> Any:
-    """``load`` of a file of DeepSpeed's own: two of its classes become the stand-ins above."""
+    """Load a file that DeepSpeed wrote; two of its classes are replaced by the ones above."""
     with safe_globals((LossScaler, ZeroStageEnum)):
         return load_safely(file, str(file))

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as a table: a key is honoured, or cannot change a number, or is fixed at one value, or refused."""
+"""A schema for DeepSpeed's JSON: each key is supported, ignored, fixed at one value, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Key:
-    """A key that is honoured: ``read(path, value)`` checks and converts; ``default`` is the raw value of an absent one.
+    """A supported key. ``parse(path, value)`` checks and converts its value; ``default`` is used if it is absent.
 
-    ``null`` in the JSON means absent, as in DeepSpeed.
+    The default is parsed too. ``null`` in the JSON means absent, as in DeepSpeed.
     """
 
     parse: ValueParser
@@ -33,7 +33,7 @@ class Key:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key of which one value is what this engine does anyway; any other is refused for ``reason``."""
+    """A key with one allowed value, which is what this engine does; any other is refused with ``reason``."""
 
     value: Any
     reason: str
@@ -41,9 +41,9 @@ class FixedKey:
 
 @dataclass(frozen=True)
 class Section:
-    """One object of the JSON. ``harmless`` keys cannot change a number; a key in none of the three is refused by name.
+    """One object of the JSON. ``ignored_keys`` are accepted because they cannot change a result.
 
-    ``disabled`` names whole sections that are accepted only where they are empty or ``{"enabled": false}``.
+    ``disabled_sections`` are accepted only if they are empty or ``{"enabled": false}``. Any other key is refused.
     """
 
     supported_keys: Mapping[str, Key]
@@ -52,7 +52,7 @@ class Section:
     disabled_sections: frozenset[str] = frozenset()
 
     def __call__(self, path: str, values: Any) -> dict[str, Any]:
-        """Every honoured key with its value or default. Raises ConfigError for what cannot be honoured."""
+        """Parse every supported key, or its default. Raises ConfigError for a key or value that is not supported."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path or 'the configuration'} is {values!r}; expected an object of keys and values")
         prefix = f"{path}." if path else ""
@@ -64,25 +64,27 @@ class Section:
         return {key: v if v is None else self.supported_keys[key].parse(prefix + key, v) for key, v in chosen.items()}
 
     def _check_key(self, path: str, key: str, value: Any) -> None:
+        """Raise ConfigError for a key, or a value of a fixed key or disabled section, that is not supported."""
         if key in self.supported_keys or key in self.ignored_keys:
             return
         if key in self.fixed_keys:
             if value is not None and value != self.fixed_keys[key].value:
                 raise ConfigError(
-                    f"{path} is {value!r}; only {self.fixed_keys[key].value!r}: {self.fixed_keys[key].reason}"
+                    f"{path} is {value!r}; only {self.fixed_keys[key].value!r} is supported: "
+                    f"{self.fixed_keys[key].reason}"
                 )
             return
         if key in self.disabled_sections:
             if value and not (isinstance(value, Mapping) and value.get("enabled") is False):
-                raise ConfigError(f"the reference engine does not honour {path!r}; remove or disable the section")
+                raise ConfigError(f"the reference engine does not support {path!r}; remove or disable the section")
             return
         known = (*self.supported_keys, *self.fixed_keys, *sorted(self.ignored_keys | self.disabled_sections))
         near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"honoured: {', '.join(sorted(self.supported_keys))}"
-        raise ConfigError(f"the reference engine does not honour {path!r}; {hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"supported: {', '.join(sorted(self.supported_keys))}"
+        raise ConfigError(f"the reference engine does not support {path!r}; {hint}")
 
     def iter_ignored_keys(self, path: str = "") -> Iterator[str]:
-        """Every key, here and below, that is accepted because it cannot change a number."""
+        """Iterate over the ignored keys of this section and of those inside it, with their paths."""
         yield from (path + key for key in sorted(self.ignored_keys))
         for key, rule in self.supported_keys.items():
             if isinstance(rule.parse, Section):
@@ -90,7 +92,7 @@ class Section:
 
 
 def integer_parser(minimum: int) -> ValueParser:
-    """A whole number from ``least`` on."""
+    """Return a parser of whole numbers from ``minimum`` on."""
 
     def parse(path: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -101,21 +103,21 @@ def integer_parser(minimum: int) -> ValueParser:
 
 
 def parse_number(path: str, value: Any) -> float:
-    """A finite number from 0 on."""
+    """Parse a finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"{path} is {value!r}; expected a finite number from 0 on")
     return float(value)
 
 
 def parse_flag(path: str, value: Any) -> bool:
-    """true or false."""
+    """Parse true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{path} is {value!r}; expected true or false")
     return value
 
 
 def choice_parser(*allowed: Any) -> ValueParser:
-    """One of a closed list."""
+    """Return a parser of one of the ``allowed`` values."""
 
     def parse(path: str, value: Any) -> Any:
         if value not in allowed or isinstance(value, bool):
@@ -126,7 +128,7 @@ def choice_parser(*allowed: Any) -> ValueParser:
 
 
 def parse_dtype(path: str, value: Any) -> torch.dtype:
-    """One of DeepSpeed's names for float32, bfloat16 or float16."""
+    """Parse one of DeepSpeed's names for float32, bfloat16 or float16."""
     for found, names in _DTYPES.items():
         if str(value).removeprefix("torch.").lower() in names:
             return found
@@ -134,14 +136,14 @@ def parse_dtype(path: str, value: Any) -> torch.dtype:
 
 
 def parse_names(path: str, value: Any) -> tuple[str, ...]:
-    """A list of strings."""
+    """Parse a list of strings."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise ConfigError(f"{path} is {value!r}; expected a list of names")
     return tuple(value)
 
 
 def parse_arguments(path: str, value: Any) -> dict[str, Any]:
-    """Keyword arguments for a class of torch, which checks them itself."""
+    """Parse keyword arguments for a torch class; the class checks them itself."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path} is {value!r}; expected an object of arguments")
     return dict(value)

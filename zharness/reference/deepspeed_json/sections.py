@@ -1,4 +1,4 @@
-"""The sections of DeepSpeed's JSON that this engine takes; names and defaults as in DeepSpeed 0.19.8."""
+"""The sections of DeepSpeed's JSON that this engine supports; names and defaults as in DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.reference.layout import STAGES
 
 
 def parse_elements(path: str, value: object) -> int:
-    """A size in elements, which DeepSpeed's files often write as 5e8."""
+    """Parse a number of elements, which DeepSpeed's files often write as 5e8."""
     return int(parse_number(path, value))
 
 
@@ -26,7 +26,7 @@ NO_QUANTIZATION = FixedKey(False, "nothing is quantized")
 
 OFFLOAD = Section(
     supported_keys={"device": Key(choice_parser("none", "cpu"), "none")},
-    # From which memory, and in how many pieces.
+    # They choose the memory and the size of the pieces in which it is copied.
     ignored_keys=frozenset(
         {"buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read", "pipeline_write"}
     ),
@@ -43,8 +43,8 @@ ZERO_OPTIMIZATION = Section(
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },
-    # How many elements travel together, when, by which calls, from which memory, how long they are kept, what is
-    # printed, and what a file of weights holds: never which numbers are computed.
+    # They choose how many elements are communicated together, when, and by which calls, where and how long they are
+    # kept, what is printed, and what a file of weights contains. None of them changes a computed number.
     ignored_keys=frozenset(
         {
             "allgather_bucket_size",
@@ -74,12 +74,12 @@ ZERO_OPTIMIZATION = Section(
         }
     ),
     fixed_keys={
-        "cpu_offload": FixedKey(False, "it is spelled offload_optimizer: {'device': 'cpu'} now"),
-        "elastic_checkpoint": FixedKey(False, "a checkpoint loads at any world size as it is"),
-        "ignore_unused_parameters": FixedKey(True, "an unused parameter is no error and stays put"),
-        "load_from_fp32_weights": FixedKey(True, "masters go on from what the checkpoint has of them"),
+        "cpu_offload": FixedKey(False, "use offload_optimizer: {'device': 'cpu'}"),
+        "elastic_checkpoint": FixedKey(False, "every checkpoint loads at any world size"),
+        "ignore_unused_parameters": FixedKey(True, "an unused parameter is not an error and is not updated"),
+        "load_from_fp32_weights": FixedKey(True, "master weights are loaded from those in the checkpoint"),
         "legacy_stage1": FixedKey(False, "there is one implementation"),
-        "pipeline_loading_checkpoint": FixedKey(False, "a checkpoint is read before it is adopted"),
+        "pipeline_loading_checkpoint": FixedKey(False, "a checkpoint is read completely before it is loaded"),
         "save_muon_momentum_buffer_in_memory": FixedKey(False, "Muon cannot work on shards"),
         "zenflow": FixedKey(None, "every update is made at its step"),
         "zero_hpz_partition_size": FixedKey(1, "parameters are sharded over all ranks"),
@@ -109,7 +109,7 @@ BF16 = Section(
         "bf16_master_weights_and_grads": Key(parse_flag, False),
         "bf16_optimizer_states": Key(parse_flag, False),
     },
-    ignored_keys=frozenset({"immediate_grad_update"}),  # when a gradient is copied, not how it is added
+    ignored_keys=frozenset({"immediate_grad_update"}),  # when a gradient is copied, not how it is accumulated
 )
 TORCH_AUTOCAST = Section(
     supported_keys={
@@ -120,10 +120,10 @@ TORCH_AUTOCAST = Section(
 )
 TYPE_AND_PARAMS = Section(
     supported_keys={"type": Key(lambda _, value: str(value)), "params": Key(schema.parse_arguments, {})},
-    fixed_keys={"legacy_fusion": FixedKey(False, "nothing is fused by hand")},
+    fixed_keys={"legacy_fusion": FixedKey(False, "there are no fused optimizers of our own")},
 )
-# Its own functions ask for it, where a model calls them; a model's use of torch.utils.checkpoint is no matter of keys.
-MODEL_CHECKPOINTS_ITSELF = "a model checkpoints by torch.utils.checkpoint itself"
+# These keys configure DeepSpeed's own checkpointing functions; torch.utils.checkpoint in a model needs no keys.
+MODEL_CHECKPOINTS_ITSELF = "the model checkpoints activations itself, with torch.utils.checkpoint"
 ACTIVATION_CHECKPOINTING = Section(
     supported_keys={},
     ignored_keys=frozenset({"profile"}),
@@ -137,10 +137,12 @@ ACTIVATION_CHECKPOINTING = Section(
 )
 CHECKPOINT = Section(
     supported_keys={},
-    ignored_keys=frozenset({"tag_validation"}),  # how loudly it is told that ranks bring other tags
+    ignored_keys=frozenset(
+        {"tag_validation"}
+    ),  # whether different tags on the ranks are a warning or an error; here always an error
     fixed_keys={
         "load_universal": FixedKey(False, "call load_universal_checkpoint"),
-        "use_node_local_storage": FixedKey(False, "all ranks see one file system"),
+        "use_node_local_storage": FixedKey(False, "all ranks share one file system"),
         "parallel_write": FixedKey({"pipeline_stage": False}, "every rank writes its own part"),
         "writer": FixedKey(None, "torch.distributed.checkpoint writes"),
     },
@@ -166,7 +168,7 @@ TOP_LEVEL = Section(
         "bf16": Key(BF16, {}),
         "torch_autocast": Key(TORCH_AUTOCAST, {}),
     },
-    # How often and how much is printed or measured.
+    # They choose what is printed or measured, and how often.
     ignored_keys=frozenset(
         {
             "disable_python_gc",
@@ -179,10 +181,10 @@ TOP_LEVEL = Section(
         }
     ),
     fixed_keys={
-        "disable_allgather": FixedKey(False, "updated parameters are gathered"),
+        "disable_allgather": FixedKey(False, "updated parameters are always all-gathered"),
         "gradient_predivide_factor": FixedKey(1.0, "a sum is divided once, after it is complete"),
         "managed_gradient_accumulation": FixedKey(
-            True, "step() counts micro-batches; leave accumulation at 1 to own it"
+            True, "step() counts micro-batches; to accumulate yourself, leave gradient_accumulation_steps at 1"
         ),
         "prescale_gradients": FixedKey(False, "a sum is divided once, after it is complete"),
         "seq_parallel_communication_data_type": FixedKey("fp32", "there is no sequence parallelism"),

@@ -1,8 +1,8 @@
-"""The records as one self-contained page: assets/ inlined, the records deflated inside, nothing fetched.
+"""Write the records as one self-contained HTML page: assets/ inlined, the records compressed inside, nothing fetched.
 
-The charts of a cell are Observable Plot's, inlined with d3 (490 KB together): axes, scales and labels of four kinds of
-chart are more code than this package should own, and a picture for every failing cell, drawn beforehand by matplotlib,
-would come to 50 KB and more each. A policy in the page lets the browser run these scripts alone and fetch nothing.
+The charts of a cell use Observable Plot, inlined with d3 (490 KB together): axes, scales and labels of four kinds of
+chart are more code than this package should own, and pictures drawn by matplotlib would take 50 KB and more for every
+failing cell. A content security policy lets the browser run only these scripts and fetch nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zharness.run.files import require_writable, write_atomically
 from zharness.run.record import Record
 
 VENDOR_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
-# One program in parts, which share a scope.
+# One program in several files, which share a scope.
 PAGE_SCRIPTS = (
     "data.js",
     "dom.js",
@@ -36,7 +36,7 @@ PAGE_SCRIPTS = (
 )
 MAIN_SCRIPT = "main.js"
 MISSING_JINJA_MESSAGE = 'the page needs jinja2; install it with: pip install "zharness[report]"'
-# The style sheet that Plot puts into each chart of class "chart": the policy names what may be one.
+# The style sheet that Plot adds to each chart of class "chart"; the policy has to allow it by its hash.
 PLOT_STYLE = """:where(.chart) {
   --plot-background: white;
   display: block;
@@ -51,7 +51,7 @@ PLOT_STYLE = """:where(.chart) {
 
 
 def require_page_writable(path: Path) -> None:
-    """Raises UsageError when a page cannot be written to ``path``, or jinja2 is missing: before a long run."""
+    """Raise UsageError if no page can be written to ``path``, or jinja2 is missing. Call it before a long run."""
     if find_spec("jinja2") is None:
         raise UsageError(MISSING_JINJA_MESSAGE)
     require_writable(path)
@@ -64,14 +64,14 @@ def write_page(
     skipped: Sequence[str] = (),
     comparison: RunComparison | None = None,
 ) -> None:
-    """Write the page. Raises UsageError when it cannot be written, or jinja2 is missing."""
+    """Write the page. Raises UsageError if it cannot be written, or jinja2 is missing."""
     write_atomically(render_page(records, seconds, skipped, comparison), path)
 
 
 def render_page(
     records: Sequence[Record], seconds: float, skipped: Sequence[str] = (), comparison: RunComparison | None = None
 ) -> str:
-    """The page's text; ``skipped`` are lines that were no records. Raises UsageError where jinja2 is missing."""
+    """Render the page; ``skipped`` describe lines that are not records. Raises UsageError if jinja2 is missing."""
     try:
         from jinja2 import Environment
         from markupsafe import Markup
@@ -94,12 +94,12 @@ def render_page(
 
 
 def read_asset(name: str) -> str:
-    """A file of this package."""
+    """Read a file of assets/."""
     return files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """A Content-Security-Policy under which these run and nothing else, and nothing is fetched."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, and fetching nothing."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -113,5 +113,5 @@ def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> st
 
 
 def csp_hash(text: str) -> str:
-    """A source expression of the policy: the hash of an inline element's text."""
+    """Return the policy's source expression for an inline element: the hash of its text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

@@ -1,10 +1,9 @@
-"""Records as columns of plain data: what the page's script reads."""
+"""Convert records to columns of plain data, which the page's script reads."""
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 from zharness.laws import LAWS
 from zharness.parity import Part
 from zharness.report.comparison import RunComparison
-from zharness.report.matrix import OUTCOME_ORDER, outcome_name
 from zharness.report.overview import OUTCOME_LETTERS
-from zharness.run.record import Record
+from zharness.run.outcomes import OUTCOME_ORDER, outcome_name
+from zharness.run.record import Record, as_json_number
 
-# Texts that many records share: stored once, and by number in each record.
+# Texts that many records share: stored once, and by index in each record.
 TEXT_COLUMNS = (
     *("id", "check", "engine", "version", "torch", "dtype", "model", "variant", "outcome", "verdict", "tier", "notes"),
     *("cause", "details", "excuse", "stale", "documented", "withheld", "modules", "command"),
@@ -27,28 +26,28 @@ NUMBER_COLUMNS = (
 )
 SPARSE_COLUMNS = ("divergence", "evidence")
 
-# A letter for each outcome; fail, crash and hang, one in the terminal's overview, are three here.
+# A letter for each outcome; fail, crash and hang share one letter in the terminal, but have three here.
 OUTCOME_GLYPHS = {**OUTCOME_LETTERS, "pass": "·", "crash": "!", "hang": "H", "unsupported": "–"}
 OUTCOME_MEANINGS = {
-    "stale": "an excuse that no longer holds",
+    "stale": "the law holds, but was expected to fail",
     "error": "the harness itself failed",
-    "fail": "the law does not hold: a number is wrong",
+    "fail": "the law is broken: a number is wrong",
     "crash": "the engine raised, or took its process down",
     "hang": "the engine hung",
-    "undetermined": "no number is wrong, and most are smaller than their bound: nothing was shown",
-    "excused": "the law does not hold, and an excuse says so",
+    "undetermined": "no wrong number, but most are smaller than their bound, so nothing was shown",
+    "excused": "the law is broken, and was expected to be",
     "contract": "the law holds with the remedy that the engine documents",
     "unsupported": "not claimed by the engine, or not stated for this dtype",
     "pass": "the law holds",
 }
-# The parts of a training step as a reader knows them; clipping's errors are told as the optimizer's.
+# The parts of a training step; errors of unscaling and clipping are reported as the optimizer's.
 STEP_PARTS = tuple(
-    word for part in Part for word in (("unscale and clip", part.value) if part is Part.OPTIMIZER else (part.value,))
+    name for part in Part for name in (("unscale and clip", part.value) if part is Part.OPTIMIZER else (part.value,))
 )
 
 
 def record_as_row(record: Record) -> dict[str, Any]:
-    """One record as the page names its parts; numbers that JSON lacks are strings."""
+    """Return one record under the page's column names; floats that JSON lacks are strings."""
     plain = record.as_json()
     return {
         **plain,
@@ -66,7 +65,10 @@ def record_as_row(record: Record) -> dict[str, Any]:
 
 
 def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
-    """``size`` records: texts each once with the places that name them, numbers, and what few records have."""
+    """Return the columns of the records: ``texts`` dictionary-encoded, ``numbers``, and ``sparse`` by record number.
+
+    ``size`` is the number of records.
+    """
     rows = [record_as_row(record) for record in records]
     return {
         "size": len(rows),
@@ -77,32 +79,33 @@ def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def encode_dictionary(texts: Sequence[str]) -> dict[str, Any]:
-    """Every text once, and for each place its number."""
+    """Encode texts as a list of distinct ``values``, and for each text its index in that list."""
     numbers: dict[str, int] = {}
-    at = [numbers.setdefault(text, len(numbers)) for text in texts]
-    return {"values": list(numbers), "at": at}
+    indices = [numbers.setdefault(text, len(numbers)) for text in texts]
+    return {"values": list(numbers), "at": indices}
 
 
 def describe_laws(records: Sequence[Record]) -> dict[str, str]:
-    """What each check among ``records`` demands; nothing of a check that this release does not know."""
+    """Return the statement of each law among ``records`` that this release knows."""
     return {name: LAWS[name].statement for name in dict.fromkeys(r.cell.law for r in records) if name in LAWS}
 
 
 def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> dict[str, Any]:
-    """What differs: the earlier records that it is told with, and rows of turn, number now, number before.
+    """Return the differences as rows of kind, index of the current record, and index of the earlier one.
 
-    A number is None where that run has no such cell. What is told of now has to be among ``records``.
+    An index is None if that run lacks the cell. Current records are indexed in ``records``, which has to contain them;
+    earlier records are returned under ``before``.
     """
     before = [each.before for each in comparison.differences if each.before is not None]
-    now, then = ({record: number for number, record in enumerate(some)} for some in (records, before))
+    current_index, earlier_index = ({record: i for i, record in enumerate(group)} for group in (records, before))
     return {
         "before": records_as_columns(before),
-        "turns": [[turn.value, count] for turn, count in comparison.count_by_kind().items()],
+        "turns": [[kind.value, count] for kind, count in comparison.count_by_kind().items()],
         "rows": [
             [
                 each.kind.value,
-                None if each.after is None else now[each.after],
-                None if each.before is None else then[each.before],
+                None if each.after is None else current_index[each.after],
+                None if each.before is None else earlier_index[each.before],
             ]
             for each in comparison.differences
         ],
@@ -113,29 +116,30 @@ def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> 
 def build_payload(
     records: Sequence[Record], skipped: Sequence[str], comparison: RunComparison | None
 ) -> dict[str, Any]:
-    """All that the page shows."""
+    """Return all data of the page."""
     return {
         "records": records_as_columns(records),
         "laws": describe_laws(records),
         "step": STEP_PARTS,
-        "outcomes": [[word, OUTCOME_GLYPHS[word], OUTCOME_MEANINGS[word]] for word in OUTCOME_ORDER],
+        "outcomes": [[name, OUTCOME_GLYPHS[name], OUTCOME_MEANINGS[name]] for name in OUTCOME_ORDER],
         "skipped": list(skipped),
         "comparison": None if comparison is None else comparison_as_json(comparison, records),
     }
 
 
 def compress_payload(plain: Mapping[str, Any]) -> str:
-    """JSON, deflated (RFC 1950) and in base64: a quarter of the size, and nothing in it can end a script element."""
+    """Return the data as JSON, deflated (RFC 1950) and base64-encoded.
+
+    That is a quarter of the size, and cannot contain the end of a script element.
+    """
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode("ascii")
 
 
 def as_json_numbers(value: Any) -> Any:
-    """``value`` with every float that JSON lacks as a string, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    """Return ``value`` with every float that JSON lacks as a string, at any depth."""
     if isinstance(value, Mapping):
         return {key: as_json_numbers(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json_numbers(each) for each in value]
-    return value
+    return as_json_number(value)

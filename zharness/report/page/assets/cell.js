@@ -1,4 +1,4 @@
-// The chosen cell, or the cells of the chosen square, beside the matrix.
+// The pane beside the matrix: the chosen cell, or the cells of the chosen square.
 
 const TIERS = {
   X: "exact: every sum is exact in this dtype, so the numbers have to be equal bit for bit",
@@ -6,7 +6,7 @@ const TIERS = {
   C: "calibrated: the engine's kernels differ from plain PyTorch's, so errors are held against those of plain runs",
 };
 
-/** Put something into the pane beside the matrix and bring it into sight. */
+/** Fill the pane beside the matrix and scroll it into view. */
 function show(title, ...children) {
   const heading = make("h2", { id: "cell-heading", tabindex: "-1" }, title);
   $("cell").replaceChildren(
@@ -19,10 +19,10 @@ function show(title, ...children) {
   heading.focus({ preventScroll: false });
 }
 
-/** The cells of one square, one law or one group; the cell itself where it is alone. */
+/** Show the cells of one square, law or group; a single cell is opened at once. */
 function openSquare(records, what, column) {
   if (records.length === 1) return go(records[0]);
-  const some = d3.sort(records, (record) => gravity(record.outcome));
+  const some = d3.sort(records, (record) => seriousness(record.outcome));
   const law = page.laws[what];
   const shown = make("ul", { class: "links" });
   const add = (from) => {
@@ -57,14 +57,14 @@ function openSquare(records, what, column) {
   );
 }
 
-/** Choose a cell: the address names it, and the change of address opens it. */
+/** Choose a cell by writing it into the address; the change of address opens it. */
 function go(record) {
   const hash = `#${encodeURIComponent(record.key)}`;
   if (location.hash === hash) openCell(record);
   else location.hash = hash;
 }
 
-/** What was compared, and what the comparison is worth. */
+/** Render the tier of the comparisons and the errors that they would find. */
 function judgement(record) {
   if (!record.tier) return null;
   const ratio = number(record.ratio);
@@ -110,7 +110,7 @@ function judgement(record) {
   );
 }
 
-/** The sentence that says what happened, and what stands behind it. */
+/** Render the cause of the outcome, and the issue or documentation behind it. */
 function account(record) {
   const words = record.stale || record.cause;
   const meaning = page.outcomes.find(([word]) => word === record.outcome)[2];
@@ -135,7 +135,7 @@ function account(record) {
   );
 }
 
-/** The command that shows the cell again, with a button that copies it. */
+/** Render the command that runs the cell again, with a button that copies it. */
 function again(record) {
   const said = make("span", { role: "status", "aria-live": "polite" });
   const command = make("code", {}, record.command);
@@ -144,7 +144,7 @@ function again(record) {
       await navigator.clipboard.writeText(record.command);
       said.textContent = " copied";
     } catch {
-      getSelection().selectAllChildren(command); // a page from a file may not write to the clipboard everywhere
+      getSelection().selectAllChildren(command); // some browsers keep local files from the clipboard
       said.textContent = " selected: copy it with Ctrl+C";
     }
   };
@@ -192,14 +192,14 @@ function openCell(record) {
   squareOf(record)?.classList.add("chosen");
 }
 
-/** The square of a cell; nothing where it is folded or filtered away. */
+/** Find the square of a cell; undefined if it is folded or filtered out. */
 function squareOf(record) {
   const row = [...gridRows()].find((each) => each.dataset.check === record.check);
   const at = page.columns.findIndex((column) => column.column === record.column);
   return row && at >= 0 ? row.cells[at + 1] : null;
 }
 
-/** Close the pane; the focus goes back to the square. */
+/** Close the pane and move the focus back to the square. */
 function closeCell() {
   const back = view.chosen && squareOf(view.chosen);
   $("cell").hidden = true;
@@ -210,7 +210,7 @@ function closeCell() {
   else point(view.at, true);
 }
 
-/** What the address names; one that somebody mangled ("#%") is taken as it stands. */
+/** Decode the key in the address; an invalid escape such as "#%" is used unchanged. */
 function addressed() {
   const text = location.hash.slice(1);
   try {

@@ -1,10 +1,10 @@
-// The charts of a cell, by Observable Plot; each with its numbers as a table beside it.
+// The charts of a cell, drawn by Observable Plot; each has a table of its numbers beside it.
 
 const WIDTH = 560;
 const ENGINE = "var(--engine)";
 const BASELINE = "var(--baseline)";
 
-/** A chart with a heading, a sentence for who cannot see it, and its numbers. */
+/** Render a chart with a heading, a description for screen readers, and a table of its numbers. */
 function figure(title, words, options, numbers, notes = "") {
   const chart = Plot.plot({ className: "chart", width: WIDTH, ...options });
   for (const part of chart.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label"); // "rect", "dot": no news
@@ -18,7 +18,7 @@ function figure(title, words, options, numbers, notes = "") {
   return make("figure", {}, make("figcaption", {}, make("h4", {}, title), make("p", {}, words), notes), chart, table);
 }
 
-/** How far the engine and the baseline are from the float64 oracle. */
+/** Draw how far the engine and the baseline are from the float64 oracle. */
 function ulpChart({ edges: all, engine, baseline }) {
   const last = (counts) => counts.reduce((found, count, i) => (count ? i : found), 0);
   const edges = all.slice(0, Math.max(4, last(engine), last(baseline)) + 1);
@@ -66,7 +66,7 @@ function ulpChart({ edges: all, engine, baseline }) {
   );
 }
 
-/** Which colour is whose. */
+/** Render the legend of the colours. */
 const legend = (both = true) =>
   make(
     "p",
@@ -76,16 +76,16 @@ const legend = (both = true) =>
     both ? [make("span", { class: "swatch baseline" }), "baseline (plain PyTorch)"] : "",
   );
 
-const SCALE_TOP = 1e6; // errors above so many bounds look alike
+const SCALE_TOP = 1e6; // ratios above this are drawn with the same colour
 
-/** Error over bound of a block, as a height between 0 and 1: up to half within the bound, above it wrong. */
+/** Map a ratio to 0..1: up to 1/2 is within the bound, above it wrong. */
 function heat(value) {
   const found = number(value);
   if (!Number.isFinite(found)) return 1;
   return found <= 1 ? found * 0.35 : 0.5 + 0.5 * Math.min(1, Math.log10(found) / Math.log10(SCALE_TOP));
 }
 
-/** The edges of shards as lines over the matrix: each a stair, for a shard may end inside of a row. */
+/** Return the edges of shards as lines over the matrix; an edge inside a row makes a step. */
 function stairs(shards, rows, columns) {
   const starts = [...new Set(shards.map((shard) => shard.start))].filter(
     (start) => start > 0 && start < rows * columns,
@@ -113,7 +113,7 @@ function stairs(shards, rows, columns) {
   });
 }
 
-/** Where a shard's rank is written: the middle of its range. */
+/** Place the label of each shard's rank in the middle of its range. */
 function rankLabels(shards, rows, columns) {
   return shards
     .filter((shard) => shard.stop > shard.start)
@@ -125,7 +125,7 @@ function rankLabels(shards, rows, columns) {
     });
 }
 
-/** The error over the parameter, block by block, with the ranks that own it. */
+/** Draw the error over the parameter, block by block, with the ranks that own it. */
 function heatChart({ values, block, rows, columns }, shards, shape) {
   const blocks = values.flatMap((row, y) =>
     row.map((value, x) => ({
@@ -215,7 +215,7 @@ function heatChart({ values, block, rows, columns }, shards, shape) {
   );
 }
 
-/** The largest error over bound of every parameter, in order of depth. */
+/** Draw the largest ratio of every parameter, in order of depth. */
 function layerChart(layers, parameter) {
   const least = 1e-3;
   const dots = layers.map(({ name, ratio }, depth) => ({
@@ -292,7 +292,7 @@ function layerChart(layers, parameter) {
   );
 }
 
-/** A curve over steps, of the engine and of the baseline. */
+/** Draw a curve over steps, of the engine and of the baseline. */
 function curveChart(title, { engine, baseline }) {
   const points = [
     ["engine", engine],

@@ -1,13 +1,13 @@
-// From the text inside the page to records, and what is shown of them.
+// Decode the page's data, and format numbers and outcomes.
 
-/** The page's data: base64 of deflated JSON, see columns.py. */
+/** Decode the page's data: base64 of deflated JSON, see columns.py. */
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).json();
 }
 
-/** Columns as an array of objects, one for each record. */
+/** Convert columns to an array of objects, one for each record. */
 function rows({ size, texts, numbers, sparse }) {
   const found = Array.from({ length: size }, () => ({}));
   for (const [name, { values, at }] of Object.entries(texts))
@@ -19,7 +19,7 @@ function rows({ size, texts, numbers, sparse }) {
   return found;
 }
 
-/** Records with what the page needs beside: a group, an address of their own, the words that a filter looks through. */
+/** Add to each record what the page needs: its group, a unique key, and the label of its model. */
 function prepared(table) {
   const seen = new Map();
   return rows(table).map((record) => {
@@ -33,7 +33,7 @@ function prepared(table) {
   });
 }
 
-/** What a filter looks through, made when it is first asked for. */
+/** Return the text that the filter searches, built on first use. */
 function haystack(record) {
   record.words ??= [
     record.id,
@@ -49,7 +49,7 @@ function haystack(record) {
   return record.words;
 }
 
-/** A number as JSON holds it, or as the text that stands for one that JSON lacks. */
+/** Parse a number that JSON holds as a number or as text, such as "inf". */
 function number(value) {
   return value === "inf"
     ? Infinity
@@ -60,7 +60,7 @@ function number(value) {
         : Number(value);
 }
 
-/** Three digits, and a sign for what has no end. */
+/** Format three digits, or a symbol for infinity. */
 function short(value) {
   const found = number(value);
   if (found === Infinity) return "∞";
@@ -70,29 +70,29 @@ function short(value) {
   return extreme ? found.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(Number(found.toPrecision(3)));
 }
 
-/** Nine digits, which tell any two float32 apart. */
+/** Format nine digits, enough to tell any two float32 apart. */
 const long = (value) => (Number.isFinite(number(value)) ? String(Number(number(value).toPrecision(9))) : short(value));
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const stageOf = (record) => `stage ${record.stage}, ${plural(record.world_size, "rank")}, ${record.dtype}`;
 
-// What there is (page), what is shown of it (view), and which square of the matrix has the focus.
+// The data (page), the records shown (view), and the square of the matrix that has the focus.
 const page = {};
 const view = { records: [], folded: new Set(), off: new Set(), chosen: null, at: [0, 0] };
 
-const gravity = (word) => page.order.get(word);
-const gravest = (words) => {
-  const told = words.filter((word) => word !== "unsupported");
-  return (told.length ? told : words).reduce((a, b) => (gravity(a) <= gravity(b) ? a : b));
+const seriousness = (word) => page.order.get(word);
+const mostSerious = (outcomes) => {
+  const run = outcomes.filter((outcome) => outcome !== "unsupported");
+  return (run.length ? run : outcomes).reduce((a, b) => (seriousness(a) <= seriousness(b) ? a : b));
 };
 
-/** The sign of several cells: the gravest's; ":" where some hold and the engine does not claim the rest. */
-function sign(words) {
-  const word = gravest(words);
-  return word === "pass" && words.includes("unsupported") ? ":" : page.glyphs.get(word);
+/** Return the most serious outcome of several cells; ":" if some pass and the others are unsupported. */
+function sign(outcomes) {
+  const outcome = mostSerious(outcomes);
+  return outcome === "pass" && outcomes.includes("unsupported") ? ":" : page.glyphs.get(outcome);
 }
 
-/** ``2 fail, 3 pass``, the gravest first. */
+/** Count outcomes, as in ``2 fail, 3 pass``, the most serious first. */
 function counted(records) {
   const counts = d3.rollup(
     records,
@@ -100,7 +100,7 @@ function counted(records) {
     (record) => record.outcome,
   );
   return [...counts]
-    .sort(([a], [b]) => gravity(a) - gravity(b))
+    .sort(([a], [b]) => seriousness(a) - seriousness(b))
     .map(([word, count]) => `${count} ${word}`)
     .join(", ");
 }

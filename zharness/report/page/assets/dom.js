@@ -1,8 +1,8 @@
-// Elements made from what they say; text only ever becomes text.
+// Build elements; strings only ever become text nodes, so records cannot inject markup.
 
 const $ = (id) => document.getElementById(id);
 
-/** An element: ``make("a", {href: "#x", class: "y"}, "text", otherElement)``. */
+/** Build an element: ``make("a", {href: "#x", class: "y"}, "text", otherElement)``. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -14,15 +14,15 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** The sign of an outcome, with its word for who cannot see it. */
+/** Build the letter of an outcome, hidden from screen readers, which read its name. */
 function mark(word, glyph = page.glyphs.get(word)) {
   return make("span", { class: `sign o-${word}`, "aria-hidden": "true" }, glyph);
 }
 
-/** A link to a cell. */
+/** Build a link to a cell. */
 const linkTo = (record, text = record.id) => make("a", { href: `#${encodeURIComponent(record.key)}` }, text);
 
-/** Text with its web addresses, and issues written as ``owner/name#1``, as links. */
+/** Turn web addresses, and issues written as ``owner/name#1``, into links. */
 function linked(text) {
   const found = /https:\/\/[^\s)'"<>]+[^\s)'"<>.,;:]|\b[\w.-]+\/[\w.-]+#\d+\b/g;
   const parts = [];
@@ -36,7 +36,7 @@ function linked(text) {
   return [...parts, text.slice(from)];
 }
 
-/** A table of plain rows. */
+/** Build a table of plain rows. */
 function tableOf(head, body) {
   return make(
     "table",
@@ -66,7 +66,7 @@ function tableOf(head, body) {
   );
 }
 
-/** Terms and what they stand for, those without left out. */
+/** Build a definition list; terms without a definition are left out. */
 function terms(pairs) {
   return make(
     "dl",

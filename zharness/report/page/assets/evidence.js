@@ -1,6 +1,6 @@
-// What a failing cell left behind: the part of the step, the parameter, the charts.
+// The evidence of a failing cell: the part of the step, the parameter, the charts.
 
-/** The parts of a training step in a row, the wrong one marked. */
+/** Render the parts of a training step in a row, the wrong one marked. */
 function strip(part) {
   const at = page.step.indexOf(part);
   if (at < 0) return null;
@@ -25,13 +25,13 @@ function strip(part) {
   );
 }
 
-/** Rows and columns of a parameter seen as a matrix: one row where it has one dimension. */
+/** Return rows and columns of a parameter as a matrix; a vector is one row. */
 function asMatrix(shape) {
   const total = shape.reduce((a, b) => a * b, 1);
   return shape.length < 2 ? [1, total] : [shape[0], total / (shape[0] || 1)];
 }
 
-/** Every chart that a record has numbers for. */
+/** Render every chart for which a record has numbers. */
 function charts({ heat, shards, ulps, layers, curves, shape, parameter }) {
   const [rows, columns] = asMatrix(shape ?? []);
   const curve = (name, title) => (curves?.[name]?.engine?.length > 1 ? curveChart(title, curves[name]) : null);
@@ -44,7 +44,7 @@ function charts({ heat, shards, ulps, layers, curves, shape, parameter }) {
   ].filter(Boolean);
 }
 
-/** What the record's evidence shows; nothing where it has none. */
+/** Render the evidence of a record; empty without evidence. */
 function evidenceOf(record) {
   const { evidence } = record;
   if (!evidence) return null;
@@ -64,7 +64,7 @@ function evidenceOf(record) {
   );
 }
 
-/** The first wrong number, taken apart. */
+/** Render the first wrong number as a table of its fields. */
 function divergenceOf({ divergence: found }) {
   if (!found) return null;
   const place = found.index.length ? `${found.parameter}[${found.index.join(", ")}]` : found.parameter;

@@ -1,4 +1,4 @@
-// Which records are shown.
+// The filters, which select the records that are shown.
 
 const AXES = [
   ["group", "Group", (record) => record.group],
@@ -8,7 +8,7 @@ const AXES = [
   ["world", "Ranks", (record) => String(record.world_size)],
 ];
 
-/** The choices of every axis, and a button for each outcome that there is. */
+/** Build the choices of every axis, and a button for each outcome that occurs. */
 function drawFilters() {
   for (const [name, label, value] of AXES) {
     const values = [...new Set(page.records.map(value))];
@@ -48,7 +48,7 @@ function drawFilters() {
   $("filters").addEventListener("reset", () => setTimeout(() => (view.off.clear(), update())));
 }
 
-/** The first click on an outcome shows it alone; further ones add and take away; none left is all. */
+/** The first click on an outcome shows only that outcome; further clicks add or remove one; none means all. */
 function toggleOutcome(word) {
   const words = page.outcomes.map(([each]) => each);
   if (!view.off.size) words.filter((each) => each !== word).forEach((each) => view.off.add(each));
@@ -58,7 +58,7 @@ function toggleOutcome(word) {
   update();
 }
 
-/** Records that pass every filter. */
+/** Return the records that pass every filter. */
 function filtered() {
   const wanted = $("text").value.toLowerCase().split(/\s+/).filter(Boolean);
   const chosen = AXES.map(([name, , value]) => [$(`axis-${name}`).value, value]).filter(([text]) => text);
@@ -70,7 +70,7 @@ function filtered() {
   );
 }
 
-/** Draw what the filters leave. */
+/** Redraw the page with the filtered records. */
 function update() {
   view.records = filtered();
   for (const button of document.querySelectorAll("[data-outcome]")) {

@@ -1,4 +1,4 @@
-// The keyboard in the matrix: one square has the focus, arrows move it (the ARIA grid pattern).
+// Keyboard control of the matrix: one square has the focus, arrows move it (the ARIA grid pattern).
 
 const MOVES = {
   ArrowUp: ([row, column]) => [row - 1, column],
@@ -13,7 +13,7 @@ const MOVES = {
 
 const gridRows = () => $("matrix").tBodies[0].rows;
 
-/** Let the square at ``[row, column]``, or the nearest there is, be the one that Tab reaches. */
+/** Make the square at ``[row, column]``, or the nearest one, the one that Tab reaches. */
 function point([row, column], focus) {
   const all = gridRows();
   if (!all.length) return;
@@ -25,10 +25,10 @@ function point([row, column], focus) {
   if (focus) all[y].cells[x].focus();
 }
 
-/** Where a square is. */
+/** Return row and column of a square. */
 const placeOf = (square) => [[...gridRows()].indexOf(square.parentElement), square.cellIndex];
 
-/** A key in the matrix. */
+/** Handle a key in the matrix. */
 function gridKey(event) {
   const square = event.target.closest("td, th");
   if (!square || event.altKey || event.metaKey) return;
@@ -40,7 +40,7 @@ function gridKey(event) {
   event.preventDefault();
 }
 
-/** A key anywhere: / to the filter, Escape out of it, or closes the chosen cell. */
+/** Handle a key anywhere: / focuses the filter; Escape leaves the filter, or closes the pane. */
 function pageKey(event) {
   const typing = event.target.matches("input, select, textarea");
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {

@@ -1,12 +1,12 @@
-// Long lists of cells, and what changed between two runs.
+// Long lists of cells, and the comparison of two runs.
 
 const AT_ONCE = 100;
 const list = { records: [], drawn: 0 };
 
-/** The sign and word of an outcome. */
+/** Render the letter and name of an outcome. */
 const verdict = (record) => [mark(record.outcome), " ", record.outcome];
 
-/** One cell as a row. */
+/** Render one cell as a row. */
 function listRow(record) {
   return make(
     "tr",
@@ -20,18 +20,18 @@ function listRow(record) {
   );
 }
 
-/** The begin of a long cause. */
+/** Shorten a long cause. */
 const firstWords = (text, most = 220) => (text.length > most ? `${text.slice(0, most)} …` : text);
 
-/** The first cells of what is shown; the others come as one scrolls. */
+/** Draw the first rows; more are added while scrolling. */
 function drawList() {
-  list.records = d3.sort(view.records, (record) => gravity(record.outcome));
+  list.records = d3.sort(view.records, (record) => seriousness(record.outcome));
   list.drawn = 0;
   $("cells").tBodies[0].replaceChildren();
   drawMore();
 }
 
-/** Some more rows. */
+/** Add more rows. */
 function drawMore() {
   const next = list.records.slice(list.drawn, list.drawn + AT_ONCE);
   $("cells").tBodies[0].append(...next.map(listRow));
@@ -41,9 +41,9 @@ function drawMore() {
   $("more").textContent = `Show more: ${plural(left, "cell")} left`;
 }
 
-const OPEN = ["newly broken", "new failure", "fails otherwise"]; // whatever their number; the others while they are few
+const OPEN = ["newly broken", "new failure", "fails otherwise"]; // always open; other kinds only if they have few cells
 
-/** What changed between two runs: each way to change its own part, which folds. */
+/** Render the comparison of two runs: a folding section for each kind of difference. */
 function drawComparison() {
   const found = page.comparison;
   if (!found) return;
@@ -63,7 +63,7 @@ function drawComparison() {
   }
 }
 
-/** One cell that changed: its outcome then and now. */
+/** Render one difference: the outcome in the earlier and in the later run. */
 function changedRow([, now, then], before) {
   const side = (record) =>
     record ? [mark(record.outcome), ` ${record.outcome} `, make("small", {}, record.version)] : "–";
@@ -78,7 +78,7 @@ function changedRow([, now, then], before) {
   );
 }
 
-/** A table of cells that changed alike, the first of them, and a button for the others. */
+/** Render the first differences of one kind, and a button for more. */
 function changes(some, before) {
   const body = make("tbody");
   const more = make("button", { type: "button", click: () => draw() });

@@ -1,4 +1,4 @@
-// The page begins here.
+// Start the page.
 
 async function main() {
   const data = await unpack($("data").textContent);
@@ -20,7 +20,7 @@ async function main() {
         make(
           "strong",
           {},
-          `${plural(data.skipped.length, "line")} skipped, which ${data.skipped.length === 1 ? "is no record" : "are no records"}`,
+          `${plural(data.skipped.length, "line")} skipped, which ${data.skipped.length === 1 ? "is not a record" : "are not records"}`,
         ),
       ),
       ...data.skipped.slice(0, 20).map((line) => make("li", {}, line)),
@@ -35,13 +35,13 @@ async function main() {
   requestAnimationFrame(() => setTimeout(drawn));
 }
 
-/** The first frame is on the screen, and the page answers: a mark for who measures. */
+/** Set a performance mark once the first frame is drawn, for scripts/bench_report.py. */
 function drawn() {
   performance.mark("interactive");
   document.documentElement.dataset.drawn = "";
 }
 
-/** What the page listens to. */
+/** Register event listeners. */
 function listen() {
   $("matrix").addEventListener("click", matrixClick);
   $("matrix").addEventListener("keydown", gridKey);

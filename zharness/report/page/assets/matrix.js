@@ -1,8 +1,8 @@
 // The matrix: laws by group, engines by dtype, ranks and stage.
 
-const MANY_SQUARES = 4000; // above it, groups in which all is as expected begin folded
+const MANY_SQUARES = 4000; // in a larger matrix, groups without unexpected outcomes start folded
 
-/** The columns of some records, in the order of the file, stages ascending. */
+/** Return the columns of some records, in the order of the file, with stages ascending. */
 function columnsOf(records) {
   const found = [...new Map(records.map((record) => [record.column, record])).values()];
   const first = new Map();
@@ -12,11 +12,11 @@ function columnsOf(records) {
   );
 }
 
-const nameOf = (record) => record.engine.split(":").at(-1); // of package.module:factory the factory
+const nameOf = (record) => record.engine.split(":").at(-1); // the factory's name of package.module:factory
 const engineOf = (record) => `${record.engine} ${record.version}`;
 const headOf = (record) => `${engineOf(record)}|${record.dtype}`;
 
-/** Neighbours that are alike, with how many they are. */
+/** Group neighbours with equal keys. */
 function runs(items, name) {
   const found = [];
   for (const item of items) {
@@ -26,7 +26,7 @@ function runs(items, name) {
   return found;
 }
 
-/** The three rows above the matrix: engine, dtype and ranks, stage. */
+/** Build the three header rows: engine, dtype and ranks, stage. */
 function drawHead(columns) {
   const engines = runs(columns, engineOf);
   const ranks = runs(columns, (record) => `${engineOf(record)}|${record.dtype}|${record.world_size}`);
@@ -72,22 +72,22 @@ function drawHead(columns) {
   );
 }
 
-/** One square: the sign of all its cells. */
+/** Build one square, with the letter of its most serious outcome. */
 function square(records, column, what) {
   const edge = page.edges.has(column) ? " edge" : "";
   if (!records) return make("td", { class: `none${edge}`, tabindex: "-1", "aria-label": `${what}: no cell` });
-  const words = records.map((record) => record.outcome);
+  const outcomes = records.map((record) => record.outcome);
   const label = `${what}, ${engineOf(column)}, ${stageOf(column)}: ${counted(records)}`;
-  const word = gravest(words);
-  const part = words.some((each) => each !== word && each !== "unsupported") ? " part" : "";
+  const outcome = mostSerious(outcomes);
+  const part = outcomes.some((each) => each !== outcome && each !== "unsupported") ? " part" : "";
   return make(
     "td",
-    { class: `square o-${word}${edge}${part}`, tabindex: "-1", "aria-label": label, title: label },
-    sign(words),
+    { class: `square o-${outcome}${edge}${part}`, tabindex: "-1", "aria-label": label, title: label },
+    sign(outcomes),
   );
 }
 
-/** The row of a group, which folds, and where it is open those of its laws. */
+/** Build the row of a group, and the rows of its laws if it is unfolded. */
 function groupRows(group, records, columns) {
   const byLaw = d3.group(records, (record) => record.check);
   const folded = view.folded.has(group);
@@ -125,7 +125,7 @@ function groupRows(group, records, columns) {
   return rows;
 }
 
-/** The matrix of the records that are shown. */
+/** Draw the matrix of the shown records. */
 function drawMatrix() {
   const columns = (page.columns = columnsOf(view.records));
   drawHead(columns);
@@ -136,7 +136,7 @@ function drawMatrix() {
   point(view.at, false);
 }
 
-/** Fold what is as expected where the whole would be too much to look at. */
+/** Fold groups without unexpected outcomes if the matrix is large. */
 function foldAtFirst() {
   const laws = new Set(page.records.map((record) => record.check)).size;
   if (laws * columnsOf(page.records).length <= MANY_SQUARES) return;
@@ -145,21 +145,21 @@ function foldAtFirst() {
   }
 }
 
-/** Fold or unfold one group, the focus where it was. */
+/** Fold or unfold one group, and keep the focus. */
 function fold(group) {
   if (!view.folded.delete(group)) view.folded.add(group);
   drawMatrix();
   point([[...gridRows()].findIndex((row) => row.dataset.group === group), 0], true);
 }
 
-/** Fold all groups, or none. */
+/** Fold or unfold all groups. */
 function foldAll(folded) {
   view.folded = new Set(folded ? page.records.map((record) => record.group) : []);
   view.at = [0, 0];
   drawMatrix();
 }
 
-/** What a click on a square, a law or a group does. */
+/** Handle a click on a square, a law or a group. */
 function matrixClick(event) {
   const place = event.target.closest("td, th");
   const row = place?.closest("tbody tr");

@@ -1,0 +1,98 @@
+"""Generate the tables of README.md from records and reproductions, in place.
+
+    python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
+    python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
+    python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
+
+Options may be combined. ``--records`` takes what ``zharness check --jsonl`` wrote, ``--kills`` what ``zharness
+mutants --jsonl`` wrote. Each table replaces the content of the ``<details>`` block with its title. When a command
+fails, README.md is left as it was, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+MATRIX = "every law on every engine"
+CONTRACTS = "the contracts of each engine"
+BUGS = "every bug, on the releases that were run"
+KILLS = "who is killed, by what is wrong"
+
+
+def run_zharness(*arguments: str) -> str:
+    """Run a command of zharness and return what it printed. Raises CalledProcessError for a usage or harness error."""
+    command = [sys.executable, "-m", "zharness", *arguments]
+    print(f"running: zharness {' '.join(arguments)}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in (0, 1):  # 1: some cell is not as expected, and the table shows it
+        raise subprocess.CalledProcessError(done.returncode, command)
+    return done.stdout
+
+
+def markdown_table(text: str) -> str:
+    """Return the first Markdown table in ``text``, without padding. Raises ValueError when there is none."""
+    match = re.search(r"^\|.*\|\n\|[ :|-]+\|\n(?:\|.*\|\n?)*", text, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"expected a Markdown table, got {text[:200]!r}")
+    lines = match[0].strip().splitlines()
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    rows[1] = ["---"] * len(rows[0])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def replace_block(page: str, title: str, table: str) -> str:
+    """Return ``page`` with ``table`` as the content of the block ``title``. Raises ValueError unless there is one."""
+    pattern = re.compile(rf"(<summary>{re.escape(title)}</summary>\n\n).*?(\n\n</details>)", re.DOTALL)
+    replaced, count = pattern.subn(lambda match: f"{match[1]}{table}{match[2]}", page)
+    if count != 1:
+        raise ValueError(f"expected one block with the title {title!r}, found {count}")
+    return replaced
+
+
+def generate(records: Sequence[Path], kills: Path | None, bugs: bool) -> dict[str, str]:
+    """Run the commands that print the requested tables; return the tables by the title of their block."""
+    tables = {}
+    if records:
+        names = [str(path) for path in records]
+        overview = run_zharness("report", *names).rstrip()
+        tables[MATRIX] = f"```\n{overview}\n```"
+        tables[CONTRACTS] = markdown_table(run_zharness("report", *names, "--contracts"))
+    if kills is not None:
+        tables[KILLS] = markdown_table(run_zharness("mutants", "--jsonl", str(kills)))
+    if bugs:
+        tables[BUGS] = markdown_table(run_zharness("repro", "--all", "--markdown"))
+    return tables
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--records", nargs="+", type=Path, default=[], metavar="FILE", help="of `zharness check --jsonl`"
+    )
+    parser.add_argument("--kills", type=Path, metavar="FILE", help="of `zharness mutants --jsonl`")
+    parser.add_argument("--bugs", action="store_true", help="run every reproduction on its releases")
+    arguments = parser.parse_args()
+    missing = [str(path) for path in (*arguments.records, *filter(None, [arguments.kills])) if not path.is_file()]
+    if missing or not (arguments.records or arguments.kills or arguments.bugs):
+        parser.error(f"no such file: {', '.join(missing)}" if missing else "give --records, --kills or --bugs")
+    try:
+        tables = generate(arguments.records, arguments.kills, arguments.bugs)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        print(f"README.md is left as it was: {error}", file=sys.stderr)
+        return 1
+    page = README.read_text(encoding="utf-8")
+    for title, table in tables.items():
+        page = replace_block(page, title, table)
+    README.write_text(page, encoding="utf-8")
+    print(f"wrote {len(tables)} tables to README.md: {'; '.join(tables)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The environment of ranks that run an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from zharness.engines.registry import info, is_factory_path
+from zharness.world.server import RankEnvironment
+
+GetEnvironment = Callable[[str], RankEnvironment]  # by engine
+
+
+def build_rank_environment(
+    engine: str = "",
+    release_path: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    echo: bool = False,
+) -> RankEnvironment:
+    """Build the environment of the rank server that runs ``engine``; without an engine nothing is imported ahead.
+
+    ``release_path`` are the folders of a release that is not the installed one, and ``variables`` its environment
+    variables. An engine that is given by the path of its factory is also searched for in the current directory.
+    ``echo`` also writes what the ranks print to standard output. Raises UsageError for an unknown engine.
+    """
+    if not engine:
+        return RankEnvironment(echo=echo)
+    known = info(engine)
+    return RankEnvironment(
+        search_path=(*release_path, *((os.getcwd(),) if is_factory_path(engine) else ())),
+        environment=variables or {},
+        warm_up=known.warm_up,
+        module=known.module if release_path else "",
+        echo=echo,
+    )

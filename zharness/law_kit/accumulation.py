@@ -1,0 +1,75 @@
+"""Accumulation windows: how a rank trains one, and how its gradients are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from zharness.engines.protocol import AccumulationOwner, Engine
+from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison
+from zharness.parity.baseline import LocalResult
+from zharness.parity.certificate import Exactness
+
+
+def accumulate(
+    ctx: RankContext,
+    engine: Engine,
+    owner: AccumulationOwner,
+    window: range,
+    label: str,
+    backward: Callable[[Tensor], object],
+) -> None:
+    """Run forward and ``backward`` of every micro-step of ``window``, without the optimizer step at the boundary.
+
+    Losses are recorded under ``label``. A caller that owns the accumulation divides the loss; an engine that owns it
+    gets a step after each micro-batch.
+    """
+    for micro in window:
+        loss = ctx.loss(engine, micro, label)
+        backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
+        if owner is AccumulationOwner.ENGINE and micro != window[-1]:
+            engine.step()
+
+
+def judge_engine_divided_gradients(
+    ctx: JudgeContext,
+    label: str,
+    step: int,
+    window: range,
+    params: Mapping[str, Tensor],
+    divided_locals: Sequence[Sequence[LocalResult]],
+    exact: bool | Exactness = False,
+) -> Iterator[Comparison]:
+    """Compare the gradients of a window in which the engine divides either the loss or the gradient.
+
+    ``divided_locals`` are the plain local results of divided losses. Results of undivided losses are computed only if
+    those do not match. If neither matches, yield the comparisons of which more match: a wrong engine is usually right
+    in most gradients.
+    """
+    by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
+    found = list(stop_at_first_mismatch(by_loss(explain=False)))
+    if count_matches(found) == len(found):
+        yield from found
+        return
+    by_gradient = partial(
+        ctx.compare_reduced_grads, label, [ctx.compute_local_grads(micro, params) for micro in window], step, exact
+    )
+    found = list(stop_at_first_mismatch(by_gradient(explain=False)))
+    if count_matches(found) < len(found):
+        found = max(list(by_gradient()), list(by_loss()), key=count_matches)
+    yield from found
+
+
+def count_matches(comparisons: Sequence[Comparison]) -> int:
+    """Return the number of comparisons without a mismatch."""
+    return sum(comparison.mismatch is None for comparison in comparisons)
+
+
+def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
+    """Return who owns the accumulation of the configured training: the engine if it claims that, else its caller."""
+    engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER

@@ -1,0 +1,62 @@
+"""The features that a program needs of an engine."""
+
+from __future__ import annotations
+
+from zharness.engines.protocol import Capabilities, Feature, Reduction
+from zharness.workload.programs import GRAPH_ACTS, Act, LayerKind, Mark, Program, is_accumulating, iter_verbs
+
+# Features that layers, acts and marks require; everything else is part of every training.
+LAYER_FEATURES = {
+    LayerKind.READ: Feature.OUTSIDE_FORWARD,
+    LayerKind.UNUSED: Feature.PARAMETERS,
+    LayerKind.SOMETIMES: Feature.PARAMETERS,
+    LayerKind.CHECKPOINT: Feature.RECOMPUTATION,
+    LayerKind.REENTRANT: Feature.RECOMPUTATION,
+}
+
+ACT_FEATURES = {
+    Act.NO_SYNC: Feature.NO_SYNC,
+    Act.SAVE: Feature.CHECKPOINT,
+    Act.LOAD: Feature.CHECKPOINT,
+    Act.INPUT_GRAD: Feature.AUTOGRAD,
+    Act.FAILED_FORWARD: Feature.AUTOGRAD,
+    Act.FAILED_BACKWARD: Feature.AUTOGRAD,
+    Act.TRANSFORM: Feature.TRANSFORMS,
+    Act.IDLE: Feature.NO_GRADIENT,
+    Act.EDIT: Feature.EDITS,
+}
+
+MARK_FEATURES = {
+    Mark.TENSOR: Feature.TENSOR_BACKWARD,
+    Mark.SCALE: Feature.SCALE_BACKWARD,
+    Mark.RETAIN: Feature.RETAIN_GRAPH,
+}
+
+
+def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
+    """Return why an engine with these capabilities cannot run ``program``; the empty string if it can."""
+    if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
+        return f"the engine does not claim stage {program.stage} in {program.dtype}"
+    if program.stage in capabilities.own_kernels:
+        return f"its local gradients are not torch's: {capabilities.own_kernels[program.stage]}"
+    for verb in program.verbs:
+        if program.dtype == "fp16" and Mark.TENSOR in verb.marks:
+            return "under fp16 a loss has to be scaled, which loss.backward() does not"
+    for feature in find_required_features(program):
+        reason = capabilities.refusal(feature)
+        if reason is not None:
+            return f"{feature.value}: {reason}"
+    return ""
+
+
+def find_required_features(program: Program) -> list[Feature]:
+    """Return the features that ``program`` requires beyond plain training."""
+    used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
+    used += [ACT_FEATURES.get(verb.act) for verb in program.verbs]
+    used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]
+    # An engine that prepares its reduction in the newest forward reduces neither an older one's nor a second backward.
+    used += [Feature.RETAIN_GRAPH for _, verb, book in iter_verbs(program) if verb.act in GRAPH_ACTS and book.outputs]
+    used += [Feature.CALLER_ACCUMULATION for _, verb, book in iter_verbs(program) if is_accumulating(book, verb)]
+    used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)
+    used += [Feature.SUM] * (program.reduction == Reduction.SUM.value)
+    return list(dict.fromkeys(feature for feature in used if feature is not None))

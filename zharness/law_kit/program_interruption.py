@@ -1,0 +1,60 @@
+"""Interrupt a forward or a backward halfway, and check that the exception reaches the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.errors import EngineContractError, HarnessFault
+from zharness.workload.programs import Act
+
+
+@contextmanager
+def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
+    """Raise InterruptedError halfway through a forward or backward within the block, and catch it at the block's end.
+
+    It is raised after the forward of the second child module that runs (or of the only one), or before the backward of
+    that child or of the next one that has a backward.
+
+    Raises EngineContractError if the exception did not reach the caller, or if no backward ran through that child;
+    HarnessFault if no child ran that could be interrupted.
+    """
+    children = [*module.children()]
+    calls, chosen, raised = count(1), list[nn.Module](), list[Act]()
+
+    def interrupt(*_: object) -> None:
+        """Raise InterruptedError and remember it."""
+        raised.append(act)
+        raise InterruptedError
+
+    def forward_hook(child: nn.Module, _inputs: object, output: Any) -> None:
+        """Raise in the chosen child's forward, or register the hook that raises in its backward."""
+        if next(calls) < min(2, len(children)) or chosen:
+            return
+        if act is Act.FAILED_FORWARD:
+            interrupt()
+        if isinstance(output, Tensor) and output.requires_grad:
+            chosen.append(child)
+            output.register_hook(interrupt)  # type: ignore[no-untyped-call]
+
+    hooks = [child.register_forward_hook(forward_hook) for child in children]
+    try:
+        yield
+    except InterruptedError:
+        if not raised:
+            raise
+        return
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if raised:
+        raise EngineContractError("an exception within a forward or a backward did not reach the engine's caller")
+    if chosen:
+        raise EngineContractError("a backward returned without having run through the module's children")
+    raise HarnessFault(
+        f"none of the {len(children)} child modules of the engine's module ran, so nothing was interrupted"
+    )

@@ -1,0 +1,79 @@
+"""The any-order laws: a long legal program, drawn from the cell's seed, in which every verb is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.process_state import compare_process_state, read_process_state
+from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison, Tier
+from zharness.workload.program_text import parse_verb
+from zharness.workload.programs import Verb, join_words
+
+
+def observe_any_order(ctx: RankContext) -> None:
+    """Run the drawn program on ranks whose random generators differ, and record its verbs."""
+    template = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
+    program = template.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
+    ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.rank)
+        ctx.record("switches", read_process_state(), 0)
+        observe_program(ctx, program, template.other_engine_count)
+        ctx.record("switches", read_process_state(), 1)
+
+
+def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge the program verb by verb, and the switches of the process at its end."""
+    template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
+    text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
+    verbs = tuple(parse_verb(word) for word in text.split())
+    for comparison in judge_program(ctx, template.make_program_of_verbs(verbs)):
+        yield add_program_hint(comparison, verbs)
+    yield from compare_process_state(ctx, "switches", range(2))
+
+
+def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
+    """Add a hint to a mismatch with the verbs up to the one that went wrong."""
+    wrong = comparison.mismatch
+    if wrong is None or not wrong.step:
+        return comparison
+    hint = f"{wrong.hint}; " * bool(wrong.hint) + f"at the end of {join_words(verbs[: wrong.step])!r}"
+    return replace(comparison, mismatch=replace(wrong, hint=hint))
+
+
+def any_order_law(
+    group: str,
+    statement: str,
+    model: str,
+    templates: Mapping[str, ProgramTemplate],
+    *,
+    kept_because: str,
+    features: tuple[Feature, ...],
+    dtypes: tuple[str, ...] = tuple(DTYPES),
+) -> Law:
+    """Build the any-order law of ``group``, with one variant for each of ``templates``."""
+    return Law(
+        name=f"{group}.any_order",
+        statement=statement,
+        tier=Tier.STAGED,
+        models=(model,),
+        observe=observe_any_order,
+        judge=judge_any_order,
+        kept_because=kept_because,
+        features=features,
+        variants=tuple(Variant(name, template.features) for name, template in templates.items()),
+        dtypes=dtypes,
+        weights_stay_integers=False,
+        steps_are_verbs=True,
+    )

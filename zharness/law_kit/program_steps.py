@@ -1,0 +1,72 @@
+"""How one verb of a program calls the model, on the engine and on plain PyTorch alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.law_kit.optimizers import ADAM, NESTEROV, SCHEDULE, TRAJECTORY_OPTIMIZERS
+from zharness.workload import Batch, ModelSpec
+from zharness.workload.programs import Act, LayerKind, Mark, Program, Verb
+
+OPTIMIZERS = {
+    **TRAJECTORY_OPTIMIZERS,
+    "adam": replace(ADAM, schedule=SCHEDULE),
+    "nesterov": replace(NESTEROV, schedule=SCHEDULE),
+}
+
+EDITED_VALUE = 0.125  # an edit fills a weight with it; exact in every dtype
+
+FORWARD_ACTS = (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD)
+
+NO_GRAD_ACTS = (Act.NO_GRAD, Act.EVALUATION)
+
+EVAL_MODE_ACTS = (Act.EVALUATION, Act.EVALUATION_GRAD)
+
+
+def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str, bool]:
+    """Return the keyword argument that selects, in every second micro-batch, the part of the model used sometimes."""
+    if any(layer.kind is LayerKind.SOMETIMES for layer in program.walk()):
+        return {"odd": micro % 2 == 1}
+    return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}
+
+
+def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
+    """Return the micro-batch of ``rank``, changed as the marks of ``verb`` say."""
+    if Mark.FEW in verb.marks:
+        # At least two rows: a matrix-vector product rounds differently if its weights have another alignment.
+        rows = 2 + (rank + micro) % max(1, batch.num_samples - 2)
+        batch = batch.map_tensors(lambda tensor: tensor[:rows])
+    return replace(batch, inputs={"x": batch.inputs}) if Mark.KEYWORD in verb.marks else batch
+
+
+def call_with_extra_kwargs(batch: Batch, call: Callable[..., Any], extra_kwargs: dict[str, bool]) -> Any:
+    """Call ``call`` with the batch's inputs and ``extra_kwargs``."""
+    return batch.feed(lambda *args, **kwargs: call(*args, **kwargs, **extra_kwargs))
+
+
+def get_grad_mode(act: Act) -> Any:
+    """Return the context manager of the grad mode in which a forward runs."""
+    if act is Act.INFERENCE:
+        return torch.inference_mode()
+    return torch.no_grad() if act in NO_GRAD_ACTS else nullcontext()
+
+
+def compute_input_grad(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    """Return the gradient of the summed output by the inputs, computed with autograd.grad or torch.func.grad."""
+    if act is Act.TRANSFORM:
+        grad: Tensor = torch.func.grad(lambda x: call(x).sum())(leaf.detach())
+        return grad
+    (found,) = torch.autograd.grad(call(leaf).sum(), leaf)
+    return found
+
+
+def choose_edited_parameter(spec: ModelSpec, seed: int, weights_version: int) -> str:
+    """Return the name of the parameter that an edit of this weights version fills; versions take turns."""
+    names = [name for name, parameter in spec.model(seed).named_parameters() if parameter.requires_grad]
+    return names[weights_version % len(names)]

@@ -1,0 +1,78 @@
+"""Actions on a rank that several laws share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.engines.protocol import Engine
+from zharness.law_kit.rank_context import RankContext
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Create a folder that every rank sees, and remove it afterwards. Collective."""
+    paths = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(paths)
+    try:
+        yield Path(paths[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(paths[0], ignore_errors=True)
+
+
+def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> None:
+    """Train one step and record everything that ``judge_step`` needs."""
+    ctx.record_training_state(engine, step)
+    engine.backward(ctx.loss(engine, step))
+    ctx.record("grads", engine.full_grads(), step)
+    engine.step()
+    engine.zero_grad()
+    ctx.record_training_state(engine, step + 1)
+
+
+@contextmanager
+def eval_mode(engine: Engine) -> Iterator[None]:
+    """Put the engine's module into eval mode within the block."""
+    engine.module.eval()
+    try:
+        yield
+    finally:
+        engine.module.train()
+
+
+def second_loss(output: Tensor) -> Tensor:
+    """Return another loss of the same forward: linear with integer factors, so exact on the exact model."""
+    return 2 * output.sum(dim=-1).mean()
+
+
+def run_on_rank_0(action: Callable[[], Any]) -> None:
+    """Run ``action`` on rank 0 between two barriers, so that no rank reads files while it changes them. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def load_raises(load: Callable[[], None]) -> Tensor:
+    """Return 1 if ``load`` raises, else 0."""
+    try:
+        load()
+    except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
+        return torch.tensor(1.0)
+    return torch.tensor(0.0)
+
+
+def collect_training_state(engine: Engine) -> dict[str, Tensor]:
+    """Return weights and optimizer state by name."""
+    state = engine.full_optimizer_state()
+    return {**engine.full_params(), **{f"{n}/{k}": value for n, entry in state.items() for k, value in entry.items()}}

@@ -1,0 +1,63 @@
+"""Comparisons of recorded weights and losses that several laws share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.compare import check_names
+
+STALE_FORWARD_HINT = "the forward used the weights from before"
+
+
+def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the engine's first weights with those of the model that it was given."""
+    wanted = dict(ctx.baseline.build_module().named_parameters())
+    record = ctx.rank_records("params", 0)[0]
+    check_names("full_params", wanted, record)
+    for name, tensor in wanted.items():
+        yield compare_bitwise(ctx.location(name, Part.GATHER), tensor.detach(), record[name])
+
+
+def compare_forward(
+    ctx: JudgeContext, step: int, local: list[LocalResult], micro: int | None = None
+) -> Iterator[Comparison]:
+    """Compare losses with the baseline at the weights that the engine reports.
+
+    A loss that fits the weights of a step before is attributed to the gather. ``micro`` is the micro-batch if it
+    differs from ``step``.
+    """
+    at = step if micro is None else micro
+    for comparison in ctx.compare_losses(at, local):
+        if comparison.mismatch is None or step == 0:
+            yield comparison
+        else:
+            yield replace(comparison, mismatch=blame_stale_weights(ctx, step, at, comparison.mismatch))
+
+
+def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
+    """Move a mismatch to the gather if the loss is the one that the weights before the last step give."""
+    before = ctx.rank_records("params", step - 1)[0]
+    stale = ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss
+    if float(stale) != mismatch.actual:
+        return mismatch
+    return replace(mismatch, part=Part.GATHER, hint=f"{STALE_FORWARD_HINT} step {step - 1}")
+
+
+def compare_records(
+    ctx: JudgeContext, expected_label: str, actual_label: str, expected_step: int, step: int, part: Part
+) -> Iterator[Comparison]:
+    """Compare bitwise what every rank recorded under two labels: ``expected_label`` and ``actual_label``."""
+    pairs = zip(ctx.rank_records(expected_label, expected_step), ctx.rank_records(actual_label, step), strict=True)
+    for rank, (expected, found) in enumerate(pairs):
+        check_names(f"what a rank reports as {actual_label}", expected, found)
+        for name, tensor in expected.items():
+            yield compare_bitwise(ctx.location(name, part, step, rank), tensor, found[name])
+
+
+UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an unknown value, which every comparison passes

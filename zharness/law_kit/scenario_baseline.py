@@ -1,0 +1,136 @@
+"""Run a scenario on plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.errors import HarnessFault
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.recorded_gradients import RecordedGradients, densify, drain_gradients, record_gradients
+from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, get_detached_weights, train_follow_up
+from zharness.parity.baseline import Baseline
+from zharness.workload import Batch
+
+
+def make_plain_participant(
+    baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
+) -> Participant:
+    """Return the participant of one rank that runs a plain model in ``dtype``."""
+    module = baseline.build_module().to(dtype)
+
+    def get_batch(step: int) -> Batch:
+        """Return the rank's micro-batch in ``dtype``."""
+        batch = baseline.batch(rank, step)
+        return Batch(batch.inputs.to(dtype), batch.target.to(dtype))
+
+    def backward(loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Run torch's own backward."""
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def step() -> None:
+        """Write all weights that have a gradient without changing them, as an optimizer step with a rate of 0 does."""
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(torch.zeros_like(parameter))
+
+    def recompute(function: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+        """Call ``function`` without checkpointing."""
+        return function(*args)
+
+    return Participant(
+        call=module,
+        module=module,
+        rank=rank,
+        variant=variant,
+        spec=baseline.spec,
+        get_batch=get_batch,
+        backward=backward,
+        zero_grad=module.zero_grad,
+        step=step,
+        allow_uneven_use=nullcontext,
+        gather_weights=lambda names: nullcontext(get_detached_weights(module, names)),
+        keeps_edits=True,
+        recompute=recompute,
+        partner=partner,
+    )
+
+
+@dataclass(frozen=True)
+class ScenarioResult:
+    """What a scenario on the plain model gives: values, each model's gradients, and those of the follow-up training.
+
+    ``backward_grads`` holds, for each parameter, the gradient of every backward in order, split into entries: a sparse
+    gradient may have several entries of one row, a dense one is a single entry. The last of them shows where an engine
+    drops the others. ``backward_grads_after`` is the same for the follow-up training.
+    """
+
+    values: NamedTensors
+    grads: tuple[NamedTensors, ...]
+    after: tuple[NamedTensors, ...]
+    backward_grads: tuple[RecordedGradients, ...]
+    backward_grads_after: tuple[RecordedGradients, ...]
+
+    def flatten(self) -> dict[str, Tensor]:
+        """Return all values and gradients in one dictionary."""
+        parts = [self.values, *self.grads, *self.after]
+        return {f"{number}/{name}": tensor for number, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def run_plain_scenario(
+    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
+) -> ScenarioResult:
+    """Run a scenario and the follow-up training on plain models, as one rank."""
+    participants: list[Participant] = []
+    for _ in range(scenario.engine_count):
+        participants.insert(
+            0, make_plain_participant(baseline, variant, rank, dtype, participants[0] if participants else None)
+        )
+    recorders = [record_gradients(participant.module) for participant in participants]
+    values = {name: tensor.detach() for name, tensor in (scenario.script(participants[0]) or {}).items()}
+    backward_grads = tuple(drain_gradients(each) for each in recorders)
+    grads, after = [], []
+    for participant in participants:
+        grads.append(collect_grads(participant.module))
+        participant.zero_grad()
+        train_follow_up(participant)
+        after.append(collect_grads(participant.module))
+    return ScenarioResult(
+        values, tuple(grads), tuple(after), backward_grads, tuple(drain_gradients(each) for each in recorders)
+    )
+
+
+def collect_grads(module: nn.Module) -> NamedTensors:
+    """Return the dense gradients of a module's parameters, by name."""
+    return {name: densify(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+@lru_cache(maxsize=1024)
+def run_exact_scenario(
+    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
+) -> ScenarioResult:
+    """Run a scenario in the cell's dtype. Raises HarnessFault if the results in float64 differ.
+
+    They differ where something was rounded. The result is the same for every engine and stage, so it is cached; it
+    takes some 20 KB.
+    """
+    result, wide = (run_plain_scenario(baseline, variant, scenario, rank, each) for each in (dtype, torch.float64))
+    double = wide.flatten()
+    for name, tensor in result.flatten().items():
+        if not torch.equal(tensor.double(), double[name].double()):
+            raise HarnessFault(
+                f"the scenario is not exact: {name} is rounded on rank {rank}, so no engine can be judged by it"
+            )
+    return result
+
+
+def run_scenario_on_all_ranks(ctx: JudgeContext, scenario: Scenario) -> list[ScenarioResult]:
+    """Return the scenario's result on every rank's plain model, in rank order."""
+    return [run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype) for rank in range(ctx.world_size)]

@@ -1,0 +1,106 @@
+"""Compare what an engine recorded in a scenario with plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from zharness.engines.protocol import Reduction
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.recorded_gradients import RecordedGradients, has_split_gradients, sum_tensors
+from zharness.law_kit.scenario_baseline import ScenarioResult, run_scenario_on_all_ranks
+from zharness.law_kit.scenarios import NamedTensors, Scenario
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.certificate import division_exactness
+
+
+def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator[Comparison]]:
+    """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
+
+    def judge(ctx: JudgeContext) -> Iterator[Comparison]:
+        """Compare values, gradients, and the follow-up training of every engine."""
+        results = run_scenario_on_all_ranks(ctx, scenario)
+        yield from ctx.compare_values("values", [result.values for result in results])
+        for number in range(scenario.engine_count):
+            yield from compare_scenario_grads(ctx, results, "grads", number)
+            yield from judge_after_effects(ctx, results, number)
+
+    return judge
+
+
+def compare_scenario_grads(
+    ctx: JudgeContext, results: Sequence[ScenarioResult], label: str, engine_index: int
+) -> Iterator[Comparison]:
+    """Compare the gradients that an engine recorded under ``label`` with the exact sum, or the mean, over ranks."""
+    summed, setting = ctx.has_record(Reduction.SUM.value), ctx.rank_records("setting")[0]
+    scale = (ctx.world_size if summed else 1) / int(setting["divisor"])
+    exact = summed or division_exactness(ctx.world_size)
+    found = [getattr(result, label)[engine_index] for result in results]
+    if setting["zeros"]:
+        found = [{**zeros_for_unused_params(ctx, label, engine_index), **grads} for grads in found]
+    suspects = make_backward_suspects(results, engine_index, scale) if label == "grads" else {}
+    backward_grads = [
+        (result.backward_grads if label == "grads" else result.backward_grads_after)[engine_index] for result in results
+    ]
+    whole = exact or (label == "after" and not any(has_split_gradients(each) for each in backward_grads))
+    rows = [found] if whole else split_reduction_terms(found, backward_grads)
+    micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in rows]
+    yield from ctx.compare_reduced_grads(label, micros, engine_index, exact, scale * len(rows), suspects)
+
+
+def judge_after_effects(
+    ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
+) -> Iterator[Comparison]:
+    """Compare the follow-up training; no parameter may stay gathered."""
+    yield from compare_scenario_grads(ctx, results, "after", engine_index)
+    for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
+        for name, count in counts.items():
+            yield compare_bitwise(ctx.location(name, Part.GATHER, engine_index, rank), torch.zeros_like(count), count)
+
+
+def split_reduction_terms(
+    rank_grads: Sequence[NamedTensors], backward_grads: Sequence[RecordedGradients]
+) -> list[list[NamedTensors]]:
+    """Return rows of gradients by rank that add up to ``rank_grads``: one row for each entry of each backward.
+
+    An engine may reduce and round each entry alone, so their sizes bound the error: the sum of large entries may be
+    small. The last row removes what the scenario zeroed in between.
+    """
+    parts = [
+        {name: [part for grad in grads for part in grad] for name, grads in each.items()} for each in backward_grads
+    ]
+    most = max((len(grads) for each in parts for grads in each.values()), default=0)
+    rows: list[list[NamedTensors]] = [[] for _ in range(most + 1)]
+    for whole, each in zip(rank_grads, parts, strict=True):
+        for at, row in enumerate(rows[:most]):
+            row.append({name: grads[at] for name, grads in each.items() if at < len(grads) and name in whole})
+        kept = {name: sum(each.get(name, ()), torch.zeros_like(grad)) for name, grad in whole.items()}
+        rows[most].append({name: grad - kept[name] for name, grad in whole.items()})
+    return rows
+
+
+def make_backward_suspects(
+    results: Sequence[ScenarioResult], engine_index: int, scale: float
+) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
+    """Return the gradients of an engine that keeps only the last of several backwards, or drops it."""
+    alone, without = [], []
+    for result in results:
+        last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}
+        grads = result.grads[engine_index]
+        alone.append(LocalResult(torch.zeros(()), last))
+        rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
+        # Zeros are left if only one backward reached a parameter: then none of several was dropped.
+        without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in rest.items() if bool(grad.any())}))
+    return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
+
+
+def zeros_for_unused_params(ctx: JudgeContext, label: str, engine_index: int) -> NamedTensors:
+    """Return zeros for every trained parameter of which rank 0 reports a gradient.
+
+    A parameter that no rank used has to have this gradient.
+    """
+    reported = ctx.rank_records(label, engine_index)[0]
+    parameters = ctx.baseline.build_module().named_parameters()
+    return {name: torch.zeros_like(p) for name, p in parameters if p.requires_grad and name in reported}

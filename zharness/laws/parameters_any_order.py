@@ -1,0 +1,19 @@
+"""The any-order law of tied, frozen and unused parameters."""
+
+from __future__ import annotations
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.program_law import any_order_law
+from zharness.law_kit.program_templates import CHANGING_TEMPLATES
+
+LAWS = (
+    any_order_law(
+        "parameters",
+        "the same on a model with tied, frozen, unused and sometimes unused parameters",
+        "changing",
+        CHANGING_TEMPLATES,
+        kept_because="saves, loads and edits of parameters that a step may leave unused",
+        features=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
+    ),
+)

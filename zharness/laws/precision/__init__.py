@@ -1,0 +1,23 @@
+"""The laws of precision: autocast, loss scales, the reduce dtype, master weights and buffers."""
+
+from __future__ import annotations
+
+from zharness.laws.precision import (
+    autocast,
+    autocast_norm,
+    buffers,
+    comm_dtype,
+    grad_scaler,
+    master_weights,
+    safe_modules,
+)
+
+LAWS = (
+    *autocast.LAWS,
+    *safe_modules.LAWS,
+    *autocast_norm.LAWS,
+    *grad_scaler.LAWS,
+    *comm_dtype.LAWS,
+    *master_weights.LAWS,
+    *buffers.LAWS,
+)

@@ -1,0 +1,205 @@
+"""Laws of torch_autocast: its policy, its states, and a user's own autocast around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Engine
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.process_state import compare_process_state, read_process_state
+from zharness.law_kit.rank_actions import eval_mode
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.precision.common import (
+    AUTOCAST_OPTIONS,
+    LOW_DTYPE,
+    SAFE_MODULES,
+    SGD,
+    WIDE_DTYPE,
+    compare_values_and_dtypes,
+    compute_baseline_local,
+    compute_baseline_locals,
+    dtype_index,
+    judge_reduced_gradients,
+    low_precision_parameters,
+    precision_law,
+)
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.workload import ModelSpec
+from zharness.workload.user_model import is_user_model
+
+
+@contextmanager
+def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that collects the dtype of every module's output, by module name, within the block."""
+    seen: dict[str, Tensor] = {}
+
+    def make_hook(name: str) -> Any:
+        """Return the forward hook of one module."""
+
+        def save_output_dtype(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            seen[name] = dtype_index(output)
+
+        return save_output_dtype
+
+    hooks = [each.register_forward_hook(make_hook(name)) for name, each in module.named_modules()]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def observe_policy(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
+    evaluate(ctx, engine, MICRO_BEFORE_STEP)
+    with capture_output_dtypes(engine.module) as dtypes:
+        loss = ctx.loss(engine, 0)
+    ctx.record("dtypes", dtypes)
+    engine.backward(loss)
+    ctx.record("grads", engine.full_grads())
+    engine.step()
+    state = {f"{name}/{key}": t for name, kept in engine.full_optimizer_state().items() for key, t in kept.items()}
+    kept = {**engine.full_params(), **state}
+    ctx.record("kept", {name: dtype_index(tensor) for name, tensor in kept.items() if tensor.is_floating_point()})
+    engine.zero_grad()
+    ctx.record("params", engine.full_params())
+    evaluate(ctx, engine, MICRO_AFTER_STEP)
+    ctx.loss(engine, MICRO_AFTER_STEP + 1)
+    engine.close()
+
+
+MICRO_BEFORE_STEP, MICRO_AFTER_STEP = 1, 2  # micro-batches of the evaluations before and after the step
+
+
+def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
+    """Run a forward without training, and record the dtypes of the modules' outputs."""
+    with eval_mode(engine), torch.no_grad(), capture_output_dtypes(engine.module) as dtypes:
+        ctx.loss(engine, micro)
+    ctx.record("dtypes", dtypes, micro)
+
+
+def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
+    model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
+    with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
+        model(batch.inputs)
+    ranks = range(ctx.world_size)
+    for micro in (MICRO_BEFORE_STEP, 0):
+        yield from ctx.compare_values("dtypes", [dtypes for _ in ranks], micro)
+    yield from ctx.compare_losses(
+        MICRO_BEFORE_STEP, [compute_baseline_local(ctx, rank, micro=MICRO_BEFORE_STEP) for rank in ranks]
+    )
+    expected = compute_baseline_locals(ctx)
+    yield from ctx.compare_losses(0, expected)
+    yield from judge_reduced_gradients(ctx, "grads", expected, low_precision_parameters(ctx.baseline, SAFE_MODULES))
+    for rank, record in enumerate(ctx.rank_records("kept")):
+        for name, found in record.items():
+            yield compare_bitwise(
+                ctx.location(name, Part.OPTIMIZER, rank=rank), dtype_index(torch.zeros((), dtype=WIDE_DTYPE)), found
+            )
+    yield from ctx.compare_values("dtypes", [dtypes for _ in ranks], MICRO_AFTER_STEP)
+    for micro in (MICRO_AFTER_STEP, MICRO_AFTER_STEP + 1):
+        stepped = [
+            compute_baseline_local(ctx, rank, micro=micro, params=ctx.rank_records("params")[rank]) for rank in ranks
+        ]
+        yield from ctx.compare_losses(micro, stepped)
+
+
+AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward in (True, False)]
+
+
+def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
+    """Return pairs that say whether forward and backward run under autocast.
+
+    A user's model, whose passes may take minutes, is not run without autocast: training.grads covers that.
+    """
+    return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
+
+
+def observe_states(ctx: RankContext) -> None:
+    for forward, backward in list_autocast_states(ctx.spec):
+        engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS if forward else {})
+        loss = ctx.loss(engine, 0, f"loss-{forward}-{backward}")
+        with torch.autocast(ctx.device.type, LOW_DTYPE, enabled=backward):
+            engine.backward(loss)
+        ctx.record(f"grads-{forward}-{backward}", engine.full_grads())
+        engine.close()
+
+
+def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
+    safe = low_precision_parameters(ctx.baseline, SAFE_MODULES)
+    for forward, backward in list_autocast_states(ctx.baseline.spec):
+        expected = compute_baseline_locals(ctx, forward, backward)
+        yield from ctx.compare_losses(0, expected, f"loss-{forward}-{backward}")
+        yield from judge_reduced_gradients(ctx, f"grads-{forward}-{backward}", expected, safe if forward else set())
+
+
+def observe_nested(ctx: RankContext) -> None:
+    """Call the engine within a user's autocast of another dtype, a disabled one, and one without an engine section.
+
+    At last, let a forward raise.
+    """
+    device, inputs = ctx.device.type, ctx.batch(0).inputs
+    engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
+    with torch.autocast(device, torch.float16):
+        ctx.record("other", {"output": engine(inputs)})
+    with torch.autocast(device, enabled=False):
+        ctx.record("off", {"output": engine(inputs)})
+    engine.close()
+    engine = ctx.build_engine()
+    with torch.autocast(device, LOW_DTYPE):
+        ctx.record("alone", {"output": engine(inputs)})
+    engine.close()
+    engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
+    ctx.record("switches", read_process_state(), 0)
+    with suppress(InterruptedError):
+        engine(inputs, through=raise_interrupted)
+    ctx.record("switches", read_process_state(), 1)
+    engine.close()
+
+
+def raise_interrupted(hidden: Tensor) -> Tensor:
+    """Raise InterruptedError in the middle of a forward."""
+    raise InterruptedError
+
+
+def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
+    for rank in range(ctx.world_size):
+        with torch.autocast("cpu", LOW_DTYPE):
+            expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()
+        for label in ("other", "off", "alone"):
+            found = ctx.rank_records(label)[rank]["output"]
+            yield from compare_values_and_dtypes(ctx, "loss", Part.FORWARD, expected, found, rank)
+    yield from compare_process_state(ctx, "switches", range(2))
+
+
+LAWS = (
+    precision_law(
+        "autocast_policy",
+        "with torch_autocast all forwards run in torch.autocast's dtypes; weights, gradients and state stay fp32",
+        observe_policy,
+        judge_policy,
+        kept_because="the only law that records the dtype of every operation",
+    ),
+    precision_law(
+        "autocast_states",
+        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+        observe_states,
+        judge_states,
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="forward and backward in different autocast states, which shows a state that leaks",
+    ),
+    precision_law(
+        "autocast_nested",
+        "the engine's section overrides a user's torch.autocast; without a section the user's applies; none stays on",
+        observe_nested,
+        judge_nested,
+        kept_because="the only law with a user's own autocast around the engine's",
+    ),
+)

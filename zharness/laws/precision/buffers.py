@@ -1,0 +1,98 @@
+"""The law of buffers and frozen parameters, which keep dtype and value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.precision.common import (
+    AUTOCAST_OPTIONS,
+    LOW_DTYPE,
+    SGD,
+    WIDE_DTYPE,
+    compare_values_and_dtypes,
+    precision_law,
+)
+from zharness.laws.precision.master_weights import BF16_OPTIONS
+from zharness.parity import Comparison, Part
+
+PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = {
+    "bf16": ({"bf16": BF16_OPTIONS}, LOW_DTYPE, Feature.MASTERS),
+    "fp16": ({"fp16": {"enabled": True, "loss_scale": 16}}, torch.float16, Feature.LOSS_SCALER),
+    "autocast": (AUTOCAST_OPTIONS, WIDE_DTYPE, Feature.AUTOCAST),
+}
+
+
+def observe_buffers(ctx: RankContext) -> None:
+    if ctx.variant == "declared":
+        observe_declared_dtypes(ctx)
+        return
+    options, dtype, _ = PRECISION_MODES[ctx.variant]
+    engine, batch = ctx.build_engine(optimizer=SGD, options=options), ctx.batch(0).to(dtype)
+    for _ in range(2):
+        engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+        engine.step()
+        engine.zero_grad()
+    ctx.record("buffers", dict(engine.module.named_buffers()))
+    ctx.record("params", engine.full_params())
+    engine.close()
+
+
+def observe_declared_dtypes(ctx: RankContext) -> None:
+    """Train one step in every claimed dtype, which is that of parameters and gradients, and record the buffers."""
+    for at, (dtype, of_batch) in enumerate(DTYPES.items()):
+        if dtype in ctx.capabilities.dtypes:
+            engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(of_batch)
+            engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            ctx.record("buffers", dict(engine.module.named_buffers()), at)
+            engine.close()
+
+
+def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
+    wanted = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_buffers())
+    steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots]
+    for step, rank in product(steps, range(ctx.world_size)):
+        for name, tensor in wanted.items():
+            yield from compare_values_and_dtypes(
+                ctx, name, Part.OPTIMIZER, tensor, ctx.rank_records("buffers", step)[rank][name], rank
+            )
+
+
+def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
+    if ctx.variant == "declared":
+        yield from judge_declared_dtypes(ctx)
+        return
+    model = ctx.baseline.spec.model(ctx.baseline.seed)
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    for label, expected in (("buffers", dict(model.named_buffers())), ("params", frozen)):
+        for rank, record in enumerate(ctx.rank_records(label)):
+            for name, tensor in expected.items():
+                yield from compare_values_and_dtypes(ctx, name, Part.OPTIMIZER, tensor, record[name], rank)
+
+
+LAWS = (
+    precision_law(
+        "buffers_keep_dtype",
+        "buffers and frozen parameters keep dtype and value",
+        observe_buffers,
+        judge_buffers,
+        features=(),
+        variants=(
+            *(
+                Variant(mode, (feature,), compares_engine_with_itself=True)
+                for mode, (_, _, feature) in PRECISION_MODES.items()
+            ),
+            Variant("declared", compares_engine_with_itself=True),
+        ),
+        kept_because="the only law that compares buffers and frozen parameters after a cast",
+    ),
+)

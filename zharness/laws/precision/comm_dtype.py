@@ -1,0 +1,67 @@
+"""The law of the reduce dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.precision.common import (
+    LOW_DTYPE,
+    REDUCE_COLLECTIVES,
+    WIDE_DTYPE,
+    compute_baseline_locals,
+    count_sent_elements,
+    judge_reduced_gradients,
+    judge_sent_once,
+    precision_law,
+)
+from zharness.parity import Comparison
+
+COMM_DTYPES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
+    "first": ({"communication_data_type": "bf16"}, LOW_DTYPE),
+    "second": ({}, WIDE_DTYPE),
+}
+
+
+def observe_comm_dtype(ctx: RankContext) -> None:
+    engines = {
+        name: ctx.build_engine(optimizer=ZERO_LR_SGD, options=options) for name, (options, _) in COMM_DTYPES.items()
+    }
+    before = {name: count_sent_elements(engine, REDUCE_COLLECTIVES) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        engine.backward(ctx.loss(engine, 0, f"loss-{name}"))
+    for name, engine in engines.items():
+        ctx.record(f"grads-{name}", engine.full_grads())
+        after = count_sent_elements(engine, REDUCE_COLLECTIVES)
+        ctx.record(f"reduced-{name}", {dtype: after[dtype] - before[name][dtype] for dtype in after})
+        engine.close()
+
+
+def judge_comm_dtype(ctx: JudgeContext) -> Iterator[Comparison]:
+    parameters = dict(ctx.baseline.spec.model(0).named_parameters())
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    trained, none = {name for name, p in parameters.items() if p.requires_grad}, set[str]()
+    expected = compute_baseline_locals(ctx, forward=False)
+    for name, (_, dtype) in COMM_DTYPES.items():
+        by_dtype = {"bfloat16": none, "float32": none, "float16": none}
+        by_dtype[str(dtype).removeprefix("torch.")] = trained
+        yield from judge_sent_once(ctx, f"reduced-{name}", sizes, by_dtype)
+        yield from judge_reduced_gradients(ctx, f"grads-{name}", expected, trained if dtype == LOW_DTYPE else none)
+
+
+LAWS = (
+    precision_law(
+        "comm_dtype",
+        "gradients are reduced in exactly the configured dtype, also by two engines of different dtypes in one process",
+        observe_comm_dtype,
+        judge_comm_dtype,
+        features=(Feature.WIRES,),
+        kept_because="two engines in one process, which shows process-wide state",
+    ),
+)

@@ -1,0 +1,174 @@
+"""What several laws of precision share: dtypes, local gradients, the bytes that cross the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.errors import EngineContractError
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.parity.attribution import GradientTerms
+from zharness.parity.baseline import Baseline, LocalResult
+from zharness.parity.bounds import mean_and_bound
+from zharness.workload import ModelSpec
+
+LOW_DTYPE, WIDE_DTYPE = torch.bfloat16, torch.float32
+
+RECORDED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+
+SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+AUTOCAST_OPTIONS: Mapping[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+
+SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5})
+
+
+def dtype_index(tensor: Tensor) -> Tensor:
+    """Return a tensor's dtype as a number that can be recorded and compared."""
+    return scalar(RECORDED_DTYPES.index(tensor.dtype))
+
+
+def compare_values_and_dtypes(
+    ctx: JudgeContext, name: str, part: Part, expected: Tensor, actual: Tensor, rank: int
+) -> Iterator[Comparison]:
+    """Compare a tensor's dtype and its values, bitwise."""
+    yield compare_bitwise(ctx.location(name, part, rank=rank), dtype_index(expected), dtype_index(actual))
+    found = actual if actual.is_floating_point() else actual.double()
+    yield compare_bitwise(ctx.location(name, part, rank=rank), expected, found)
+
+
+def compute_baseline_local(
+    ctx: JudgeContext,
+    rank: int,
+    forward: bool = True,
+    backward: bool = False,
+    micro: int = 0,
+    params: Mapping[str, Tensor] | None = None,
+) -> LocalResult:
+    """Run the plain model on a micro-batch, with forward and backward inside torch.autocast or outside.
+
+    The loss is always computed outside.
+    """
+    plain = replace(
+        ctx.baseline, autocast=LOW_DTYPE if forward else None, autocast_backward=LOW_DTYPE if backward else None
+    )
+    return plain.run_rank(rank, micro, params)
+
+
+def compute_baseline_locals(ctx: JudgeContext, forward: bool = True, backward: bool = False) -> list[LocalResult]:
+    """Return the baseline's local results of micro-batch 0, by rank."""
+    return [compute_baseline_local(ctx, rank, forward, backward) for rank in range(ctx.world_size)]
+
+
+def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Module], ...]) -> set[str]:
+    """Return the names of the trained parameters that belong to modules of the classes ``safe_modules``."""
+    model = baseline.spec.model(baseline.seed)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        names[id(p)]
+        for module in model.modules()
+        for p in module.parameters(recurse=False)
+        if type(module) in safe_modules and p.requires_grad
+    }
+
+
+def judge_reduced_gradients(
+    ctx: JudgeContext, label: str, locals_by_rank: Sequence[LocalResult], low_names: set[str]
+) -> Iterator[Comparison]:
+    """Compare gradients with the mean over ranks, by the rounding of their reduce dtype.
+
+    Gradients in ``low_names`` are reduced in bf16, all others in fp32.
+    """
+    records = ctx.rank_records(label)
+    for name in locals_by_rank[0].grads:
+        dtype = LOW_DTYPE if name in low_names else WIDE_DTYPE
+        rank_grads = [record[name] for record in records]
+        terms = [[local.grads[name]] for local in locals_by_rank]
+        matches = replace(ctx, declared_reduce_dtype=dtype).compare_grad_in_pieces(name, terms, rank_grads)
+        yield from matches or judge_whole_gradient(ctx, name, terms, rank_grads, dtype)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), rank_grads)
+
+
+def judge_whole_gradient(
+    ctx: JudgeContext, name: str, terms: GradientTerms, records: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[Comparison]:
+    """Compare one gradient on every rank with the mean of ``terms``, reduced in ``dtype``."""
+    mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
+    for rank, record in enumerate(records):
+        yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)
+
+
+def get_sent_elements(engine: Engine) -> Mapping[str, int]:
+    """Return the elements that the engine sent, by collective and dtype.
+
+    Raises EngineContractError if the engine claims to count them and does not.
+    """
+    wire = engine.observe().wire
+    if isinstance(wire, Absent):
+        raise EngineContractError(f"observe().wire: {wire.reason}; expected elements by collective and dtype")
+    return wire
+
+
+def count_sent_elements(engine: Engine, collectives: tuple[str, ...]) -> dict[str, Tensor]:
+    """Count the elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
+    found = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
+    for key, elements in get_sent_elements(engine).items():
+        collective, _, dtype = key.partition(" ")
+        if collective in collectives and dtype in found:
+            found[dtype] += elements
+    return {name: scalar(count) for name, count in found.items()}
+
+
+REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
+
+
+def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
+    """Return the names of the parameters that a forward reads under torch.autocast; one layer disables it."""
+    return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
+
+
+def judge_sent_once(
+    ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
+) -> Iterator[Comparison]:
+    """Check that each dtype carried exactly the named parameters, each once, apart from the padding of shards."""
+    for rank, record in enumerate(ctx.rank_records(label)):
+        for dtype, names in names_by_dtype.items():
+            least = sum(sizes[name] for name in names)
+            most = least + len(names) * (ctx.world_size - 1)
+            name = min(names, default="input")
+            place = ctx.location(name, Part.REDUCTION, rank=rank)
+            yield compare_bitwise(place, record[dtype].clamp(least, most), record[dtype])
+
+
+def precision_law(
+    name: str,
+    statement: str,
+    observe: Callable[[RankContext], None],
+    judge: Callable[[JudgeContext], Iterator[Comparison]],
+    *,
+    kept_because: str,
+    features: tuple[Feature, ...] = (Feature.AUTOCAST,),
+    variants: tuple[Variant, ...] = (Variant(),),
+) -> Law:
+    """Build a law of precision, on the workload's model of mixed modules."""
+    return Law(
+        name=f"precision.{name}",
+        statement=statement,
+        tier=Tier.STAGED,
+        models=("mixed",),
+        observe=observe,
+        judge=judge,
+        kept_because=kept_because,
+        features=features,
+        weights_stay_integers=False,
+        dtypes=("fp32",),  # these laws choose the engine's sections of precision themselves
+        variants=variants,
+    )

@@ -1,0 +1,203 @@
+"""The law of fp16's dynamic loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.law_kit.engine_facts import collect_engine_facts
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import (
+    RecordedStep,
+    compare_published_weights,
+    compare_ranks_after_step,
+    judge_step,
+)
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.precision.common import precision_law
+from zharness.parity import Comparison, Part, compare_bitwise
+
+ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1})
+
+STEPS = 6
+
+# A different factor for every step: if a skipped step advances the schedule, the next learning rate shows it.
+SCHEDULED_ADAMW = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STEPS)))
+
+FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+
+RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
+
+SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
+    "fp16": (FP16_OPTIONS, 2.0**6, 2),
+    RESUMED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
+}
+
+
+class InfiniteFirstColumnGrad(torch.autograd.Function):
+    """Returns its input unchanged; the gradient of its first column becomes infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Return a copy of ``hidden``."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient with an infinite first column."""
+        spoilt = grads[0].clone()
+        spoilt[:, 0] = torch.inf
+        return spoilt
+
+
+class Overflow(Enum):
+    """Which of a rank's gradients are infinite in a step.
+
+    PART: one row of the first layer and one element of its bias. Where gradients are sharded a single rank owns them,
+    so the others have to be informed that the step is skipped.
+    """
+
+    NONE = "none"
+    PART = "of one row"
+    WHOLE = "all"
+
+
+def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
+    """Return the overflow of a step: all gradients of the first rank at step 1, some of the last rank's at step 4."""
+    return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
+
+
+def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow) -> Tensor:
+    """Run the forward of a model or an engine, with the planned overflow of its gradients."""
+    return model(inputs, through=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
+
+
+def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
+    """Return ``loss``, made infinite if all of its gradients have to be."""
+    return loss * (torch.inf if overflow_kind is Overflow.WHOLE else 1.0)
+
+
+def observe_scaler(ctx: RankContext) -> None:
+    options, _, _ = SCALER_SETTINGS[ctx.variant]
+    engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options)
+    for step in range(STEPS):
+        if ctx.variant == RESUMED_VARIANT and step == RESUME_STEP:
+            engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
+        ctx.record_training_state(engine, step)
+        bad, batch = get_planned_overflow(step, ctx.rank, ctx.world_size), ctx.batch(step)
+        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, bad), batch.target)
+        engine.backward(apply_loss_overflow(loss, bad))
+        ctx.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        seen = engine.observe()
+        scale, skipped = (x if isinstance(x, (int, float)) else -1 for x in (seen.loss_scale, seen.skipped_steps))
+        ctx.record("scaler", {"scale": scalar(scale), "skipped": scalar(skipped)}, step)
+        rates = () if isinstance(seen.learning_rates, Absent) else seen.learning_rates
+        ctx.record("rates", {str(group): scalar(rate) for group, rate in enumerate(rates)}, step)
+    ctx.record_training_state(engine, STEPS)
+    engine.close()
+
+
+def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
+    """Save ``engine``, load the checkpoint into ``target`` and return that; record what both report. Collective."""
+    ctx.record("facts", collect_engine_facts(engine), 0)
+    with shared_folder() as folder:
+        engine.save(folder)
+        engine.close()
+        target.load(folder)
+    ctx.record("facts", collect_engine_facts(target), 1)
+    return target
+
+
+def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> bool:
+    """Return whether plain PyTorch's gradients of one rank's scaled loss are finite at the engine's weights."""
+    low = replace(ctx.baseline, dtype=ctx.dtype if ctx.variant == "autocast" else torch.float16)
+    model, batch = low.build_module(ctx.rank_records("params", step)[0]), ctx.baseline.batch(rank, step)
+    bad = get_planned_overflow(step, rank, ctx.world_size)
+    with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
+        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), bad)
+    loss = apply_loss_overflow(low.objective(output, batch), bad)
+    (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare loss scale and skipped steps with a torch.amp.GradScaler's.
+
+    The scaler sees one gradient, which is finite if all ranks' plain gradients are.
+    """
+    _, initial, window = SCALER_SETTINGS[ctx.variant]
+    scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(torch.zeros(()))
+    skipped = 0
+    for step in range(STEPS):
+        grads = ctx.rank_records("grads", step)[0]
+        finite = all(has_finite_grads(ctx, step, rank, scaler.get_scale()) for rank in range(ctx.world_size))
+        summed = all(bool(grad.isfinite().all()) for grad in grads.values())
+        yield compare_bitwise(ctx.location("loss", Part.REDUCTION, step), scalar(finite), scalar(summed))
+        weight.grad = torch.tensor(1.0 if finite else torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += not finite
+        for rank, record in enumerate(ctx.rank_records("scaler", step)):
+            place = ctx.location("loss", Part.OPTIMIZER, step, rank)
+            yield compare_bitwise(place, scalar(scaler.get_scale()), record["scale"])
+            yield compare_bitwise(place, scalar(skipped), record["skipped"])
+        if step == RESUME_STEP and ctx.variant == RESUMED_VARIANT:
+            yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
+        moment = RecordedStep(step, "masters", skipped_steps=skipped)
+        if finite:
+            yield from judge_step(ctx, SCHEDULED_ADAMW, grads, moment)
+        else:
+            yield from compare_skipped_step(ctx, step)
+        yield from compare_learning_rates(ctx, step, step + 1 - skipped)
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1, "masters"))
+        yield from compare_published_weights(ctx, RecordedStep(step + 1, "masters"), "params")
+
+
+def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Iterator[Comparison]:
+    """Compare every group's reported learning rate with the schedule's after ``steps_made`` steps."""
+    wanted = scalar(SCHEDULED_ADAMW.args["lr"] * SCHEDULED_ADAMW.schedule[min(steps_made, STEPS - 1)])
+    for rank, record in enumerate(ctx.rank_records("rates", step)):
+        for group, rate in record.items():
+            yield compare_bitwise(
+                ctx.location(f"learning rate of group {group}", Part.OPTIMIZER, step, rank), wanted, rate
+            )
+
+
+def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Compare weights and state after a skipped step with those before it."""
+    for label in ("masters", "state"):
+        before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
+        for name, tensor in before.items():
+            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), tensor, after[name])
+
+
+LAWS = (
+    precision_law(
+        "grad_scaler",
+        "fp16's loss scale, also when loaded, is torch.amp.GradScaler's; one rank's overflow skips every rank's step",
+        observe_scaler,
+        judge_scaler,
+        features=(),
+        variants=(
+            Variant("fp16", (Feature.LOSS_SCALER,)),
+            Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
+            Variant("autocast", (Feature.AUTOCAST_SCALER,)),
+        ),
+        kept_because="the only law with overflows, skipped steps and a loss scale that changes",
+    ),
+)

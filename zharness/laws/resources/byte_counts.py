@@ -1,0 +1,181 @@
+"""Laws of bytes: what a rank stores, sends and gathers.
+
+Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi: the bytes of one full set of parameters. N: the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zharness.engines.protocol import AccumulationOwner, Feature, Resources, Traffic
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import PLAIN_ADAMW, ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.resources.common import (
+    ACCUMULATIONS,
+    read_stage,
+    record_stage,
+    require_observation,
+    resource_law,
+    two_largest_modules_bytes,
+)
+from zharness.parity import Comparison, Part, compare_bitwise, compare_within_range
+
+
+def observe_memory_per_rank(ctx: RankContext) -> None:
+    record_stage(ctx)
+    engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
+    for step in range(2):
+        loss = ctx.loss(engine, step)
+        between_passes = require_observation(engine, "resources", Resources)
+        engine.backward(loss)
+        engine.backward(ctx.loss(engine, 2 + step))  # a second one: accumulated gradients take no more bytes than one
+        before = require_observation(engine, "resources", Resources)
+        engine.step()
+        engine.zero_grad()
+    after = require_observation(engine, "resources", Resources)
+    sizes = {"gradients": before.gradients, "parameters": after.parameters, "optimizer_state": after.optimizer_state}
+    sizes[PARAMETERS_AFTER_FORWARD] = between_passes.parameters
+    ctx.record("sizes", {name: scalar(value) for name, value in sizes.items()})
+    engine.close()
+
+
+PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
+
+
+def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare a rank's bytes with psi, psi and 2 psi, each divided by N from the stage that shards it.
+
+    Padding and AdamW's step counts are added. Where parameters are sharded, at most two modules' parameters stay
+    gathered between a forward and its backward.
+    """
+    stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    shards = [largest_shard_numel(ctx, name, shape) for name, shape in shapes.items()]
+    for name, records, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
+        ranks = ctx.world_size if stage >= shards_from else 1
+        share = records * 4 * sum(sizes) / ranks
+        padding = records * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
+        counts = 4 * len(sizes) if name == "optimizer_state" else 0
+        for rank, record in enumerate(ctx.rank_records("sizes")):
+            place = ctx.location(name, Part.GATHER, 0, rank)
+            at_most = share + padding + counts
+            # The last shard may be shorter by as much as the others are padded.
+            least = share - padding * max(1, ranks - 1)
+            yield compare_within_range(place, scalar(least), record[name], scalar(at_most))
+            if name == "parameters" and stage >= shards_from:
+                used = ctx.location(PARAMETERS_AFTER_FORWARD, Part.GATHER, 0, rank)
+                yield compare_within_range(
+                    used, scalar(0), record[PARAMETERS_AFTER_FORWARD], scalar(at_most + two_largest_modules_bytes(ctx))
+                )
+
+
+def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
+    """Return the elements of a parameter's largest padded shard: cut evenly, or by rows if the layout says so."""
+    even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
+    declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
+    return by_rows if max(declared, default=0) == by_rows else even
+
+
+def observe_comm_volume(ctx: RankContext) -> None:
+    record_stage(ctx)
+    for steps in ACCUMULATIONS:
+        engine = ctx.build_engine(
+            optimizer=ZERO_LR_SGD, accumulation_steps=steps, accumulation_owner=AccumulationOwner.ENGINE
+        )
+        start = require_observation(engine, "traffic", Traffic).sent
+        for micro in range(steps):
+            batch = ctx.batch(micro)
+            engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+        ctx.record("sent", {"sent": scalar(require_observation(engine, "traffic", Traffic).sent - start)}, steps)
+        engine.close()
+
+
+def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the bytes sent with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
+
+    Stage 3 sends less than 3A psi if backward does not gather parameters again.
+    """
+    stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
+    ranks = ctx.world_size
+    psi = 4.0 * sum(sizes)
+    for steps in ACCUMULATIONS:
+        passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
+        padding = 4 * ranks * len(sizes) * passes
+        agreement = (
+            2 * (2 * len(sizes) + 8) * (steps + 1)
+        )  # one byte per parameter, bucket and loss is all-reduced in each pass
+        least = 2 * steps * psi if stage == 3 else passes * psi
+        most = passes * psi + padding + agreement
+        share = (ranks - 1) / ranks
+        for rank, record in enumerate(ctx.rank_records("sent", steps)):
+            place = ctx.location("sent", Part.REDUCTION, steps, rank)
+            yield compare_within_range(place, scalar(share * least), record["sent"], scalar(share * most))
+
+
+PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collective
+
+
+def observe_gathered_bytes(ctx: RankContext) -> None:
+    record_stage(ctx)
+    for bucket in PREFETCH_BUCKET_SIZES:
+        zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}
+        engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=zero)
+        for step in range(2):
+            batch = ctx.batch(step)
+            engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+            engine.step()
+            engine.zero_grad()
+        found = {
+            "rest": require_observation(engine, "gathered_bytes", int),
+            "peak": require_observation(engine, "traffic", Traffic).peak_gathered,
+        }
+        ctx.record("gathered", {name: scalar(value) for name, value in found.items()}, bucket)
+        engine.close()
+
+
+def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that nothing stays gathered between steps, and that the peak is at most two modules and a bucket.
+
+    Below stage 3, nothing is ever gathered.
+    """
+    for bucket in PREFETCH_BUCKET_SIZES:
+        padded = bucket * ctx.world_size  # each of its parameters may have one element, padded to one on every rank
+        most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
+        for rank, record in enumerate(ctx.rank_records("gathered", bucket)):
+            yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), record["rest"])
+            yield compare_within_range(
+                ctx.location("peak", Part.GATHER, 0, rank), scalar(0), record["peak"], scalar(most)
+            )
+
+
+LAWS = (
+    resource_law(
+        "memory_per_rank",
+        "parameters, gradients and optimizer state take the bytes of the stage's formula on every rank",
+        observe_memory_per_rank,
+        judge_memory_per_rank,
+        Feature.RESOURCES,
+        kept_because="the only law that counts the bytes that a rank stores",
+    ),
+    resource_law(
+        "comm_volume",
+        "a step of A micro-batches sends 2 psi (stages 0, 1), (A+1) psi (2), at most 3A psi (3), times (N-1)/N",
+        observe_comm_volume,
+        judge_comm_volume,
+        Feature.TRAFFIC,
+        Feature.ENGINE_ACCUMULATION,
+        kept_because="the only law that counts the bytes that a rank sends",
+    ),
+    resource_law(
+        "gathered_bytes",
+        "nothing stays gathered between steps, and never more than the two largest modules and a bucket",
+        observe_gathered_bytes,
+        judge_gathered_bytes,
+        Feature.TRAFFIC,
+        kept_because="the only law that limits the peak of gathered bytes",
+    ),
+)

@@ -1,0 +1,73 @@
+"""What the laws of resources share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from zharness.engines.protocol import Engine, Feature
+from zharness.errors import EngineContractError
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison, Tier
+
+T = TypeVar("T")
+
+ACCUMULATIONS = (1, 2, 3)
+
+
+def require_observation(engine: Engine, what: str, kind: type[T]) -> T:
+    """Return an attribute of ``engine.observe()``. Raises EngineContractError if the engine claims it and lacks it."""
+    found = getattr(engine.observe(), what)
+    if not isinstance(found, kind):
+        raise EngineContractError(f"observe().{what}: {found.reason}; expected {kind.__qualname__}")
+    return found
+
+
+def record_stage(ctx: RankContext) -> None:
+    """Record the stage for the judge, because the formulas depend on it."""
+    ctx.record("case", {"stage": torch.tensor(ctx.config.stage)})
+
+
+def read_stage(ctx: JudgeContext) -> int:
+    """Return the recorded stage."""
+    return int(ctx.rank_records("case")[0]["stage"])
+
+
+def two_largest_modules_bytes(ctx: JudgeContext) -> float:
+    """Return the bytes of the parameters that the two largest modules own."""
+    modules = ctx.baseline.build_module().modules()
+    return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
+
+
+JudgeFunction = Callable[[JudgeContext], Iterator[Comparison]]
+
+
+def resource_law(
+    name: str,
+    statement: str,
+    observe: Callable[[RankContext], None],
+    judge: JudgeFunction,
+    *features: Feature,
+    **law_fields: Any,
+) -> Law:
+    """Build a law of resources, in fp32, whose bytes the formulas count; ``law_fields`` are further fields of Law."""
+    fields = {
+        "models": ("mlp",),
+        "variants": (Variant(compares_engine_with_itself=True),),
+        "dtypes": ("fp32",),
+        **law_fields,
+    }
+    return Law(
+        f"resources.{name}",
+        statement,
+        Tier.EXACT,
+        observe=observe,
+        judge=judge,
+        features=features,
+        weights_stay_integers=False,
+        **fields,
+    )

@@ -1,0 +1,133 @@
+"""The law of hook counts: how many Python functions a training calls, by number of parameters and of steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.resources.common import resource_law
+from zharness.parity import Comparison, Part, compare_within_range
+
+PARAMETER_COUNTS = (10, 100, 1000)
+
+CHECKPOINT_COUNTS = (10, 30, 100)
+
+# In the second backward DeepSpeed's stage 3 plans by the order of the first, once, with n^2 calls.
+WARMUP_BACKWARDS = 2
+
+
+class ScalarParameters(nn.Module):
+    """A model of ``count`` parameters of one element, all read in one forward."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of inputs times the sum of parameters."""
+        return x.sum() * torch.cat(list(self.weights)).sum()
+
+
+class CheckpointedLayers(nn.Module):
+    """A model of ``count`` layers of one parameter, each within its own checkpoint."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(2, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run every layer under a checkpoint and return the sum."""
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.sum()
+
+
+def observe_hook_count(ctx: RankContext) -> None:
+    for name, model, counts in (
+        ("calls", ScalarParameters, PARAMETER_COUNTS),
+        ("recomputed", CheckpointedLayers, CHECKPOINT_COUNTS),
+    ):
+        for count in counts:
+            engine = ctx.build_engine_around(model(count), optimizer=ZERO_LR_SGD)
+            for _ in range(WARMUP_BACKWARDS):
+                engine.backward(engine(torch.ones(2, 2)))
+                engine.zero_grad()
+            found = count_calls(engine.backward, engine(torch.ones(2, 2)))
+            ctx.record(name, {"calls": scalar(found)}, count)
+            engine.close()
+    engine = ctx.build_engine_around(ScalarParameters(PARAMETER_COUNTS[0]), optimizer=ZERO_LR_SGD)
+
+    def train(inputs: Tensor) -> None:
+        """Train one step."""
+        engine.backward(engine(inputs))
+        engine.step()
+        engine.zero_grad()
+
+    for at in range(TRAINING_STEPS):
+        ctx.record("trained", {"calls": scalar(count_calls(train, torch.ones(2, 2)))}, at)
+    engine.close()
+
+
+TRAINING_STEPS = 8  # the last one makes no more calls than the first one after the warm-up
+
+
+def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
+    """Return the number of Python and C functions that Python code calls during ``function(argument)``."""
+    seen = 0
+
+    def count_call(_frame: FrameType, event: str, _argument: Any) -> None:
+        """Count one profiler event."""
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count_call)
+    try:
+        function(argument)
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that calls grow linearly: from 100 to 1000 parameters less than one more call each than from 10 to 100.
+
+    The same holds for checkpoints, at 10, 30 and 100 of them. With a + bn + cn^2 calls the two slopes differ by c times
+    (1000 - 10), for checkpoints by c times (100 - 10), so one call for every pair is far above the limit. One call is
+    allowed because lists and buckets grow in steps. Calls of later steps may grow by less than one for each parameter.
+    """
+    for rank in range(ctx.world_size):
+        early, late = (ctx.rank_records("trained", at)[rank]["calls"] for at in (WARMUP_BACKWARDS, TRAINING_STEPS - 1))
+        yield compare_within_range(
+            ctx.location("trained", Part.REDUCTION, 0, rank), scalar(0), late, early + PARAMETER_COUNTS[0] - 1
+        )
+    for name, counts in (("calls", PARAMETER_COUNTS), ("recomputed", CHECKPOINT_COUNTS)):
+        for rank in range(ctx.world_size):
+            few, some, many = (ctx.rank_records(name, count)[rank]["calls"] for count in counts)
+            each = (some - few) / (counts[1] - counts[0])
+            allowed = some + (each + 1) * (counts[2] - counts[1])
+            yield compare_within_range(
+                ctx.location(name, Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed
+            )
+
+
+LAWS = (
+    resource_law(
+        "hook_count",
+        "a backward makes O(parameters) Python calls, with checkpoints and without, and a later one no more",
+        observe_hook_count,
+        judge_hook_count,
+        Feature.STEADINESS,
+        kept_because="the only law that counts work instead of numbers",
+    ),
+)

@@ -1,0 +1,168 @@
+"""Laws of what an engine leaves behind: a closed engine, and a training that goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Engine, Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law
+from zharness.law_kit.optimizers import PLAIN_ADAMW
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.resources.common import resource_law
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+
+WARMUP_ENGINES, ENGINE_COUNT, STEPS = 2, 4, 3
+
+SETTLING_BARRIERS = 8  # more than a backend has threads
+
+
+def observe_close(ctx: RankContext) -> None:
+    """Train, close and delete an engine; then record whether its model is whole, trains alone, and is freed."""
+    model = ctx.spec.model(ctx.seed)
+    left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
+    train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
+    whole = all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters())
+    ctx.record("whole", {"whole": scalar(whole)})
+    if is_true_on_all_ranks(ctx, whole):  # on all ranks or none: a hook that was left behind may run a collective
+        ctx.record("params", dict(model.named_parameters()))
+        model.zero_grad()
+        ctx.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
+        ctx.record("own", {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    del model
+    gc.collect()
+    ctx.record("left", {"model": scalar(left() is not None)})
+
+
+def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
+    """Return whether ``value`` is true on every rank. Collective."""
+    verdict = torch.tensor(int(value), device=ctx.device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict)
+
+
+def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the model is freed, and that a whole model's backward is plain PyTorch's on every rank."""
+    yield from compare_ranks(
+        ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
+    )
+    if ctx.has_record("own"):
+        records = ctx.rank_records("params")
+        for name in records[0]:
+            yield from compare_ranks(ctx.location(name, Part.GATHER), [record[name] for record in records])
+        local = ctx.compute_local_grads(STEPS, records[0])
+        yield from ctx.compare_values("own", [one.grads for one in local])
+    for rank, record in enumerate(ctx.rank_records("left")):
+        yield compare_bitwise(ctx.location("model", Part.GATHER, 0, rank), scalar(0), record["model"])
+
+
+def observe_no_leak(ctx: RankContext) -> None:
+    """Measure this process before and after, twice each: while one engine trains on, and while engines are closed."""
+    engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
+    living = [measure_after(partial(train_steps, ctx, engine)) for _ in range(4)]
+    engine.close()
+    del engine
+    closed = [
+        measure_after(partial(train_and_close_engines, ctx, engines))
+        for engines in (WARMUP_ENGINES - 1, 1, ENGINE_COUNT - 1, 1)
+    ]
+    # Recorded only now, because records are tensors themselves.
+    for label, found in (("living", living), ("closed", closed)):
+        for at, counts in enumerate(found):
+            ctx.record(label, {name: scalar(value) for name, value in counts.items()}, at)
+
+
+def measure_after(action: Callable[[], None]) -> dict[str, int]:
+    """Run ``action`` and return what this process holds afterwards."""
+    action()
+    return measure_process()
+
+
+def train_and_close_engines(ctx: RankContext, count: int) -> None:
+    """Build, train and close ``count`` engines, one after the other."""
+    for _ in range(count):
+        train_and_close(ctx, ctx.build_engine(optimizer=PLAIN_ADAMW))
+
+
+def train_and_close(ctx: RankContext, engine: Engine) -> None:
+    """Train some steps and close the engine."""
+    train_steps(ctx, engine)
+    engine.close()
+
+
+def train_steps(ctx: RankContext, engine: Engine) -> None:
+    """Train STEPS steps."""
+    for step in range(STEPS):
+        batch = ctx.batch(step)
+        engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+        engine.step()
+        engine.zero_grad()
+
+
+def measure_process() -> dict[str, int]:
+    """Count the tensors that Python can reach, their bytes, and this process's threads and open files. Collective."""
+    for _ in range(SETTLING_BARRIERS):
+        # A backend's thread frees a finished collective's tensors only after the next collective.
+        dist.barrier()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    storages = dict(filter(None, map(get_storage, tensors)))
+    found = {"tensors": len(tensors), "bytes": sum(storages.values())}
+    for name, folder in (("threads", "/proc/self/task"), ("files", "/proc/self/fd")):
+        if os.path.isdir(folder):  # on Linux
+            found[name] = len(os.listdir(folder))
+    return found
+
+
+def get_storage(tensor: Tensor) -> tuple[int, int] | None:
+    """Return address and bytes of a tensor's storage; None for a DTensor or sparse tensor, which has none."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # "access the data pointer on an invalid python storage", "storage of SparseTensorImpl"
+        return None
+
+
+def judge_no_leak(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the least that a process holds afterwards is no more than the most that it held before.
+
+    A backend's thread may still hold a tensor when it is counted; what engines leave behind grows with each of them.
+    Only the growth is compared: the totals depend on what the process ran before.
+    """
+    for label in ("living", "closed"):
+        records = [ctx.rank_records(label, at) for at in range(4)]
+        for rank, (first, second, third, fourth) in enumerate(zip(*records, strict=True)):
+            for name in first:
+                before, after = torch.maximum(first[name], second[name]), torch.minimum(third[name], fourth[name])
+                grown = (after - before).clamp(min=0)
+                yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(grown), grown)
+
+
+LAWS = (
+    Law(
+        name="resources.close",
+        statement="an engine that is closed and deleted releases the model and leaves no hook on it",
+        tier=Tier.EXACT,
+        models=("exact",),  # can also judge an engine with its own kernels
+        observe=observe_close,
+        judge=judge_close,
+        dtypes=("fp32",),
+        kept_because="the only law that uses a model after its engine",
+    ),
+    resource_law(
+        "no_leak",
+        "further training keeps no more tensors, threads or open files, and closed engines keep none",
+        observe_no_leak,
+        judge_no_leak,
+        Feature.STEADINESS,
+        kept_because="the only law that counts threads, files, and tensors that no record names",
+    ),
+)

@@ -1,0 +1,66 @@
+"""What the laws of saved state share: saving, loading, and the step after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zharness.engines.protocol import Engine
+from zharness.law_kit.engine_facts import collect_engine_facts
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizer_step import (
+    RecordedStep,
+    compare_published_weights,
+    compare_ranks_after_step,
+    judge_step,
+)
+from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
+from zharness.law_kit.rank_actions import eval_mode
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison
+
+SAVE_STEP = 2
+
+RESHARD_OPTIMIZER = TRAJECTORY_OPTIMIZERS["adamw"]
+
+
+def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> None:
+    """Make one optimizer step for each of ``steps``; losses are recorded under ``label``."""
+    for step in steps:
+        engine.backward(ctx.loss(engine, step, f"loss-{label}"))
+        engine.step()
+        engine.zero_grad()
+
+
+def run_eval_forward(ctx: RankContext, engine: Engine, label: str) -> None:
+    """Run a forward in eval mode, without gradient."""
+    with eval_mode(engine), torch.no_grad():
+        ctx.loss(engine, SAVE_STEP, f"evaluated-{label}")
+
+
+def record_snapshot(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
+    """Record weights, masters, optimizer state and engine facts under ``label``."""
+    ctx.record_training_state(engine, step, f"-{label}")
+    ctx.record(f"facts-{label}", collect_engine_facts(engine), step)
+
+
+def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
+    """Record weights and state as they were loaded, make one step, and record the result."""
+    record_snapshot(ctx, engine, SAVE_STEP, label)
+    engine.backward(ctx.loss(engine, SAVE_STEP, f"loss-{label}"))
+    ctx.record(f"grads-{label}", engine.full_grads(), SAVE_STEP)
+    engine.step()
+    record_snapshot(ctx, engine, SAVE_STEP + 1, label)
+
+
+def judge_next_step(ctx: JudgeContext, label: str) -> Iterator[Comparison]:
+    """Judge the step of ``record_next_step`` from the engine's own numbers."""
+    local = ctx.compute_local_grads(SAVE_STEP, ctx.rank_records(f"params-{label}", SAVE_STEP)[0])
+    yield from ctx.compare_losses(SAVE_STEP, local, f"loss-{label}")
+    yield from ctx.compare_reduced_grads(f"grads-{label}", [local], SAVE_STEP)
+    moment = RecordedStep(SAVE_STEP, f"masters-{label}", f"state-{label}")
+    yield from judge_step(ctx, RESHARD_OPTIMIZER, ctx.rank_records(f"grads-{label}", SAVE_STEP)[0], moment)
+    after = RecordedStep(SAVE_STEP + 1, moment.params_label, moment.state_label)
+    yield from compare_ranks_after_step(ctx, after)
+    yield from compare_published_weights(ctx, after, f"params-{label}")

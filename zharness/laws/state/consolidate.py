@@ -1,0 +1,81 @@
+"""The law of the full state dict, which a plain model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Feature, require_full_state_dict
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.state.common import RESHARD_OPTIMIZER, train_steps
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.compare import check_names
+
+
+def observe_consolidate(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
+    train_steps(ctx, engine, range(1), "before")
+    ctx.record_weights(engine, step=0)
+    full = require_full_state_dict(engine).full_state_dict()
+    ctx.record("full", full)
+    ctx.record("tied", index_shared_memory(full))
+    for tensor in full.values():
+        tensor.zero_()  # the state dict is the caller's: the engine has to train on its own weights
+    ctx.loss(engine, 1)
+    engine.close()
+
+
+def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return, for each name, the position of the first name that shares its memory."""
+    places: dict[int, int] = {}
+    return {
+        name: torch.tensor(float(places.setdefault(tensor.data_ptr() if tensor.numel() else -place - 1, place)))
+        for place, (name, tensor) in enumerate(state.items())
+    }
+
+
+def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare names, shapes, tied weights and values, and the loss of a plain model that loads the state dict."""
+    plain = ctx.baseline.build_module().state_dict()
+    for rank, full in enumerate(ctx.rank_records("full")):
+        check_names("full_state_dict", plain, full)
+        # A state dict may hold the masters of narrow weights, which a model in the narrow dtype rounds again.
+        params, masters = ctx.rank_records("params")[rank], ctx.rank_records("masters")[rank]
+        for name, tensor in plain.items():
+            place = ctx.location(name, Part.GATHER, rank=rank)
+            yield compare_bitwise(place, torch.zeros(tensor.shape), torch.zeros(full[name].shape))
+            if name in params:
+                expected = params if full[name].dtype == params[name].dtype else masters
+                yield compare_bitwise(place, expected[name], full[name])
+        for name, first in index_shared_memory(plain).items():
+            yield compare_bitwise(
+                ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]
+            )
+        module = ctx.baseline.build_module()
+        module.load_state_dict(dict(full))
+        batch = ctx.baseline.batch(rank, 1)
+        loss = ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
+        yield compare_bitwise(
+            ctx.location("loss", Part.FORWARD, 1, rank), loss, ctx.rank_records("loss", 1)[rank]["loss"]
+        )
+
+
+LAWS = (
+    Law(
+        name="state.consolidate",
+        statement="the full state dict has plain PyTorch's names, shapes and tied weights, and a plain model loads it",
+        tier=Tier.EXACT,
+        models=("transformer", "mixed"),
+        observe=observe_consolidate,
+        judge=judge_consolidate,
+        features=(Feature.CHECKPOINT,),
+        weights_stay_integers=False,
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="the only law that gives the weights to a plain model",
+    ),
+)

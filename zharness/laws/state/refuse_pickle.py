@@ -1,0 +1,89 @@
+"""The law of checkpoints that carry code."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps, StepsKind
+from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.state.common import train_steps
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+
+
+class PickledCommand:
+    """An object that creates the folder ``marker`` when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = str(marker)
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        """Return the command that unpickling runs."""
+        return os.mkdir, (self._marker,)
+
+
+def observe_refuse_pickle(ctx: RankContext) -> None:
+    engine = ctx.build_engine()
+    train_steps(ctx, engine, range(1), "before")
+    with shared_folder() as folder:
+        engine.save(folder)
+        before, outcome = collect_training_state(engine), {}
+        files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        for number, (path, whole) in enumerate(files.items()):
+            marker = folder / f"ran-{number}"
+            run_on_rank_0(partial(path.write_bytes, poison_file(whole, marker)))
+            outcome[f"command/raised/{number}"] = load_raises(lambda: engine.load(folder))
+            outcome[f"command/ran/{number}"] = torch.tensor(float(marker.exists()))
+            run_on_rank_0(partial(path.write_bytes, whole))
+        after = collect_training_state(engine)
+        engine.load(folder)
+    ctx.record("outcome", outcome)
+    changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
+    ctx.record("changed", changed)
+    engine.close()
+
+
+def poison_file(content: bytes, marker: Path) -> bytes:
+    """Return a file of the same kind, written by torch.save or a bare pickle, that carries a command."""
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        return pickle.dumps(PickledCommand(marker))
+    buffer = io.BytesIO()
+    torch.save(PickledCommand(marker), buffer)
+    return buffer.getvalue()
+
+
+def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
+    for rank, outcome in enumerate(ctx.rank_records("outcome")):
+        for name, value in outcome.items():
+            wanted = torch.tensor(float(name.startswith("command/raised")))
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), wanted, value)
+        for name, changed in ctx.rank_records("changed")[rank].items():
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros(()), changed)
+
+
+LAWS = (
+    Law(
+        name="state.refuse_pickle",
+        statement="a checkpoint whose files carry a command is refused on every rank, and the command never runs",
+        tier=Tier.EXACT,
+        models=("mlp",),
+        observe=observe_refuse_pickle,
+        judge=judge_refuse_pickle,
+        features=(Feature.CHECKPOINT,),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        steps=LawSteps(observe_refuse_pickle, StepsKind.SELF_COMPARISON, comparison_part="compare_refused_load"),
+        kept_because="the only law with a malicious file",
+    ),
+)

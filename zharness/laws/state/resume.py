@@ -1,0 +1,109 @@
+"""The law of resuming: save, load into another engine, continue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps, StepsKind
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
+from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
+from zharness.law_kit.process_state import compare_process_state, read_process_state
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.state.common import RESHARD_OPTIMIZER, SAVE_STEP, record_snapshot, run_eval_forward, train_steps
+from zharness.parity import Comparison, Part, Tier
+
+CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
+
+IDLE_NUMEL = 3
+
+FALLING_SCHEDULE = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a different factor for every step, and one more
+
+
+def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
+    """Build an engine around a model with a buffer, and in variant "idle" with a parameter that nothing uses."""
+    model = ctx.spec.model(ctx.seed)
+    model.register_buffer("seen", torch.zeros(()))
+    if ctx.variant == "idle":
+        model.register_parameter("idle", nn.Parameter(torch.ones(IDLE_NUMEL)))
+    return ctx.build_engine_around(model, optimizer=optimizer)
+
+
+def observe_resume(ctx: RankContext) -> None:
+    own = ctx.variant == "buffers"  # each rank has its own, like running statistics
+    optimizer = replace(TRAJECTORY_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
+    never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
+    train_steps(ctx, never, range(SAVE_STEP), "before")
+    train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
+    run_eval_forward(ctx, resumed, "forgotten")
+    # A new tensor under the same name, as a forward leaves it that computes a statistic anew.
+    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * own)
+    record_snapshot(ctx, never, SAVE_STEP, "unsaved")
+    with shared_folder() as folder, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.rank)
+        ctx.record("switches", read_process_state(), 0)
+        never.save(folder)
+        ctx.record("switches", read_process_state(), 1)
+        resumed.load(folder)
+        ctx.record("switches", read_process_state(), 2)
+    for engine, label in ((never, "never"), (resumed, "resumed")):
+        ctx.record(f"buffers-{label}", dict(engine.module.named_buffers()))
+        run_eval_forward(ctx, engine, label)
+        for step in CONTINUED_STEPS:
+            record_snapshot(ctx, engine, step, label)
+            train_steps(ctx, engine, range(step, step + 1), label)
+        record_snapshot(ctx, engine, CONTINUED_STEPS.stop, label)
+        engine.close()
+
+
+def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the resumed engine bitwise with the one that never stopped: loss, weights, state and buffers.
+
+    Saving and loading must not draw random numbers, and saving must not change the engine. The first forward after the
+    load is an evaluation, like the last one before it, and has to use the loaded weights.
+    """
+    yield from compare_process_state(ctx, "switches", range(3))
+    yield from compare_records(ctx, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
+    yield from compare_records(ctx, "evaluated-never", "evaluated-resumed", SAVE_STEP, SAVE_STEP, Part.FORWARD)
+    for what in ("params", "masters", "state", "facts"):
+        yield from compare_records(ctx, f"{what}-unsaved", f"{what}-never", SAVE_STEP, SAVE_STEP, Part.OPTIMIZER)
+    parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
+    parts["facts"] = Part.OPTIMIZER
+    for step in (*CONTINUED_STEPS, CONTINUED_STEPS.stop):
+        for what, part in parts.items():
+            if what == "loss" and step == CONTINUED_STEPS.stop:
+                continue
+            place = Part.GATHER if step == SAVE_STEP and what == "params" else part
+            yield from compare_records(ctx, f"{what}-never", f"{what}-resumed", step, step, place)
+    yield from compare_ranks_after_step(ctx, RecordedStep(CONTINUED_STEPS.stop, "params-resumed", "state-resumed"))
+
+
+LAWS = (
+    Law(
+        name="state.resume",
+        statement="save, load into another engine, continue: bitwise equal to the engine that never stopped",
+        tier=Tier.EXACT,
+        models=("mlp",),
+        observe=observe_resume,
+        judge=judge_resume,
+        features=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        weights_stay_integers=False,
+        variants=(
+            Variant("adamw", compares_engine_with_itself=True, applies_to_user_models=True),
+            Variant("sgd", compares_engine_with_itself=True),
+            Variant("buffers", (Feature.RANK_BUFFERS,), compares_engine_with_itself=True),
+            Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+        ),
+        steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
+        kept_because="bitwise, with schedule, generator and buffers, into another engine",
+    ),
+)

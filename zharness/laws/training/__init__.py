@@ -1,0 +1,39 @@
+"""The laws of ordinary training, in the order in which they are listed and run."""
+
+from __future__ import annotations
+
+from zharness.laws.training import (
+    accumulation,
+    any_order,
+    clipping,
+    forward_alone,
+    free_running,
+    grads,
+    invariance,
+    kernels,
+    loss_scale,
+    modes,
+    observer_effect,
+    reduction,
+    several_backwards,
+    sgd_step,
+    trajectory,
+)
+
+LAWS = (
+    *grads.LAWS,
+    *trajectory.LAWS,
+    *free_running.LAWS,
+    *kernels.LAWS,
+    *accumulation.LAWS,
+    *loss_scale.LAWS,
+    *sgd_step.LAWS,
+    *observer_effect.LAWS,
+    *modes.LAWS,
+    *invariance.LAWS,
+    *reduction.LAWS,
+    *several_backwards.LAWS,
+    *clipping.LAWS,
+    *forward_alone.LAWS,
+    *any_order.LAWS,
+)

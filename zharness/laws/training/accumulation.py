@@ -1,0 +1,139 @@
+"""The law of accumulation: several micro-batches, one boundary, one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients
+from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizer_step import (
+    RecordedStep,
+    compare_published_weights,
+    compare_ranks_after_step,
+    judge_step,
+)
+from zharness.law_kit.optimizers import SCHEDULED_SGD, ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.training.common import ALL_MODELS
+from zharness.parity import Comparison, Tier
+from zharness.parity.certificate import is_power_of_two
+from zharness.workload.user_model import is_user_model
+
+# Division by two is exact, by three it rounds. Every other law of training covers a caller's window of one.
+ACCUMULATION_STEPS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
+
+NUM_BOUNDARIES = 2
+
+OPTIMIZERS_BY_NAME = {"frozen": ZERO_LR_SGD, "moving": SCHEDULED_SGD}
+
+CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
+
+
+def observe_accumulation(ctx: RankContext) -> None:
+    owner = AccumulationOwner(ctx.variant)
+    own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
+    # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
+    chosen = "frozen" if own_kernels else "moving"
+    windows = [steps for steps in ACCUMULATION_STEPS[owner] if is_power_of_two(steps) or not own_kernels]
+    # A user's model may be large: train only the window whose division rounds.
+    for steps in windows[-1:] if is_user_model(ctx.spec.name) else windows:
+        observe_boundaries(ctx, owner, chosen, steps)
+
+
+def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_name: str, steps: int) -> None:
+    """Train NUM_BOUNDARIES windows of ``steps`` micro-batches each on a new engine."""
+    label = f"{optimizer_name}-{steps}"
+    clips = (
+        optimizer_name == "moving"
+        and owner is AccumulationOwner.ENGINE
+        and ctx.capabilities.refusal(Feature.CLIP) is None
+    )
+    clip, optimizer = CLIP if clips else None, OPTIMIZERS_BY_NAME[optimizer_name]
+    engine = ctx.build_engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
+    spellings = choose_backward_calls(ctx, engine, owner, steps)
+    for boundary in range(NUM_BOUNDARIES):
+        ctx.record_training_state(engine, boundary, f"-{label}")
+        window, backward = range(boundary * steps, (boundary + 1) * steps), spellings[boundary % len(spellings)]
+        accumulate(ctx, engine, owner, window, f"loss-{label}", backward)
+        ctx.record(f"grads-{label}", engine.full_grads(), boundary)
+        engine.step()
+        if clip is not None:
+            norm = engine.grad_norm()
+            ctx.record(f"norm-{label}", {} if norm is None else {"norm": scalar(norm)}, boundary)
+        engine.zero_grad()
+    ctx.record_training_state(engine, NUM_BOUNDARIES, f"-{label}")
+    engine.close()
+
+
+def choose_backward_calls(
+    ctx: RankContext, engine: Engine, owner: AccumulationOwner, steps: int
+) -> Sequence[Callable[[Tensor], object]]:
+    """Return the backward calls that successive windows use in turn.
+
+    An engine that owns the accumulation also gets ``scale`` where dividing by ``steps`` is exact: by three, DeepSpeed's
+    scale rounds the loss differently than its backward does, and than either form that the judge accepts.
+    """
+    scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
+    if owner is AccumulationOwner.ENGINE and scales:
+        return engine.backward, lambda loss: torch.autograd.backward(engine.scale(loss))
+    return (engine.backward,)
+
+
+def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
+    for chosen, optimizer in OPTIMIZERS_BY_NAME.items():
+        for steps in ACCUMULATION_STEPS[AccumulationOwner(ctx.variant)]:
+            label = f"{chosen}-{steps}"
+            if ctx.has_record(f"grads-{label}"):
+                for boundary in range(NUM_BOUNDARIES):
+                    yield from judge_boundary(ctx, label, boundary, steps)
+                    moment = RecordedStep(boundary, f"masters-{label}", f"state-{label}")
+                    grads = ctx.rank_records(f"grads-{label}", boundary)[0]
+                    factor = yield from judge_clip_factor(ctx, f"norm-{label}", boundary, grads, CLIP)
+                    yield from judge_step(ctx, optimizer, grads, moment, factor)
+                    after = RecordedStep(boundary + 1, moment.params_label, moment.state_label)
+                    yield from compare_ranks_after_step(ctx, after)
+                    yield from compare_published_weights(ctx, after, f"params-{label}")
+
+
+def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
+    """Compare the losses and gradients of one window.
+
+    An engine that owns the accumulation may divide the loss or the gradient. Both are right, but round differently
+    unless the divisor is a power of two, so all gradients have to match one of the two.
+    """
+    window = range(boundary * steps, (boundary + 1) * steps)
+    params: Mapping[str, Tensor] = ctx.rank_records(f"params-{label}", boundary)[0]
+    divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(steps)) for micro in window]
+    for micro, local in zip(window, divided, strict=True):
+        yield from ctx.compare_losses(micro, local, f"loss-{label}")
+    exact = ctx.certify_exactness(window) and (boundary == 0 or label.startswith("frozen"))
+    if ctx.variant == AccumulationOwner.ENGINE.value:
+        yield from judge_engine_divided_gradients(ctx, f"grads-{label}", boundary, window, params, divided, exact)
+    else:
+        yield from ctx.compare_reduced_grads(f"grads-{label}", divided, boundary, exact, scale=steps)
+
+
+LAWS = (
+    Law(
+        name="training.accumulation",
+        statement="A micro-batches give the mean of their gradients and one step, boundary after boundary, for every A",
+        tier=Tier.STAGED,
+        models=ALL_MODELS,
+        observe=observe_accumulation,
+        judge=judge_accumulation,
+        variants=(
+            Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
+            Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),
+        ),
+        # Division by three rounds, and after a boundary the weights are no integers any more.
+        steps=LawSteps(observe_accumulation, rounds=True),
+        kept_because="every accumulation owner and window length, over two boundaries",
+    ),
+)

@@ -1,0 +1,18 @@
+"""The any-order law of ordinary training."""
+
+from __future__ import annotations
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.program_law import any_order_law
+from zharness.law_kit.program_templates import MLP_TEMPLATES
+
+LAWS = (
+    any_order_law(
+        "training",
+        "whatever legal order of calls a caller chooses, each call does what plain PyTorch's does",
+        "mlp",
+        MLP_TEMPLATES,
+        kept_because="the only random order of calls, with engines of different settings in one process",
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+    ),
+)

@@ -1,0 +1,75 @@
+"""The law of a forward without backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from zharness.engines.protocol import Absent, Engine
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_actions import eval_mode
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_forward
+from zharness.laws.training.common import STEPS, variation_law
+from zharness.parity import Comparison, Part, compare_bitwise
+
+FORWARD_MODES: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
+    "eval": eval_mode,
+    "no_grad": lambda _: torch.no_grad(),
+    "inference": lambda _: torch.inference_mode(),
+}
+
+
+def observe_forward_alone(ctx: RankContext) -> None:
+    """Run a forward without backward before each backward and before each step.
+
+    The steps change the weights, so exactness cannot be certified.
+    """
+    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    for step in range(STEPS):
+        ctx.record("params", engine.full_params(), step)
+        with FORWARD_MODES[ctx.variant](engine):
+            ctx.loss(engine, 10 + step)
+        gathered = engine.observe().gathered_bytes
+        if not isinstance(gathered, Absent):
+            ctx.record("left", {"gathered": torch.tensor(gathered)}, step)
+        engine.backward(ctx.loss(engine, step))
+        ctx.record("grads", engine.full_grads(), step)
+        with FORWARD_MODES[ctx.variant](engine):
+            ctx.loss(engine, 20 + step)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
+    for step in range(STEPS):
+        params = ctx.rank_records("params", step)[0]
+        for at in (10 + step, 20 + step):
+            yield from compare_forward(ctx, step, ctx.compute_local_grads(at, params), at)
+        if ctx.has_record("left"):
+            for rank, record in enumerate(ctx.rank_records("left", step)):
+                yield compare_bitwise(
+                    ctx.location("gathered", Part.GATHER, step, rank), torch.tensor(0), record["gathered"]
+                )
+        local = ctx.compute_local_grads(step, params)
+        yield from ctx.compare_losses(step, local)
+        yield from ctx.compare_reduced_grads("grads", [local], step)
+
+
+LAWS = (
+    variation_law(
+        "forward_alone",
+        "a forward without backward leaves nothing behind: in eval mode, under no_grad, in inference mode",
+        observe_forward_alone,
+        judge_forward_alone,
+        variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),
+        steps=LawSteps(observe_forward_alone),
+        kept_because="forwards that train nothing, each in a mode of its own",
+    ),
+)

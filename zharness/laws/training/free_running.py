@@ -1,0 +1,97 @@
+"""The law of the free run: weights differ from plain PyTorch's by no more than the gradients' differences explain.
+
+Only gradients are taken from the engine, no state and no weights. The replay runs from the initial weights and carries
+along how far each gradient was from plain PyTorch's; that gives the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.optimizer_step import compare_step_counts, step_hyperparameters, unflatten
+from zharness.law_kit.optimizers import ADAMW
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR
+from zharness.law_kit.training_run import TrainingRun
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity.bounds import BoundedTensor, mean_and_bound
+from zharness.parity.compare import check_names
+from zharness.parity.replay import propagate_step
+
+STEPS = 5
+
+TRAINING_RUN = TrainingRun(ADAMW, STEPS)
+
+
+def observe_free_running(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=ADAMW)
+    ctx.record_training_state(engine, 0)
+    for step in range(STEPS):
+        engine.backward(ctx.loss(engine, step))
+        ctx.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        ctx.record_weights(engine, step + 1)
+    engine.close()
+
+
+def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the weights of every step with the replay from the initial weights.
+
+    Elements whose bound exceeds the distance that they have moved are undetermined, and counted as such.
+    """
+    initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
+    yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
+    for rank, record in enumerate(ctx.rank_records("masters", 0)):
+        check_names("full_params", initial, record)
+        for name, start in initial.items():
+            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), start, record[name])
+            yield hint_rounded_start(ctx, found, start, record[name])
+    free = {name: BoundedTensor.exact(weight) for name, weight in initial.items()}
+    states: dict[str, dict[str, BoundedTensor]] = {name: {} for name in free}
+    for step in range(STEPS):
+        local = ctx.compute_local_grads(step, {name: weight.value.float() for name, weight in free.items()})
+        grads = ctx.rank_records("grads", step)[0]
+        check_names("full_grads", local[0].grads, grads)
+        for name, grad in grads.items():
+            mean, _ = mean_and_bound([one.grads[name] for one in local], ctx.reduce_dtype)
+            bounded_grad = BoundedTensor(mean, (grad.double() - mean).abs(), initial[name].dtype)
+            settings = step_hyperparameters(ADAMW, name, step)
+            free[name], states[name] = propagate_step(
+                ADAMW.name, free[name], bounded_grad, states[name], step, settings
+            )
+        for rank, record in enumerate(ctx.rank_records("masters", step + 1)):
+            check_names("full_params", free, record)
+            for name, weight in free.items():
+                place, change = ctx.location(name, Part.OPTIMIZER, step, rank), weight.value - initial[name].double()
+                bound = weight.error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR)
+                yield compare_within_bound(place, weight.value, record[name], bound, Tier.STAGED, signal=change)
+
+
+def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor, actual: Tensor) -> Comparison:
+    """Add a hint to a mismatch of initial masters that were rounded to the narrow dtype first."""
+    rounded = torch.equal(weight.to(ctx.dtype).to(actual.dtype), actual)
+    return add_hint(comparison, f"they are the initial weights, rounded to {ctx.dtype}") if rounded else comparison
+
+
+LAWS = (
+    Law(
+        name="training.free_running",
+        statement="running freely, weights leave plain PyTorch's by no more than the gradients' differences explain",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_free_running,
+        judge=judge_free_running,
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        weights_stay_integers=False,
+        variants=(Variant(training_run=TRAINING_RUN),),
+        kept_because="needs gradients and weights alone, so it can judge an engine that shows no optimizer state",
+    ),
+)

@@ -1,0 +1,82 @@
+"""Laws of one backward: reduced gradients, and the gradient of a single rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import ALL_MODELS
+from zharness.parity import Comparison, Tier
+from zharness.parity.baseline import LossWeighting
+from zharness.parity.certificate import single_term_mean_exactness
+
+
+def observe_grads(ctx: RankContext) -> None:
+    engine = ctx.build_engine()
+    engine.backward(ctx.loss(engine, step=0))
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_grads(ctx: JudgeContext) -> Iterator[Comparison]:
+    local = ctx.compute_local_grads(step=0)
+    yield from ctx.compare_losses(0, local)
+    yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
+
+
+def observe_one_hot_rank(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for chosen in range(ctx.world_size):
+        loss = ctx.loss(engine, step=chosen) * float(ctx.rank == chosen)
+        engine.backward(loss)
+        ctx.record("grads", engine.full_grads(), step=chosen)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients bitwise on any model: all but one of the summed gradients are zero."""
+    for chosen in range(ctx.world_size):
+        local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
+        yield from ctx.compare_losses(chosen, local)
+        narrow = max(ctx.dtype, ctx.reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        exact = single_term_mean_exactness(local[chosen], ctx.world_size, narrow, ctx.baseline.loss_scale)
+        yield from ctx.compare_reduced_grads("grads", [local], step=chosen, exact=exact)
+
+
+def weigh_one_rank(rank_with_loss: int) -> LossWeighting:
+    """Return a function that multiplies the loss of every rank except one by zero."""
+    return lambda loss, rank: loss * float(rank == rank_with_loss)
+
+
+LAWS = (
+    Law(
+        name="training.grads",
+        statement="every full gradient after backward is the mean of the ranks' gradients, and equal on all ranks",
+        tier=Tier.STAGED,
+        models=ALL_MODELS,
+        observe=observe_grads,
+        judge=judge_grads,
+        variants=(Variant(applies_to_user_models=True),),
+        steps=LawSteps(observe_grads),
+        kept_because="the shortest law, which every engine can be held to: the first one to read in a report",
+    ),
+    Law(
+        name="training.one_hot_rank",
+        statement="if only rank k has a loss, N x gradient is plain PyTorch's gradient of rank k's batch, bitwise",
+        tier=Tier.EXACT,
+        models=ALL_MODELS,
+        observe=observe_one_hot_rank,
+        judge=judge_one_hot_rank,
+        variants=(Variant(applies_to_user_models=True),),
+        steps=LawSteps(observe_one_hot_rank),
+        kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
+    ),
+)

@@ -1,0 +1,102 @@
+"""Laws of equality: all ranks agree, and an engine variant changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Absent, Engine, Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
+from zharness.law_kit.pairwise import build_pairwise_rows
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import STEPS, variation_law
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+
+
+def observe_ranks_agree(ctx: RankContext) -> None:
+    engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
+    for step in range(STEPS):
+        engine.backward(ctx.loss(engine, step))
+        engine.step()
+        engine.zero_grad()
+        ctx.record("params", engine.full_params(), step)
+        ctx.record_optimizer_state("state", engine, step)
+        ctx.record("buffers", dict(engine.module.named_buffers()), step)
+        ctx.record("facts", collect_engine_numbers(engine), step)
+    engine.close()
+
+
+def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
+    """Return the norm, loss scale and skipped steps that the engine reports, without those that are absent."""
+    observations = engine.observe()
+    numbers = {
+        "norm": engine.grad_norm(),
+        "loss scale": observations.loss_scale,
+        "skipped steps": observations.skipped_steps,
+    }
+    return {
+        name: torch.tensor(value, dtype=torch.float64)
+        for name, value in numbers.items()
+        if value is not None and not isinstance(value, Absent)
+    }
+
+
+def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
+    for step in range(STEPS):
+        for label in ("params", "state", "buffers", "facts"):
+            records = ctx.rank_records(label, step)
+            for name in records[0]:
+                yield compare_bitwise(ctx.location(name, Part.GATHER, step), records[0][name], records[0][name])
+                yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in records])
+
+
+def observe_config_invariance(ctx: RankContext) -> None:
+    for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.variants)]):
+        engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
+        batch = ctx.batch(0)
+        engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
+        ctx.record("grads", engine.full_grads(), row)
+        engine.step()
+        ctx.record("params", engine.full_params(), row)
+        engine.close()
+
+
+def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
+    local = ctx.compute_local_grads()
+    for row in (snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "grads"):
+        yield from ctx.compare_reduced_grads("grads", [local], row, ctx.certify_exactness(range(1)))
+        for label, part in (("grads", Part.REDUCTION), ("params", Part.OPTIMIZER)) * ctx.has_single_reduction_order():
+            first = ctx.rank_records(label)[0]
+            for rank, record in enumerate(ctx.rank_records(label, row)):
+                for name, tensor in first.items():
+                    yield compare_bitwise(ctx.location(name, part, row, rank), tensor, record[name])
+
+
+LAWS = (
+    variation_law(
+        "ranks_agree",
+        "weights, buffers, optimizer state, norm, loss scale and skipped steps are equal on all ranks after every step",
+        observe_ranks_agree,
+        judge_ranks_agree,
+        tier=Tier.EXACT,
+        features=(Feature.CLIP,),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        kept_because="needs no baseline: it holds for a model that no other law can run",
+    ),
+    variation_law(
+        "config_invariance",
+        "the engine's variants, alone and in compatible pairs, change no number",
+        observe_config_invariance,
+        judge_config_invariance,
+        features=(Feature.VARIANTS,),
+        models=("mlp", "exact"),
+        steps=LawSteps(observe_config_invariance),
+        kept_because="the only law that switches the engine's options",
+    ),
+)

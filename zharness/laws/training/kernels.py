@@ -1,0 +1,76 @@
+"""The law of kernels: local gradients are as near to float64 as torch's, and the reduced ones are their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_within_bound
+from zharness.parity.bounds import gamma, mean_and_bound
+from zharness.parity.calibration import calibrate, compare_calibrated
+from zharness.parity.certificate import is_power_of_two
+from zharness.parity.compare import attach_plain_values, check_names
+
+
+def observe_kernels(ctx: RankContext) -> None:
+    """Run backward on one rank's loss at a time, which gives its gradient / N, then on all losses together."""
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for chosen in range(ctx.world_size + 1):
+        counts = chosen in (ctx.rank, ctx.world_size)
+        engine.backward(ctx.loss(engine, 0, f"loss-{chosen}") * float(counts))
+        ctx.record("grads", engine.full_grads(), chosen)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
+    """Return plain PyTorch's gradient of one rank's micro-batch."""
+    return ctx.baseline.run_rank(rank, 0).grads[name]
+
+
+def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare local gradients by tier C, and their reduction by tier S with the mean of the engine's own."""
+    size = ctx.world_size
+    own = []
+    for rank in range(size):
+        calibrated = calibrate(ctx.baseline, rank)
+        alone = ctx.rank_records("grads", rank)[0]
+        check_names("full_grads", calibrated.oracle, alone)
+        own.append({name: grad.double() * size for name, grad in alone.items()})
+        found = compare_calibrated(ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, own[rank])
+        if found.mismatch is not None:
+            found = attach_plain_values(found, partial(get_plain_gradient, ctx, rank, found.mismatch.parameter))
+        yield found
+    rank_grads = ctx.rank_records("grads", size)
+    for name in own[0]:
+        terms = [grads[name] for grads in own]
+        grad_dtype = rank_grads[0][name].dtype
+        reduce_dtype = ctx.get_reduce_dtype(name, grad_dtype)
+        mean, bound = mean_and_bound(terms, reduce_dtype, grad_dtype)
+        if not is_power_of_two(size):  # then dividing a single rank's gradient has rounded it
+            bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
+        for rank, record in enumerate(rank_grads):
+            yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
+
+
+LAWS = (
+    Law(
+        name="training.kernels",
+        statement="local gradients are as near to float64 as those of torch's kernels; reduced ones are their mean",
+        tier=Tier.CALIBRATED,
+        models=("mlp", "transformer"),
+        observe=observe_kernels,
+        judge=judge_kernels,
+        dtypes=("fp32",),
+        variants=(Variant(applies_to_user_models=True),),
+        kept_because="the only law for random weights on an engine with kernels of its own",
+    ),
+)

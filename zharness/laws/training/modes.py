@@ -1,0 +1,130 @@
+"""The law of modes: dropout, running statistics, and training and evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.rank_actions import eval_mode
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import variation_law
+from zharness.parity import Comparison, Part, compare_bitwise
+
+SGD = OptimizerSpec(name="sgd", args={"lr": 0.05})
+
+STEPS = 2
+
+EVALUATION_MICRO = 10  # the micro-batch of the evaluation after step 0
+
+GENERATOR = "generator"  # its state after a training forward, where the next dropout begins
+
+
+def observe_modes(ctx: RankContext) -> None:
+    own = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
+    ctx.record("case", {"own": torch.tensor(float(own))})
+    engine = ctx.build_engine(optimizer=SGD)
+    for step in range(STEPS):
+        ctx.record("params", engine.full_params(), step)
+        engine.backward(ctx.loss(engine, step))
+        ctx.record("grads", engine.full_grads(), step)
+        ctx.record("buffers", dict(engine.module.named_buffers()), step)
+        engine.step()
+        engine.zero_grad()
+        ctx.record("params", engine.full_params(), EVALUATION_MICRO + step)
+        with eval_mode(engine), torch.no_grad():
+            ctx.loss(engine, EVALUATION_MICRO + step)
+            ctx.record("modes", get_training_modes(engine), step)
+        ctx.record("buffers", dict(engine.module.named_buffers()), EVALUATION_MICRO + step)
+    with torch.no_grad():
+        ctx.record(GENERATOR, {GENERATOR: ctx.batch(0).generator_state_after(engine)})
+    engine.close()
+
+
+def get_training_modes(engine: Engine) -> dict[str, Tensor]:
+    """Return each module's training flag, by name."""
+    return {f"mode of {name}": torch.tensor(float(module.training)) for name, module in engine.module.named_modules()}
+
+
+def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses, gradients, buffers, the random numbers that dropout draws, and the mode of every module.
+
+    Each rank starts from its own running statistics if the engine claims so, else possibly from rank 0's.
+    """
+    own = bool(ctx.rank_records("case")[0]["own"])
+    buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
+    for step in range(STEPS):
+        local = ctx.compute_local_grads(step, ctx.rank_records("params", step)[0])
+        yield from ctx.compare_losses(step, local)
+        yield from ctx.compare_reduced_grads("grads", [local], step)
+        for rank in range(ctx.world_size):
+            training = load_recorded_baseline(ctx, rank, step, buffers[rank])
+            compute_loss(ctx, training, rank, step)
+            buffers[rank] = {name: buffer.clone() for name, buffer in training.named_buffers()}
+            if own or rank == 0:
+                yield from judge_evaluation(ctx, rank, step, buffers[rank])
+            elif step == 0:
+                yield from compare_buffers(ctx, rank, 0, buffers[rank])
+    for rank, record in enumerate(ctx.rank_records(GENERATOR)):
+        module, batch = (
+            ctx.baseline.build_module(ctx.rank_records("params", STEPS - 1)[rank]),
+            ctx.baseline.batch(rank, 0),
+        )
+        with torch.no_grad():
+            state = batch.generator_state_after(module)
+        yield compare_bitwise(
+            ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), record[GENERATOR].double()
+        )
+
+
+def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the buffers after a training forward, and the evaluation after the step that follows."""
+    yield from compare_buffers(ctx, rank, step, buffers)
+    for name, mode in ctx.rank_records("modes", step)[rank].items():
+        yield compare_bitwise(ctx.location(name, Part.FORWARD, step, rank), torch.tensor(0.0), mode)
+    micro = EVALUATION_MICRO + step
+    loss = compute_loss(ctx, load_recorded_baseline(ctx, rank, micro, buffers).eval(), rank, micro)
+    yield compare_bitwise(
+        ctx.location("loss", Part.FORWARD, step, rank), loss, ctx.rank_records("loss", micro)[rank]["loss"]
+    )
+    yield from compare_buffers(ctx, rank, micro, buffers)
+
+
+def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> nn.Module:
+    """Return the plain model with the weights recorded at ``step`` and these buffers."""
+    module = ctx.baseline.build_module(ctx.rank_records("params", step)[rank])
+    module.load_state_dict(dict(buffers), strict=False)
+    return module
+
+
+@torch.no_grad()
+def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) -> Tensor:
+    """Return the plain loss of one rank's micro-batch."""
+    batch = ctx.baseline.batch(rank, micro)
+    return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch)
+
+
+def compare_buffers(ctx: JudgeContext, rank: int, step: int, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the recorded buffers of one rank with the expected ones."""
+    for name, buffer in expected.items():
+        found = ctx.rank_records("buffers", step)[rank][name]
+        yield compare_bitwise(
+            ctx.location(name, Part.FORWARD, step % EVALUATION_MICRO, rank), buffer.double(), found.double()
+        )
+
+
+LAWS = (
+    variation_law(
+        "modes",
+        "dropout, batch norm and evaluation are plain PyTorch's, with the caller's generator and mode",
+        observe_modes,
+        judge_modes,
+        models=("stateful",),
+        weights_stay_integers=False,
+        dtypes=("fp32",),  # running statistics stay fp32, which a batch norm with narrower weights may refuse
+        kept_because="the only law with dropout, running statistics, and evaluation that differs from training",
+    ),
+)

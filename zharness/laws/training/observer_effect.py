@@ -1,0 +1,71 @@
+"""The law of the observer effect: reading an engine's state does not change its training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zharness.engines.protocol import Engine, OptimizerSpec
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.training.common import variation_law
+from zharness.parity import Comparison, Part, Tier
+
+ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2}, schedule=(1.0, 0.5))
+
+STEPS = 2
+
+
+def observe_looked_at(ctx: RankContext) -> None:
+    unseen, seen = ctx.build_engine(optimizer=ADAMW), ctx.build_engine(optimizer=ADAMW)
+    for step in range(STEPS):
+        unseen.backward(ctx.loss(unseen, step, "loss-unseen"))
+        unseen.step()
+        unseen.zero_grad()
+    for step in range(STEPS):
+        query_engine(seen)
+        loss = ctx.loss(seen, step, "loss-seen")
+        query_engine(seen)
+        seen.backward(loss)
+        for name in ("once", "twice"):
+            ctx.record(f"grads-{name}", seen.full_grads(), step)
+            query_engine(seen)
+        seen.step()
+        query_engine(seen)
+        seen.zero_grad()
+    for engine, label in ((unseen, "unseen"), (seen, "seen")):
+        ctx.record_training_state(engine, STEPS, f"-{label}")
+        engine.close()
+
+
+def query_engine(engine: Engine) -> None:
+    """Read everything that an engine reports at any time. Collective."""
+    engine.full_params()
+    engine.full_optimizer_state()
+    engine.layout()
+    engine.observe()
+    engine.grad_norm()
+
+
+def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare both engines bitwise: they are built alike and run the same collectives in the same order."""
+    for step in range(STEPS):
+        yield from compare_records(ctx, "loss-unseen", "loss-seen", step, step, Part.FORWARD)
+        yield from compare_records(ctx, "grads-once", "grads-twice", step, step, Part.REDUCTION)
+    for what in ("params", "masters", "state"):
+        yield from compare_records(ctx, f"{what}-unseen", f"{what}-seen", STEPS, STEPS, Part.OPTIMIZER)
+
+
+LAWS = (
+    variation_law(
+        "looked_at",
+        "an engine whose state is read twice at every point trains exactly as one whose state is never read",
+        observe_looked_at,
+        judge_looked_at,
+        tier=Tier.EXACT,
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        kept_because="the only law that reads everything twice, beside an engine that nothing reads",
+    ),
+)

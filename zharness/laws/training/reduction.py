@@ -1,0 +1,92 @@
+"""Laws of the reduction: sum or mean, and no_sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from zharness.engines.protocol import Feature, Reduction
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import variation_law
+from zharness.parity import Comparison
+
+
+def observe_sum_or_mean(ctx: RankContext) -> None:
+    for reduction in Reduction:
+        engine = ctx.build_engine(reduction=reduction)
+        engine.backward(ctx.loss(engine, 0, f"loss-{reduction.value}"))
+        ctx.record(f"grads-{reduction.value}", engine.full_grads())
+        engine.close()
+
+
+def judge_sum_or_mean(ctx: JudgeContext) -> Iterator[Comparison]:
+    local, exact = ctx.compute_local_grads(), ctx.certify_exactness(range(1))
+    yield from ctx.compare_reduced_grads("grads-mean", [local], exact=exact)
+    yield from ctx.compare_reduced_grads("grads-sum", [local], exact=exact, scale=ctx.world_size)
+
+
+WINDOWS = (range(4), range(4, 8))
+
+ABANDONED_STEPS = range(8, 10)
+
+FINAL_WINDOW = range(10, 11)
+
+
+def observe_no_sync(ctx: RankContext) -> None:
+    """Train two windows with no_sync blocks, abandon two more, raise in a block, and train once more.
+
+    Anything that the abandoned windows or the exception leave behind shows in the last gradients.
+    """
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for at, (first, second, third, last) in enumerate(WINDOWS):
+        for block in ((first,), (second, third)):
+            with engine.no_sync():
+                for step in block:
+                    engine.backward(ctx.loss(engine, step) / 4)
+        engine.backward(ctx.loss(engine, last) / 4)
+        ctx.record("grads", engine.full_grads(), at)
+        engine.step()
+        engine.zero_grad()
+    for step in ABANDONED_STEPS:
+        with engine.no_sync():
+            engine.backward(ctx.loss(engine, step))
+        engine.zero_grad()
+    with suppress(InterruptedError), engine.no_sync():
+        raise InterruptedError
+    engine.backward(ctx.loss(engine, FINAL_WINDOW.start))
+    ctx.record("grads", engine.full_grads(), len(WINDOWS))
+    engine.close()
+
+
+def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
+    for at, steps in enumerate((*WINDOWS, FINAL_WINDOW)):
+        yield from ctx.compare_reduced_grads(
+            "grads", [ctx.compute_local_grads(step) for step in steps], at, ctx.certify_exactness(steps)
+        )
+
+
+LAWS = (
+    variation_law(
+        "sum_or_mean",
+        "gradients are reduced by the mean over ranks or by the sum, as configured",
+        observe_sum_or_mean,
+        judge_sum_or_mean,
+        models=("mlp", "exact", "transformer"),
+        features=(Feature.SUM,),
+        steps=LawSteps(observe_sum_or_mean),
+        kept_because="the only law that trains with both reductions",
+    ),
+    variation_law(
+        "no_sync",
+        "backwards inside no_sync accumulate into the first one outside, and zero_grad discards them",
+        observe_no_sync,
+        judge_no_sync,
+        models=("mlp", "exact"),
+        features=(Feature.NO_SYNC,),
+        steps=LawSteps(observe_no_sync),
+        kept_because="the only law that postpones synchronization",
+    ),
+)

@@ -1,0 +1,143 @@
+"""The law of several backwards before one step: of several losses, and in windows that the engine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import AccumulationOwner, Feature, Reduction
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.law_steps import LawSteps
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_actions import second_loss
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import variation_law
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.workload import Batch
+
+ABANDONED_WINDOWS = ((0, 1, 2), (3, 4, 5))  # micro-batches: one of an abandoned window, then two of a whole one
+
+
+def observe_several_backwards(ctx: RankContext) -> None:
+    """Run two forwards and three backwards of three losses before one step, or a variant of it."""
+    if ctx.variant:
+        (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
+        return
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for step in range(2):
+        batch = ctx.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(ctx.spec.loss(output, batch.target), retain_graph=step == 1)
+    engine.backward(second_loss(output))
+    ctx.record("grads", engine.full_grads())
+    engine.step()
+    engine.zero_grad()
+    engine.backward(ctx.loss(engine, 2))
+    ctx.record("grads", engine.full_grads(), 1)
+    engine.close()
+
+
+def observe_window(ctx: RankContext) -> None:
+    """Run two losses and backwards in each micro-batch of a window that the engine counts."""
+    owner = AccumulationOwner.ENGINE
+    engine = ctx.build_engine(
+        optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
+    )
+    for step in range(2):
+        batch = ctx.batch(step)
+        output = engine(batch.inputs)
+        engine.backward(ctx.spec.loss(output, batch.target), retain_graph=True)
+        engine.backward(second_loss(output))
+        if step == 1:
+            ctx.record("grads", engine.full_grads())
+        engine.step()
+        ctx.record_optimizer_state("state", engine, step)
+    engine.close()
+
+
+def observe_abandoned_windows(ctx: RankContext) -> None:
+    """Abandon a window after its first micro-batch, then train a whole one; twice."""
+    owner = AccumulationOwner.ENGINE
+    engine = ctx.build_engine(
+        optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
+    )
+    for at, (given_up, first, last) in enumerate(ABANDONED_WINDOWS):
+        engine.backward(ctx.loss(engine, given_up))
+        engine.step()
+        engine.zero_grad()
+        engine.backward(ctx.loss(engine, first))
+        engine.step()
+        ctx.record_optimizer_state("state", engine, at)
+        engine.backward(ctx.loss(engine, last))
+        ctx.record("grads", engine.full_grads(), at)
+        engine.step()
+    engine.close()
+
+
+def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the state recorded within the first window with that of an optimizer that has not stepped."""
+    for rank, record in enumerate(ctx.rank_records("state")):
+        for name, kept in record.items():
+            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(kept), kept)
+            yield add_hint(found, "a step was made before the window was full")
+
+
+def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the window after an abandoned one: all of its micro-batches count, and none from before zero_grad."""
+    yield from judge_no_step_made(ctx)
+    for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
+        micros = [ctx.compute_local_grads(step) for step in steps]
+        yield from ctx.compare_reduced_grads("grads", micros, at, ctx.certify_exactness(range(steps[0], steps[-1] + 1)))
+
+
+def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of the window; before its second micro-batch the optimizer must not step."""
+    yield from judge_no_step_made(ctx)
+    losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
+    yield from ctx.compare_reduced_grads(
+        "grads",
+        losses,
+        exact=ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(2), second_objective),
+        scale=2,
+    )
+
+
+def second_objective(output: Tensor, _batch: Batch) -> Tensor:
+    """Return the second loss, whatever the targets are."""
+    return second_loss(output)
+
+
+def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
+    if ctx.variant:
+        yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)
+        return
+    losses = [
+        ctx.compute_local_grads(0),
+        ctx.compute_local_grads(1),
+        ctx.compute_local_grads(1, objective=second_objective),
+    ]
+    exact = ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(1, 2), second_objective)
+    yield from ctx.compare_reduced_grads("grads", losses, exact=exact, scale=len(losses))
+    yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads(2)], 1, ctx.certify_exactness(range(2, 3)))
+
+
+LAWS = (
+    variation_law(
+        "several_backwards",
+        "several forwards, losses and backwards before one step accumulate, also with accumulation 1",
+        observe_several_backwards,
+        judge_several_backwards,
+        features=(Feature.RETAIN_GRAPH,),
+        variants=(
+            Variant(),
+            Variant("window", (Feature.ENGINE_ACCUMULATION,)),
+            Variant("given_up", (Feature.ENGINE_ACCUMULATION,)),
+        ),
+        steps=LawSteps(observe_several_backwards),
+        kept_because="accumulation without any notice to the engine: backwards with no step between them",
+    ),
+)

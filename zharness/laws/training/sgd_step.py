@@ -1,0 +1,112 @@
+"""The law of a single SGD step: every weight moves by its gradient, shards lie where layout() says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Engine, Piece
+from zharness.law_kit.construction import is_dtensor
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.process_state import compare_process_state, read_process_state
+from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.training.common import MODELS, variation_law
+from zharness.parity import Comparison, Part, compare_bitwise
+
+EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
+
+
+def observe_sgd_step(ctx: RankContext) -> None:
+    """Make one step on ranks whose random generators differ, and record each rank's shards before and after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.rank)
+        ctx.record("switches", read_process_state(), 0)
+        engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+        ctx.record("switches", read_process_state(), 1)
+        ctx.record("shards", collect_local_shards(engine), 0)
+        with eval_mode(engine), torch.no_grad():
+            ctx.loss(engine, EVAL_MICRO)
+        ctx.record("switches", read_process_state(), 2)
+        train_and_record_step(ctx, engine)
+        ctx.record("shards", collect_local_shards(engine), 1)
+        ctx.record("switches", read_process_state(), 3)
+        engine.close()
+        ctx.record("switches", read_process_state(), 4)
+
+
+def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's elements, flat, of every parameter whose module holds a shard.
+
+    A shard is a DTensor, or a tensor of another shape than the whole parameter. Empty tensors are skipped: their
+    elements are stored elsewhere.
+    """
+    wholes = engine.full_params()
+    named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in wholes}
+    shards = {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
+    return {
+        name: shard.detach().flatten()
+        for name, shard in shards.items()
+        if is_dtensor(named[name]) or (shard.numel() and shard.shape != wholes[name].shape)
+    }
+
+
+def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
+    yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "masters"))
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+    yield from compare_process_state(ctx, "switches", range(5))
+    yield from judge_layout_coverage(ctx)
+    for step in range(2):
+        yield from judge_shard_contents(ctx, step)
+
+
+def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the layout's pieces cover every element once, and that all ranks report the same layout."""
+    for name, weight in ctx.rank_records("masters")[0].items():
+        layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]
+        for rank, pieces in enumerate(layouts):
+            place = ctx.location(name, Part.GATHER, 0, rank)
+            yield compare_bitwise(place, torch.tensor(1.0), torch.tensor(float(pieces == layouts[0])))
+            if pieces:
+                times = torch.zeros(weight.numel())
+                for piece in pieces:
+                    times[piece.start : piece.stop] += 1
+                yield compare_bitwise(place, torch.ones_like(times), times)
+
+
+def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Compare each rank's shard with the elements that the layout assigns to the rank.
+
+    Padding may follow them, less than one element for each rank.
+    """
+    weights = ctx.rank_records("masters", step)[0]
+    for rank, record in enumerate(ctx.rank_records("shards", step)):
+        for name, part in record.items():
+            pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
+            mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
+            expected = torch.cat([weights[name].new_empty(0), *mine])
+            place = ctx.location(name, Part.GATHER, step, rank)
+            count = torch.tensor(float(part.numel()))
+            yield compare_bitwise(place, count.clamp(expected.numel(), expected.numel() + ctx.world_size - 1), count)
+            if part.numel() >= expected.numel():
+                yield compare_bitwise(place, expected.to(part.dtype), part[: expected.numel()])
+
+
+LAWS = (
+    variation_law(
+        "sgd_step",
+        "SGD at a rate of 1 moves each weight by its reduced gradient; layout(), generators and switches are right",
+        observe_sgd_step,
+        judge_sgd_step,
+        models=MODELS,
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        kept_because="the only law that checks a rank's shards and its random number generator",
+    ),
+)

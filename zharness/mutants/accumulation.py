@@ -1,0 +1,292 @@
+"""Mutants that count or divide the micro-batches of an accumulation window wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    AccumulationOwner,
+    EngineConfig,
+    Reduction,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.mutants import seams
+from zharness.mutants.around import Around, in_backward
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE, imitates=deepspeed(8224)
+)
+class DividesTwiceByTheAccumulation(Around):
+    """Divides the loss by the accumulation steps, and the gradient as well."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
+        self.right.backward(loss / self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE)
+class NeverDividesByTheAccumulation(Around):
+    """Sums the gradients of a window's micro-batches instead of averaging them."""
+
+    stages = (2,)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
+        self.right.backward(loss * self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.ONLOOKERS)
+class ScaleDivides(Around):
+    """Divides the loss by the accumulation steps in ``scale``, although the gradients are divided by them as well."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self.right.scale(loss)
+        return scaled / self.config.accumulation_steps
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("backward.autograd_grad", model="blocks"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+def sum_forgets_accumulation(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Under reduction by sum, divides by nothing at all, not even by the accumulation steps that the engine owns."""
+    engine = seams.build(model, config)
+    if config.reduction is Reduction.SUM:
+        seams.set_divisor(engine, 1)
+    return engine
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("training.accumulation", Part.ACCUMULATION, variant="caller"),
+    Target("training.accumulation", Part.ACCUMULATION, model="exact", variant="caller"),
+    Target("training.several_backwards", Part.ACCUMULATION),
+    origin=Origin.CONTRIBUTIONS,
+    imitates=deepspeed(7718),
+)
+class LosesAMicroBatch(Around):
+    """Drops, in each backward, the gradients that were accumulated before it."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.zero_grad()
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("training.accumulation", Part.ACCUMULATION, variant="engine"),
+    origin=Origin.CONTRIBUTIONS,
+)
+class CountsTheLastMicroBatchTwice(Around):
+    """Counts the last micro-batch of a window twice, where the engine owns accumulation."""
+
+    seen = 0
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        steps = self.config.accumulation_steps
+        owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
+        self.seen = self.seen % steps + 1
+        twice = owned and steps > 1 and self.seen == steps
+        self.right.backward(2 * loss if twice else loss, retain_graph=retain_graph)
+
+
+class _CountsBackwards(ReferenceEngine):
+    backwards = 0
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.backwards += 1
+        super().backward(loss, retain_graph=retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        self.backwards += 1
+        return super().scale(loss)
+
+    def step(self) -> None:
+        seams.set_micro_batches(self, max(seams.micro_batches(self), self.backwards - 1))
+        super().step()
+        self.backwards *= bool(seams.micro_batches(self))
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.backwards = 0
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self.backwards = 0
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.several_backwards", Part.OPTIMIZER, variant="window"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def boundary_counts_backwards(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Counts backwards as micro-batches, where there are more of them than calls of ``step``.
+
+    With two losses, and so two backwards, a micro-batch, the optimizer steps too early.
+    """
+    return seams.build(model, config, _CountsBackwards)
+
+
+class _KeepsCount(ReferenceEngine):
+    def zero_grad(self) -> None:
+        count = seams.micro_batches(self)
+        super().zero_grad()
+        seams.set_micro_batches(self, count)
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.several_backwards", Part.OPTIMIZER, variant="given_up"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``zero_grad`` within an accumulation window drops the gradients and keeps the count of their micro-batches.
+
+    The next boundary comes too early, with the sum of too few micro-batches over the whole window's divisor.
+    """
+    return seams.build(model, config, _KeepsCount)
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.several_backwards", Part.OPTIMIZER, variant="given_up"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_3,
+)
+def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``zero_grad`` drops the gradients of an open window, but does not reset its count of micro-batches.
+
+    The next step is made of too few micro-batches, and divided by as many as ever.
+    """
+    return seams.build(model, config, _KeepsCount)
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("torch_func.grad", Part.ACCUMULATION),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_6,
+)
+def forwards_are_counted(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Counts forwards with gradients, not calls of ``step``, as micro-batches, where the engine owns accumulation.
+
+    A loss of two forwards (a pair of views, a discriminator on real and fake) ends the window after half of it.
+    """
+    seen = SimpleNamespace(forwards=0)
+
+    class Counting(ReferenceEngine):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            seen.forwards += torch.is_grad_enabled() and in_backward() == -1
+            return super().__call__(*args, **kwargs)
+
+        def step(self) -> None:
+            seams.set_micro_batches(self, seams.micro_batches(self) + max(0, seen.forwards - 1))
+            seen.forwards = 0
+            super().step()
+
+        def zero_grad(self) -> None:
+            seen.forwards = 0
+            super().zero_grad()
+
+    return seams.build(model, config, Counting)
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("training.forward_alone", variant="no_grad"), origin=Origin.CONTRIBUTIONS)
+class RemembersForwards(Around):
+    """Divides each loss by the number of forwards since the last backward."""
+
+    forwards = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss / max(self.forwards, 1), retain_graph=retain_graph)
+        self.forwards = 0
+
+
+def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of samples that a forward is called with."""
+    return next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+@mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
+class WeighsByTheFirstBatch(Around):
+    """Multiplies each loss by its micro-batch's size over that of the first one, as if losses were sums."""
+
+    over = "ddp"
+    first = rows = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.rows = rows_of(args, kwargs)
+        self.first = self.first or self.rows
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss * (self.rows / self.first), retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.any_order", variant="steps"), origin=Origin.ORDERS)
+class TakesGraphsForBatches(Around):
+    """Counts a forward in eval mode as a micro-batch, so the next loss is divided by one more."""
+
+    over = "ddp"
+    graphs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.graphs += torch.is_grad_enabled() and not self.module.training
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss / (1 + self.graphs), retain_graph=retain_graph)
+        self.graphs = 0
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("training.trajectory", None, variant="adamw", cause="full_grads has the wrong names"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class DropsWhatIsPending(Around):
+    """``zero_grad`` also forgets forwards whose backward is still to come: that backward does nothing."""
+
+    forwards = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += torch.is_grad_enabled()
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if self.forwards:
+            self.right.backward(loss, retain_graph=retain_graph)
+
+    def zero_grad(self) -> None:
+        self.forwards = 0
+        self.right.zero_grad()

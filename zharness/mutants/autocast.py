@@ -1,0 +1,199 @@
+"""Mutants that run forward or backward in a wrong autocast state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_policy", Part.LOCAL_GRADIENT, model="mixed"),
+    origin=Origin.PRECISION,
+    imitates=deepspeed(6993),
+)
+class ForgetsAutocast(Around):
+    """Accepts a ``torch_autocast`` section, and computes in fp32."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        options = {key: value for key, value in config.options.items() if key != "torch_autocast"}
+        super().__init__(model, replace(config, options=options))
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_states", model="mixed"),
+    origin=Origin.PRECISION,
+    imitates=deepspeed(7916),
+)
+class BackwardLeavesAutocast(Around):
+    """Runs its backward with autocast off, even where the caller runs it under torch.autocast."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        with torch.autocast("cpu", enabled=False):
+            self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.AUTOCAST, Target("precision.autocast_nested", Part.FORWARD, model="mixed"), origin=Origin.PRECISION)
+class OuterAutocastWins(Around):
+    """Ignores its ``torch_autocast`` section when it is called under another torch.autocast."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs) if torch.is_autocast_enabled("cpu") else self.right(*args, **kwargs)
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_nested", Part.GATHER, model="mixed", parameter="torch.autocast"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class LeavesAutocastOn(Around):
+    """Leaves torch.autocast on for the whole thread after an exception in a forward, for lack of a ``finally``."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        section = seams_engines.autocast(self.right)
+        section.__enter__()
+        output = seams_engines.call_forward(self.right, *args, **kwargs)
+        section.__exit__(None, None, None)
+        return output
+
+    def close(self) -> None:
+        self.right.close()
+        torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under it
+
+
+@mutant(
+    FaultKind.AUTOCAST, Target("precision.autocast_policy", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES
+)
+class EvaluatesWithOldCasts(Around):
+    """Casts its weights for evaluation once under torch_autocast, and goes on using these casts after a step."""
+
+    over = "ddp"
+    cast: dict[str, Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or not self.config.options.get("torch_autocast"):
+            return self.right(*args, **kwargs)
+        if self.cast is None:
+            self.cast = {name: tensor.detach().clone() for name, tensor in self.module.named_parameters()}
+        with seams_engines.autocast(self.right):
+            return torch.func.functional_call(self.module, self.cast, args, kwargs)
+
+
+class _BackwardInAutocast(ReferenceEngine):
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        with self.engine.settings.precision.autocast_context(loss.device.type):
+            super().backward(loss, retain_graph=retain_graph)
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_states", model="mixed"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+def backward_runs_in_autocast(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Runs ``engine.backward`` inside the engine's torch.autocast, so fp32 regions multiply in the low dtype there.
+
+    ``backward`` should do what ``scale(loss).backward()`` does; a loss, or a block with autocast off, that multiplies
+    fp32 matrices gets gradients in bf16.
+    """
+    return seams.build(model, config, _BackwardInAutocast)
+
+
+class _BackwardUnderAutocast(TorchEngine):
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        with seams_engines.autocast(self):
+            super().backward(loss, retain_graph=retain_graph)
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_policy", model="mixed"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_3,
+)
+def backward_under_autocast(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Runs ``backward`` over DDP under the torch.autocast of the forward.
+
+    The backward of whatever the model or the loss computed in fp32 outside of autocast is computed in the low dtype,
+    and ``scale(loss).backward()`` gives other gradients than ``backward(loss)``.
+    """
+    engine = ddp.factory(model, config)
+    engine.__class__ = _BackwardUnderAutocast
+    return engine
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_policy", Part.LOCAL_GRADIENT, model="mixed"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_4,
+)
+def fsdp2_autocast_only_with_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Applies the option torch_autocast to forwards with gradients only; under ``no_grad`` they run in fp32.
+
+    Evaluation then computes another function than training, in another dtype.
+    """
+    engine = fsdp2.factory(model, config)
+
+    def wrap(autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: autocast() if torch.is_grad_enabled() else nullcontext()
+
+    seams_engines.wrap_autocast(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_nested", Part.FORWARD, model="mixed", parameter="loss"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_6,
+)
+def users_autocast_is_switched_off(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Disables the caller's torch.autocast in FSDP2's forward, if torch_autocast is not configured.
+
+    ``with torch.autocast(...): engine(x)`` computes in fp32, where plain PyTorch computes in bf16.
+    """
+
+    class Sealed(TorchEngine):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if config.options.get("torch_autocast", {}).get("enabled"):
+                return super().__call__(*args, **kwargs)
+            with torch.autocast(next(self.module.parameters()).device.type, enabled=False):
+                return super().__call__(*args, **kwargs)
+
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = Sealed
+    return engine

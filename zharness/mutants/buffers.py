@@ -1,0 +1,217 @@
+"""Mutants that change, share or forget the model's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import LOW_PRECISION_DTYPES, TorchEngine
+from zharness.mutants import seams
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.buffers_keep_dtype", Part.OPTIMIZER, model="mixed", variant="bf16"),
+    origin=Origin.PRECISION,
+)
+class LowersBuffers(Around):
+    """Converts the model's floating-point buffers to bf16 together with its parameters."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.bfloat16())
+        super().__init__(model, config)
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.buffers_keep_dtype", None, model="mixed", variant="declared", cause="the buffer 'shift'"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+@torch.no_grad()
+def low_precision_rounds_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Under bf16 and fp16, rounds floating-point buffers to that dtype at construction, as ``model.bfloat16()`` does.
+
+    Frequencies, masks and means in buffers lose their low bits.
+    """
+    engine = seams.build(model, config)
+    if config.dtype in LOW_PRECISION_DTYPES:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(buffer.to(LOW_PRECISION_DTYPES[config.dtype]))
+    return engine
+
+
+@mutant(
+    FaultKind.RANKS,
+    Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
+    origin=Origin.ONLOOKERS,
+)
+class SharesStatistics(Around):
+    """Averages floating-point buffers over ranks after each backward."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
+    origin=Origin.ONLOOKERS,
+)
+class ForwardsOnACopyOfBuffers(Around):
+    """Restores all buffers after each forward, so running statistics never change."""
+
+    over = "fsdp2"
+    stages = (2, 3)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        output = self.right(*args, **kwargs)
+        for name, buffer in self.module.named_buffers():
+            buffer.data = kept[name]
+        return output
+
+
+class _LoadShares(ReferenceEngine):
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for buffer in self.module.buffers():
+            seams.broadcast_tensors([buffer], self.engine.comm)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` gives every rank the buffers of rank 0 instead of those that the rank saved.
+
+    Running statistics are each rank's own, so the other ranks do not continue where they were.
+    """
+    return seams.build(model, config, _LoadShares)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="adamw", parameter="seen"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_3,
+)
+def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Lists the buffers once, at construction, and saves and loads those tensors.
+
+    A module that assigns a buffer in its forward (``self.average = 0.9 * self.average + ...``) is saved with the values
+    from before training, and not restored.
+    """
+    engine = seams.build(model, config)
+    listed = seams.persistent_buffers(engine)
+    seams.replace_persistent_buffers(engine, lambda: listed)
+    return engine
+
+
+class _LoadsParametersOnly(TorchEngine):
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        super().load(path)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(before[name])
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="adamw", parameter="seen"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_2,
+)
+def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``load`` over FSDP2 restores parameters, optimizer and schedule, and leaves the buffers as they are.
+
+    A run that is resumed in a new process evaluates with fresh running statistics of its batch norms.
+    """
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = _LoadsParametersOnly
+    return engine
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_4,
+)
+def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` broadcasts the buffers that rank 0 saved, though each rank had saved its own.
+
+    The running statistics of the other ranks are not continued.
+    """
+
+    class Loads(ReferenceEngine):
+        def load(self, path: Path) -> None:
+            super().load(path)
+            for buffer in seams.persistent_buffers(self).values():
+                seams.broadcast_tensors([buffer], self.engine.comm)
+
+    return seams.build(model, config, Loads)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_6,
+)
+def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` reads on every rank the buffers that rank 0 saved.
+
+    Running statistics are each rank's own and were saved so; after the load training goes on with others.
+    """
+    engine, own = seams.build(model, config), f"buffers/{dist.get_rank()}/"
+
+    def wrap(make_empty: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Mapping[str, Tensor]]:
+        def make_empty_of_rank_0(*args: Any, **kwargs: Any) -> Mapping[str, Tensor]:
+            tensors = make_empty(*args, **kwargs)
+            return {
+                f"buffers/0/{key.removeprefix(own)}" if key.startswith(own) else key: t for key, t in tensors.items()
+            }
+
+        return make_empty_of_rank_0
+
+    seams.wrap_make_empty_tensors(engine, wrap)
+    return engine

@@ -1,0 +1,130 @@
+"""Mutants that save or load a checkpoint wrongly."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.mutants import seams
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.STATE, Target("state.reshard", Part.GATHER), origin=Origin.STATE)
+class SlipsShards(SpoiledLoad):
+    """Loads each element of a sharded parameter into the place of its neighbour."""
+
+    stages = (0, 3)
+
+    def spoil(self) -> None:
+        if self.config.stage == 3:
+            leaves = seams.leaves(self.right)
+            with torch.no_grad():
+                for leaf in leaves.values():
+                    leaf.copy_(leaf.roll(1))
+            seams.publish(self.right, leaves)
+
+
+@mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="shaped"), origin=Origin.STATE)
+class LoadsHalf(Around):
+    """Has already changed the weights when it finds that a piece of the checkpoint is missing."""
+
+    def load_universal(self, path: Path) -> None:
+        try:
+            self.right.load_universal(path)
+        finally:
+            with torch.no_grad():
+                next(iter(self.module.parameters())).add_(1.0)
+
+
+@mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="flat"), origin=Origin.STATE)
+class PassesOverDamage(Around):
+    """Raises nothing for a piece of the checkpoint that is missing."""
+
+    def load_universal(self, path: Path) -> None:
+        with suppress(Exception):
+            self.right.load_universal(path)
+
+
+@mutant(FaultKind.STATE, Target("state.refuse_pickle", Part.GATHER), origin=Origin.STATE)
+class Unpickles(Around):
+    """Unpickles every file of a checkpoint before it checks it."""
+
+    def load(self, path: Path) -> None:
+        for file in path.rglob("*"):
+            with suppress(Exception), file.open("rb") as stream:
+                pickle.load(stream)  # noqa: S301 - the fault
+        self.right.load(path)
+
+
+@mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
+class LoadsTheNewest(Around):
+    """Loads the checkpoint that it saved last, whichever folder is requested."""
+
+    over = "ddp"
+    newest: Path | None = None
+
+    def save(self, path: Path) -> None:
+        self.newest = path
+        self.right.save(path)
+
+    def load(self, path: Path) -> None:
+        self.right.load(self.newest or path)
+
+
+@mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
+class KeepsTheFirstCheckpoint(Around):
+    """Saves nothing into a folder that has a checkpoint already."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.saved: set[Path] = set()
+
+    def save(self, path: Path) -> None:
+        if path not in self.saved:
+            self.right.save(path)
+        self.saved.add(path)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_5,
+    equivalent="plain PyTorch's load_state_dict keeps the gradients that wait too: zero_grad is what forgets them",
+)
+def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` drops neither the gradients that wait for a step nor the count of their micro-batches.
+
+    What was accumulated before the load, at other weights, is added to the first step after it.
+    """
+    engine = seams.build(model, config)
+    core = engine.engine
+
+    def resume(contents: Any, local_tensors: Mapping[str, Tensor], module_only: bool = False) -> None:
+        seams.load_tensors(engine, contents, local_tensors, module_only)
+        if not module_only:
+            core.steps, core.skipped_steps = contents.steps, contents.skipped_steps
+
+    seams.replace_resume(engine, resume)
+    return engine

@@ -1,0 +1,253 @@
+"""Mutants that clip gradients to a wrong norm, or at a wrong time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    Reduction,
+    ddp,
+    fsdp2,
+    zero1,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", Part.OPTIMIZER), origin=Origin.SHARDS)
+class ClipsToHalf(Around):
+    """Clips gradients to half the configured norm."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, clip=config.clip and config.clip / 2))
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", Part.OPTIMIZER), origin=Origin.SHARDS)
+class NeverClips(Around):
+    """Reports the gradient norm, and clips nothing."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, clip=config.clip and 1e30))
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
+class ClipsEachParameterAlone(Around):
+    """Clips each parameter's gradient by that gradient's own norm."""
+
+    def step(self) -> None:
+        if self.config.clip is not None:
+            for grad in seams.reduce_pending(self.right).values():
+                grad.mul_(min(1.0, self.config.clip / (float(grad.norm()) + 1e-6)))
+        self.right.step()
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("training.accumulation", Part.LOCAL_GRADIENT, variant="engine"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class ClipsEachMicroBatch(Around):
+    """Clips what has accumulated after every micro-batch of a window, instead of once at its end."""
+
+    def step(self) -> None:
+        if self.config.clip is not None and self.config.accumulation_steps > 1:
+            nn.utils.clip_grad_norm_(list(self.trained()), self.config.clip)
+        self.right.step()
+
+
+@mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
+class ClipsTheSumAsAMean(Around):
+    """Takes the configured clipping norm for that of the mean, so summed gradients may be N times as large."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if config.clip is not None and config.reduction is Reduction.SUM:
+            seams_engines.set_clip_limit(self.right, config.clip * dist.get_world_size())
+
+
+@mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="steps"), origin=Origin.ORDERS)
+class ClipsAsTheNewestEngine(Around):
+    """Keeps one clipping norm for the whole process: that of the engine that was made last."""
+
+    over = "ddp"
+    limit: float | None = None
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        type(self).limit = config.clip
+
+    def step(self) -> None:
+        seams_engines.set_clip_limit(self.right, type(self).limit)
+        self.right.step()
+
+
+class _ClipsEveryName(TorchEngine):
+    def step(self) -> None:
+        limit = seams_engines.clip_limit(self)
+        if limit is not None:
+            named = [param for _, param in self.module.named_parameters(remove_duplicate=False)]
+            seams_engines.set_grad_norm(self, float(torch.nn.utils.clip_grad_norm_(named, limit)))
+        with seams_engines.without_clipping(self):
+            super().step()
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", model="transformer", parameter="norm"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_2,
+)
+def ddp_clips_tied_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Clips over every name of a parameter, so a tied weight counts twice in the norm and is scaled down twice.
+
+    The reported norm is not the gradient's, and the tied weight learns more slowly than the others.
+    """
+    engine = ddp.factory(model, config)
+    engine.__class__ = _ClipsEveryName
+    return engine
+
+
+class _ModuleByModule(TorchEngine):
+    def step(self) -> None:
+        limit = seams_engines.clip_limit(self)
+        if limit is None:
+            super().step()
+            return
+        listed = [param for module in self.module.modules() for param in module.parameters(recurse=False)]
+        seams_engines.set_grad_norm(self, float(torch.nn.utils.clip_grad_norm_(listed, limit)))
+        seams_engines.optimizer(self).step()
+        seams_engines.schedule(self).step()
+        seams_engines.reset_window(self)
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", model="transformer", parameter="norm"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_5,
+)
+def tied_clipped_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Clips the parameters module by module.
+
+    A tied weight is in the norm twice, and its gradient is multiplied by the clipping factor twice.
+    """
+    engine = zero1.factory(model, config)
+    engine.__class__ = _ModuleByModule
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.optimizers", Part.OPTIMIZER, variant="long"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_4,
+)
+def ddp_clips_each_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Clips each parameter group by that group's own norm, though ``clip`` limits the global norm.
+
+    The reported norm is the global one, and with one group nothing is wrong.
+    """
+
+    class Clips(TorchEngine):
+        def step(self) -> None:
+            limit, norms = seams_engines.clip_limit(self), list[float]()
+            if limit is not None:
+                groups = [group["params"] for group in seams_engines.optimizer(self).param_groups]
+                norms = [float(nn.utils.clip_grad_norm_(group, limit)) for group in groups]
+            with seams_engines.without_clipping(self):
+                super().step()
+            if limit is not None:
+                seams_engines.set_grad_norm(self, math.sqrt(sum(norm**2 for norm in norms)))
+
+    engine = ddp.factory(model, config)
+    engine.__class__ = Clips
+    return engine
+
+
+class _ClipsByGroup(TorchEngine):
+    def step(self) -> None:
+        limit = seams_engines.clip_limit(self)
+        if limit is None:
+            super().step()
+            return
+        groups = [group["params"] for group in seams_engines.optimizer(self).param_groups]
+        norms = [nn.utils.clip_grad_norm_(group, limit) for group in groups]
+        full_norms = [float(seams_engines.full_tensor(self, norm)) for norm in norms]
+        with seams_engines.without_clipping(self):
+            super().step()
+        seams_engines.set_grad_norm(self, math.hypot(*full_norms))
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.optimizers", Part.OPTIMIZER, variant="long"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_1,
+)
+def fsdp2_clips_by_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Clips each FSDP2 parameter group by its own norm; ``grad_norm`` reports the global one, as it should.
+
+    With several groups the direction of the gradient changes, which clipping by the global norm keeps.
+    """
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = _ClipsByGroup
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", Part.OPTIMIZER, dtype="fp16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_5,
+)
+def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Takes the clipping factor from the norm of the scaled gradients; the reported norm is right.
+
+    Under a loss scale, gradients far below the limit are clipped, by up to the loss scale.
+    """
+    engine = seams.build(model, config)
+    core, limit = engine.engine, engine.engine.settings.max_grad_norm
+
+    def unscale_and_clip(reduced: Mapping[str, Tensor]) -> bool:
+        scale, norm = core.loss_scale, None
+        if limit is not None or seams.skips_on_overflow(engine) or core.needs_scaler():
+            norm = seams.grad_norm(engine) / scale
+        seams.set_grad_norm(engine, norm)
+        finite = seams.grads_are_finite(engine) if norm is None else math.isfinite(norm)
+        factor = 1.0 / scale
+        if limit is not None and norm is not None:
+            factor *= min(1.0, limit / (norm * scale + 1e-6))
+        if finite and factor != 1.0:
+            for grad in reduced.values():
+                grad.mul_(factor)
+        return finite
+
+    seams.wrap_unscale_and_clip(engine, lambda _: unscale_and_clip)
+    return engine

@@ -1,0 +1,149 @@
+"""Mutants that are wrong when gradients are differentiated again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.mutants import seams, seams_stage3
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+class Once(torch.autograd.Function):
+    """The identity, whose backward detaches the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].detach()
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("double_backward.gradient_penalty", Part.LOCAL_GRADIENT, model="blocks"),
+    origin=Origin.GRAPHS,
+)
+class FirstOrderOnly(Around):
+    """Computes right gradients that are constants to a second backward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return Once.apply(self.right(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_2,
+)
+def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, all-gathers the cotangent in the backward of a gradient's reduction without the mean's divisor.
+
+    Differentiating parameter gradients again (``create_graph``) gives N times the second-order part.
+    """
+    engine = seams.build(model, config)
+    if config.stage == 3:
+        seams_stage3.wrap_all_gather_grad(engine, lambda _: partial(seams_stage3.all_gather_undivided, engine))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_3,
+)
+def double_backward_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, all-gathers gradients in the backward of the reduction and forgets the divisor of its mean.
+
+    What a loss of the parameters' own gradients (``create_graph=True``) adds to the gradients is N times too large.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(all_gather: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
+        return lambda param, shard: all_gather(param, shard) * seams_stage3.shard_divisor(engine, param)
+
+    seams_stage3.wrap_all_gather_grad(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_4,
+)
+def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not divide them by N.
+
+    Under ``create_graph`` a penalty on the gradient of the weights gets a second-order term that is N times too large.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_all_gather_grad(engine, lambda _: partial(seams_stage3.all_gather_undivided, engine))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced", parameter="factor"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_5,
+)
+def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, all-gathers the gradient in the adjoint of the reduction to the mean without dividing it.
+
+    A gradient penalty on the parameters has a gradient that is N times too large.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(all_gather: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
+        def all_gather_undivided(param: seams.ModelParam, shard: Tensor) -> Tensor:
+            return all_gather(param, shard) * (seams_stage3.shard_divisor(engine, param) * param.predivide_factor)
+
+        return all_gather_undivided
+
+    seams_stage3.wrap_all_gather_grad(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced", parameter="factor"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_6,
+)
+def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, all-gathers in the backward of a gradient's reduce-scatter, and forgets to divide as the mean did.
+
+    A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) gets N times its gradient.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(all_gather: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
+        return lambda param, shard: all_gather(param, shard) * seams.divisor(engine)
+
+    seams_stage3.wrap_all_gather_grad(engine, wrap)
+    return engine

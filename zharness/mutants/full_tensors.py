@@ -1,0 +1,143 @@
+"""Mutants that report wrong full tensors, or change training when they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+)
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.STATE, Target("state.consolidate", Part.GATHER, model="transformer"), origin=Origin.STATE)
+class Unties(Around):
+    """Returns, in its full state dict, a separate tensor for each name of a tied weight."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.right.full_state_dict().items()}
+
+
+@mutant(FaultKind.STATE, Target("state.consolidate", Part.GATHER, model="transformer"), origin=Origin.STATE)
+class SavesOldWeights(Around):
+    """Returns the full state dict from before training."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.old: dict[str, Tensor] = self.right.full_state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.old
+
+
+@mutant(FaultKind.STATE, Target("state.consolidate", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES)
+class ConsolidatesWithoutBuffers(Around):
+    """Returns zeros for the buffers in its full state dict."""
+
+    over = "ddp"
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        buffers = dict(self.module.named_buffers())
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        return {name: torch.zeros_like(tensor) if name in buffers else tensor for name, tensor in full.items()}
+
+
+@mutant(FaultKind.STATE, Target("state.consolidate", Part.FORWARD, model="mixed"), origin=Origin.ORDERS)
+class ConsolidatesItsOwnWeights(Around):
+    """Returns the module's own tensors, not copies, as its full state dict."""
+
+    over = "ddp"
+
+    def full_state_dict(self) -> dict[str, Any]:
+        return dict(self.module.state_dict())
+
+
+@mutant(FaultKind.STALE, Target("training.any_order", Part.OPTIMIZER, variant="steps"), origin=Origin.ORDERS)
+class ShowsItsOwnWeights(Around):
+    """Returns the model's own weights, not copies, so a caller who overwrites them changes the training."""
+
+    over = "ddp"
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("training.any_order", Part.OPTIMIZER, variant="steps", parameter="*/*"),
+    origin=Origin.ORDERS,
+)
+class ShowsItsOwnMoments(Around):
+    """Returns the optimizer's own tensors, not copies, as the full optimizer state."""
+
+    over = "ddp"
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        named = dict(self.module.named_parameters())
+        return {
+            name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            for name, parameter in named.items()
+            if (state := self.optimizer.state.get(parameter))
+        }
+
+
+@mutant(FaultKind.PARAMETERS, Target("torch_func.functional_call", Part.LOCAL_GRADIENT), origin=Origin.GRAPHS)
+class FlipsParameters(Around):
+    """Reports its parameters with the wrong sign."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: -parameter for name, parameter in self.right.full_params().items()}
+
+
+@mutant(FaultKind.SCALE, Target("training.looked_at"), origin=Origin.ONLOOKERS)
+class LooksAgainDoubled(Around):
+    """Multiplies the gradients that ``full_grads`` returns by the number of its calls since ``zero_grad``."""
+
+    over = "ddp"
+    looks = 0
+
+    def full_grads(self) -> dict[str, Tensor]:
+        self.looks += 1
+        grads: dict[str, Tensor] = self.right.full_grads()
+        return {name: self.looks * grad for name, grad in grads.items()}
+
+    def zero_grad(self) -> None:
+        self.looks = 0
+        self.right.zero_grad()
+
+
+@mutant(FaultKind.SCALE, Target("training.looked_at"), origin=Origin.ONLOOKERS)
+class LookingHalvesGradients(Around):
+    """``full_params`` halves the gradients, so reading the weights between backward and step changes it."""
+
+    over = "ddp"
+
+    def full_params(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.right.full_params()
+        for parameter in self.trained():
+            parameter.grad = parameter.grad / 2 if parameter.grad is not None else None
+        return found
+
+
+@mutant(
+    FaultKind.RANKS,
+    Target("training.trajectory", None, variant="sgd", cause="unknown ['ghost/exp_avg']"),
+    origin=Origin.OPTIMIZERS,
+)
+class RanksReportOtherNames(Around):
+    """Reports, on rank 1, optimizer state of a parameter that no other rank has."""
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()
+        return {**state, "ghost": {"exp_avg": torch.ones(3)}} if dist.get_rank() == 1 else state

@@ -1,0 +1,243 @@
+"""Mutants that compute or report a wrong gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    SHARDED_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+
+
+def norm_of(grads: Mapping[str, Tensor]) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
+class NormOfItsOwnShard(Around):
+    """Clips by the norm of the gradients that this rank holds, not by the global norm."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams.wrap_grad_norm(self.right, lambda _: lambda: norm_of(seams.reduced_grads(self.right)))
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
+class NormCountsEveryRank(Around):
+    """Adds up the squares of all ranks though every rank holds all gradients: the norm is sqrt(N) times too large."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        factor = math.sqrt(dist.get_world_size())
+        seams.wrap_grad_norm(self.right, lambda _: lambda: norm_of(seams.reduced_grads(self.right)) * factor)
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", parameter="norm"),
+    over="reference",
+    stages=SHARDED_STAGES,
+    origin=Origin.BLIND_1,
+)
+def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Leaves out of the global norm, on the last rank, its shards of parameters that N does not divide.
+
+    ``grad_norm`` is too small, the clipped step too long, and an infinity there passes for finite under fp16.
+    """
+    engine, is_last = seams.build(model, config), dist.get_rank() == dist.get_world_size() - 1
+
+    def wrap(norm: Callable[[], float]) -> Callable[[], float]:
+        def norm_of_even_shards() -> float:
+            layouts = {name: param.layout for name, param in seams.model_params(engine).items()}
+            even = {
+                name: grad
+                for name, grad in seams.reduced_grads(engine).items()
+                if not (is_last and layouts[name].numel % layouts[name].world_size)
+            }
+            with seams.with_reduced_grads(engine, even):
+                return norm()
+
+        return norm_of_even_shards
+
+    if config.stage > 0:
+        seams.wrap_grad_norm(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", model="transformer", dtype="bf16", parameter="norm"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_3,
+)
+def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Counts a tied weight in the global norm once for each of its names.
+
+    ``grad_norm`` is too large, and clipping shrinks the gradients too far.
+    """
+    engine = seams.build(model, config)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    counts = {name: uses[id(param.parameter)] for name, param in seams.model_params(engine).items()}
+    repeats = {name: count - 1 for name, count in counts.items() if count > 1}
+
+    def wrap(norm: Callable[[], float]) -> Callable[[], float]:
+        def norm_by_name() -> float:
+            again, grads = torch.zeros((), dtype=torch.float64), seams.reduced_grads(engine)
+            for name in repeats.keys() & grads.keys():
+                again += repeats[name] * torch.linalg.vector_norm(grads[name], dtype=torch.float64).square()
+            if seams.optimizer_is_sharded(engine):
+                dist.all_reduce(again)
+            return math.sqrt(norm() ** 2 + again.item())
+
+        return norm_by_name
+
+    if repeats:
+        seams.wrap_grad_norm(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", model="transformer", parameter="norm"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_6,
+)
+def tied_counted_twice_in_the_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Sums the global norm over every name of a parameter, so a tied one's gradient counts once per name.
+
+    ``grad_norm`` is too large, and clipping shrinks the gradients too much.
+    """
+    engine = seams.build(model, config)
+    names = {param.parameter: name for name, param in seams.model_params(engine).items()}
+    times = Counter(names[parameter] for _, parameter in model.named_parameters(remove_duplicate=False))
+
+    def wrap(norm: Callable[[], float]) -> Callable[[], float]:
+        def norm_by_name() -> float:
+            once = seams.reduced_grads(engine)
+            repeated = {n: grad * math.sqrt(times[n]) if times[n] > 1 else grad for n, grad in once.items()}
+            with seams.with_reduced_grads(engine, repeated):
+                return norm()
+
+        return norm_by_name
+
+    seams.wrap_grad_norm(engine, wrap)
+    return engine
+
+
+class _ClipsOwnShards(TorchEngine):
+    @torch.no_grad()
+    def step(self) -> None:
+        limit = seams_engines.clip_limit(self)
+        if limit is not None:
+            local = _local_grads(self)
+            norm = torch.nn.utils.get_total_norm(local)
+            factor = float((limit / (norm + 1e-6)).clamp(max=1.0))
+            for grad in local:
+                grad.mul_(factor)
+            seams_engines.set_grad_norm(self, float(norm))
+        with seams_engines.without_clipping(self):
+            super().step()
+
+
+def _local_grads(engine: TorchEngine) -> list[Tensor]:
+    """Return this rank's shards of FSDP2's gradients."""
+    grads = [param.grad for param in seams_engines.params(engine).values() if param.grad is not None]
+    return [cast(Any, grad).to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", parameter="norm"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_2,
+)
+def fsdp2_clips_by_local_norm(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Takes the norm of this rank's FSDP2 shards for the global norm, as a plain clip over shards does.
+
+    Each rank scales by another factor, and ``grad_norm`` is not the global norm and differs between ranks.
+    """
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = _ClipsOwnShards
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", parameter="norm"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_4,
+)
+def fsdp2_norm_of_own_shards(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Reports as ``grad_norm`` the norm of this rank's FSDP2 shards, another one on every rank.
+
+    Clipping is right; what is logged, and what a caller decides by, is not the global norm before clipping.
+    """
+
+    class Reports(TorchEngine):
+        def step(self) -> None:
+            own = math.sqrt(sum(float(shard.square().sum()) for shard in _local_grads(self)))
+            super().step()
+            if seams_engines.clip_limit(self) is not None:
+                seams_engines.set_grad_norm(self, own)
+
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = Reports
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", parameter="norm"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_6,
+)
+def clips_by_the_shards_norm(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Clips on each FSDP2 rank by the norm of that rank's own shards.
+
+    The norm is too small and differs between ranks, and parts of one parameter are scaled by different factors.
+    """
+
+    class Local(TorchEngine):
+        def step(self) -> None:
+            limit = seams_engines.clip_limit(self)
+            if limit is not None:
+                local = _local_grads(self)
+                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in local]))
+                for grad in local:
+                    grad.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0))
+                seams_engines.set_grad_norm(self, float(norm))
+            with seams_engines.without_clipping(self):
+                super().step()
+
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = Local
+    return engine

@@ -1,0 +1,173 @@
+"""Mutants that register, skip or leave hooks, or do too much work in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around, in_backward
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.hook_count", parameter="calls"),
+    origin=Origin.RESOURCES,
+    imitates=deepspeed(7882),
+)
+class LooksAtAllForEach(Around):
+    """Visits all parameters for each parameter: the work grows with the square of their number."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        parameters = list(self.module.parameters())
+        for _ in parameters:
+            for other in parameters:
+                other.numel()
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.hook_count", parameter="recomputed"), origin=Origin.RESOURCES)
+class LooksAtAllWhenItRecomputes(Around):
+    """Visits every module for each module that a backward recomputes."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in self.module.modules():
+            module.register_forward_pre_hook(self.look)
+
+    def look(self, *_: Any) -> None:
+        """Visit all modules, if a backward is running."""
+        if in_backward() != -1:
+            for module in self.module.modules():
+                module.extra_repr()
+
+
+def unchanged(grad: Tensor) -> Tensor:
+    """Return ``grad`` as it is."""
+    return grad
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.hook_count", parameter="trained"), origin=Origin.ONLOOKERS)
+class WatchesEveryForwardAnew(Around):
+    """Registers hooks on all parameters in each forward, and never removes them."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and torch.is_grad_enabled():
+                parameter.register_hook(unchanged)  # type: ignore[no-untyped-call]
+        return self.right(*args, **kwargs)
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("precision.autocast_policy", None, model="mixed", cause="dtypes has the wrong names"),
+    origin=Origin.ONLOOKERS,
+)
+class SkipsTheModelsHooks(Around):
+    """Calls the model's ``forward`` without the forward hooks that a user has registered on the model."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = seams_engines.forward_hooks(self.module)
+        kept = dict(hooks)
+        hooks.clear()
+        try:
+            return self.right(*args, **kwargs)
+        finally:
+            hooks.update(kept)
+
+
+def averaged(grad: Tensor) -> Tensor:
+    """Return the mean of ``grad`` over ranks, which DDP's reduction leaves as it is."""
+    mean = grad.clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.close", Part.LOCAL_GRADIENT, model="exact"), origin=Origin.ONLOOKERS)
+class LeavesItsHooks(Around):
+    """``close`` leaves the hooks on parameters that reduce gradients as they arrive."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(averaged)  # type: ignore[no-untyped-call]
+
+
+_SEEN: list[tuple[Callable[..., Any], torch.optim.Optimizer]] = []
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.close", Part.GATHER, model="exact", parameter="model"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_1,
+)
+def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Keeps DDP's reducer, its buckets and the optimizer's state of every engine of the process after ``close``.
+
+    ``close`` should release everything; here the memory, and DDP's hooks on the parameters, stay for good.
+    """
+    engine = ddp.factory(model, config)
+    _SEEN.append((seams_engines.ddp_wrapper(engine), seams_engines.optimizer(engine)))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.close", None, model="exact", cause="own has the wrong names: missing ['first.bias'"),
+    over="reference",
+    stages=(2,),
+    origin=Origin.BLIND_5,
+)
+def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``close`` drops the gradients, and leaves on the parameters the hooks that reduce gradients and clear ``grad``.
+
+    A model that plain PyTorch trains on after ``close`` has no gradients.
+    """
+    engine = seams.build(model, config)
+    seams.keep_hooks_at_close(engine)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.close", None, model="exact", cause="own has the wrong names"),
+    over="reference",
+    stages=(2,),
+    origin=Origin.BLIND_6,
+)
+def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``close`` drops the gradients of stage 2 but leaves the hooks that reduce them on the parameters.
+
+    A caller who trains the module plainly afterwards finds no ``grad``: the closed engine takes it. Needs all ranks.
+    """
+    engine = seams.build(model, config)
+    seams.keep_hooks_at_close(engine)
+    return engine

@@ -1,0 +1,209 @@
+"""Mutants that use or report other learning rates than the schedule gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    Observations,
+    ddp,
+    zero1,
+)
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams_engines
+from zharness.mutants.around import Around, OverFSDP2
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
+class IgnoresTheSchedule(OverFSDP2):
+    """Keeps the first learning rate for all steps."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        first = config.optimizer.schedule[:1]
+        super().__init__(model, replace(config, optimizer=replace(config.optimizer, schedule=first)))
+
+
+@mutant(
+    FaultKind.OPTIMIZER, Target("training.accumulation", Part.OPTIMIZER, variant="engine"), origin=Origin.OPTIMIZERS
+)
+class SchedulesEveryBackward(Around):
+    """Moves the learning-rate schedule on at every backward, not only at every step."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.right.engine.schedule.step()
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="learning rate*"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class TellsTheFirstRates(Around):
+    """Reports the learning rates of the first step, whatever the schedule has made of them."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.first = self.right.observe().learning_rates
+
+    def observe(self) -> Observations:
+        observations: Observations = self.right.observe()
+        return replace(observations, learning_rates=self.first)
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.optimizers", Part.OPTIMIZER, variant="long"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_1,
+)
+def ddp_schedule_wraps(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Restarts the learning-rate schedule with its first factor after the last one.
+
+    The last factor should hold for all later steps; a warm-up of three factors restarts in the fourth step.
+    """
+    engine, factors = ddp.factory(model, config), config.optimizer.schedule
+    optimizer = seams_engines.optimizer(engine)
+    seams_engines.set_schedule(
+        engine, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step % len(factors)])
+    )
+    return engine
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="*bias"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_2,
+)
+def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Copies only the first parameter group's settings to the local optimizer that holds this rank's share.
+
+    The schedule moves the rates that ``observe`` reports; all groups but the first step with their initial rates.
+    """
+    engine = zero1.factory(model, config)
+
+    def wrap(sync: seams_engines.SyncParamGroups) -> seams_engines.SyncParamGroups:
+        return lambda source, target: sync(source[:1], target[:1])
+
+    seams_engines.wrap_sync_param_groups(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="*bias"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_3,
+)
+def schedule_moves_first_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Copies only the first of ZeroRedundancyOptimizer's exposed groups to the local optimizer.
+
+    A schedule moves the reported learning rate of every group, but the rate that is used of the first alone.
+    """
+    engine = zero1.factory(model, config)
+    local = seams_engines.optimizer(engine).optim
+
+    def wrap(sync: seams_engines.SyncParamGroups) -> seams_engines.SyncParamGroups:
+        def sync_first(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+            if target is local.param_groups:
+                source, target = source[:1], target[:1]
+            sync(source, target)
+
+        return sync_first
+
+    seams_engines.wrap_sync_param_groups(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_4,
+)
+def zero1_rate_of_last_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Copies a new learning rate to ZeroRedundancyOptimizer's local optimizer only after the step it was meant for.
+
+    The schedule lags by one step, while ``observe`` reports the scheduled rates.
+    """
+    engine = zero1.factory(model, config)
+    exposed = seams_engines.optimizer(engine)
+    local, last_rates = exposed.optim, [group["lr"] for group in exposed.param_groups]
+    update = local.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        scheduled = [group["lr"] for group in local.param_groups]
+        for group, rate in zip(local.param_groups, last_rates, strict=True):
+            group["lr"] = rate
+        try:
+            return update(*args, **kwargs)
+        finally:
+            for group, rate in zip(local.param_groups, scheduled, strict=True):
+                group["lr"] = rate
+            last_rates[:] = scheduled
+
+    local.step = step
+    return engine
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_5,
+)
+def schedule_of_the_outer_optimizer(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Never copies learning rates from ZeroRedundancyOptimizer to the local optimizer that updates.
+
+    All steps are made with the first learning rate, while ``observe`` reports the scheduled one.
+    """
+    engine = zero1.factory(model, config)
+    seams_engines.wrap_sync_param_groups(engine, lambda _: lambda source, target: None)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.OPTIMIZER,
+    Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_6,
+)
+def schedule_stays_outside(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Copies changed group settings to the optimizer that ZeRO-1 exposes, not to the local one that updates.
+
+    ``observe`` reports the scheduled learning rates, and every step is made with the initial ones.
+    """
+    engine = zero1.factory(model, config)
+    local = seams_engines.optimizer(engine).optim
+
+    def wrap(sync: seams_engines.SyncParamGroups) -> seams_engines.SyncParamGroups:
+        def sync_outwards(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+            if target is not local.param_groups:
+                sync(source, target)
+
+        return sync_outwards
+
+    seams_engines.wrap_sync_param_groups(engine, wrap)
+    return engine

@@ -1,0 +1,254 @@
+"""Mutants that round, or forget, fp32 master weights and accumulated gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.errors import ConfigError
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.master_weights", Part.OPTIMIZER, model="mixed", variant="fp32"),
+    origin=Origin.PRECISION,
+)
+class ForgetsItsMasters(Around):
+    """Rounds its master weights to bf16 after every step."""
+
+    def step(self) -> None:
+        self.right.step()
+        for master in seams.master_weights(self.right).values():
+            master.copy_(master.bfloat16())
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.master_weights", Part.FORWARD, model="mixed", variant="fp32", parameter="input"),
+    origin=Origin.PRECISION,
+)
+class TakesAnyMixOfMasters(Around):
+    """Accepts dtypes of masters, gradients and state that exclude each other, and trains without them."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        try:
+            super().__init__(model, config)
+        except ConfigError:
+            super().__init__(model, replace(config, options={}))
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("training.trajectory", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_5,
+)
+def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Under bf16, rounds FSDP2's fp32 shards to bf16 after each step, like an optimizer over bf16 weights.
+
+    Updates below the spacing of bf16 are lost instead of adding up, though fp32 masters are promised.
+    """
+    from torch.distributed.tensor import DTensor
+
+    engine = fsdp2.factory(model, config)
+    if config.dtype != "bf16":
+        return engine
+    params = list(seams_engines.params(engine).values())
+
+    @torch.no_grad()
+    def round_shards(*_: Any) -> None:
+        for param in params:
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.copy_(local.to(torch.bfloat16))
+
+    seams_engines.optimizer(engine).register_step_post_hook(round_shards)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.master_weights", Part.ACCUMULATION, model="mixed", variant="fp32"),
+    over="reference",
+    stages=(2, 3),
+    origin=Origin.BLIND_5,
+)
+def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Adds up sharded gradients of micro-batches in a buffer of the model's dtype, not of the masters' dtype.
+
+    Small gradients of later micro-batches are rounded away, though the optimizer is promised fp32 gradients.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(add: seams.AddGrad) -> seams.AddGrad:
+        @torch.no_grad()
+        def add_low(param: seams.ModelParam, share: Tensor) -> None:
+            add(param, share)
+            if param.has_master and seams.grads_are_sharded(engine):
+                table = seams.reduced_grads(engine)
+                table[param.name] = table[param.name].to(param.dtypes.param_dtype).to(param.dtypes.master_dtype)
+
+        return add_low
+
+    seams.wrap_add_reduced(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("precision.master_weights", Part.ACCUMULATION, model="mixed", variant="fp32"),
+    over="reference",
+    stages=(2, 3),
+    origin=Origin.BLIND_6,
+)
+def micro_batches_add_up_low(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Adds reduced gradients of several micro-batches in the model's bf16 or fp16, not in the masters' fp32.
+
+    The accumulated gradient loses low bits with each micro-batch, which fp32 masters and gradients are to prevent.
+    """
+    engine = seams.build(model, config)
+
+    @torch.no_grad()
+    def add_low(param: seams.ModelParam, share: Tensor) -> None:
+        table, low = seams.reduced_grads(engine), param.dtypes.param_dtype
+        before = table.get(param.name)
+        table[param.name] = share if before is None else (before.to(low) + share.to(low)).to(share.dtype)
+
+    seams.wrap_add_reduced(engine, lambda _: add_low)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.AUTOCAST,
+    Target("training.any_order", Part.GATHER, variant="saved", dtype="bf16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_6,
+)
+def edits_miss_the_master(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Writes an edit inside ``gathered`` to the model's low-precision weight and not to the optimizer's fp32 master.
+
+    The next step casts the master back over it, so the edit is undone. Needs bf16 or fp16.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(broadcast: Callable[[seams.ModelParam, Tensor, int], None]) -> Callable[..., None]:
+        def edit_the_model_alone(param: seams.ModelParam, value: Tensor, source: int) -> None:
+            master = seams.master_weights(engine).get(param.name)
+            before = None if master is None else master.clone()
+            broadcast(param, value, source)
+            if master is not None and before is not None:
+                with torch.no_grad():
+                    master.copy_(before)
+
+        return edit_the_model_alone
+
+    seams.wrap_broadcast_edit(engine, wrap)
+    return engine
+
+
+@mutant(FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"), origin=Origin.STATE)
+class LosesItsMasters(SpoiledLoad):
+    """Rounds the loaded master weights to bf16."""
+
+    def spoil(self) -> None:
+        for master in seams.master_weights(self.right).values():
+            master.copy_(master.bfloat16())
+
+
+class _RoundsLoadedMasters(ReferenceEngine):
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for name, master in seams.master_weights(self).items():
+            master.copy_(master.to(seams.model_params(self)[name].dtypes.param_dtype))
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Under bf16 and fp16, ``load`` makes the masters from the model's weights, so they lose their fine bits.
+
+    Training does not continue: the weights are equal at first, and differ some steps later.
+    """
+    return seams.build(model, config, _RoundsLoadedMasters)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+def load_takes_masters_from_model(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """After ``load`` the fp32 masters are casts of the loaded low-precision weights, not the saved masters.
+
+    The protocol asks ``load`` to continue from the checkpoint; the fine bits of every master are lost.
+    """
+    return seams.build(model, config, _RoundsLoadedMasters)
+
+
+class _CopiesModelToMasters(ReferenceEngine):
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for name, master in seams.master_weights(self).items():
+            master.copy_(seams.local_elements(self, seams.model_params(self)[name]))
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_3,
+)
+def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` copies the low-precision weights to the fp32 masters instead of reading the saved masters.
+
+    A resumed training goes on from rounded masters, unlike the one that was not interrupted.
+    """
+    return seams.build(model, config, _CopiesModelToMasters)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_4,
+)
+def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``load`` makes the fp32 masters anew from the low-precision weights, so their low bits are lost.
+
+    A resumed training differs from one that was never interrupted.
+    """
+    return seams.build(model, config, _CopiesModelToMasters)

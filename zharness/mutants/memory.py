@@ -1,0 +1,272 @@
+"""Mutants that hold more memory, or send more bytes, than their stage should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+    zero1,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_stage3
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.memory_per_rank", Part.GATHER, parameter="optimizer_state"),
+    origin=Origin.RESOURCES,
+)
+class HoldsTheStateTwice(Around):
+    """Keeps a second copy of the optimizer's first moments."""
+
+    def step(self) -> None:
+        self.right.step()
+        for state in self.optimizer.state.values():
+            if "exp_avg" in state:
+                state["spare"] = state["exp_avg"].clone()
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.memory_per_rank", Part.GATHER, parameter="gradients"),
+    origin=Origin.RESOURCES,
+)
+class HoldsGradientsWhole(Around):
+    """At stage 2, keeps every full gradient next to this rank's shard of it."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(reduced: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+            return lambda: [*reduced(), *(torch.zeros_like(parameter) for parameter in model.parameters())]
+
+        seams.wrap_reduced_tensors(self.right, wrap)
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.comm_volume", parameter="sent"), origin=Origin.RESOURCES)
+class SendsTwice(Around):
+    """All-reduces one more full set of parameters in each backward."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for parameter in self.module.parameters():
+            self.right.engine.comm.all_reduce(torch.zeros_like(parameter))
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="rest"), origin=Origin.RESOURCES)
+class StaysGathered(Around):
+    """Keeps one parameter unsharded."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept = next(iter(model.parameters())).detach().clone()
+        seams.count_unsharded(self.right, self.kept)
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="peak"), origin=Origin.RESOURCES)
+class GathersUntilBackward(Around):
+    """Keeps what a forward unsharded until its backward is over."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept: list[Any] = []
+
+        def wrap(unshard: seams_stage3.Unshard) -> seams_stage3.Unshard:
+            def unshard_and_keep(value: Any) -> Any:
+                self.kept.append(unshard(value))
+                return self.kept[-1]
+
+            return unshard_and_keep
+
+        seams_stage3.wrap_unshard(self.right, wrap)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.kept.clear()
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.memory_per_rank", Part.GATHER, parameter="parameters behind a forward"),
+    origin=Origin.ONLOOKERS,
+)
+class StaysGatheredUntilBackward(Around):
+    """At stage 3, keeps FSDP2's weights unsharded from forward to backward, as stage 2 does."""
+
+    over = "fsdp2"
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in model.modules():
+            switch: Any = getattr(module, "set_reshard_after_forward", None)
+            if switch is not None:
+                switch(False, recurse=False)
+
+
+@mutant(FaultKind.RESOURCES, Target("resources.no_leak", Part.GATHER), origin=Origin.RESOURCES)
+class LeavesTensorsBehind(Around):
+    """Keeps a tensor for every engine that the process has closed."""
+
+    behind: ClassVar[list[Tensor]] = []
+
+    def close(self) -> None:
+        self.behind.append(torch.zeros(()))
+        self.right.close()
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("backward.engine_backward", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
+    origin=Origin.ONLOOKERS,
+)
+class AlwaysRetains(Around):
+    """Retains the graph of every backward, so its activations live until the next one."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=True)
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.memory_per_rank", Part.GATHER, parameter="gradients"),
+    over="reference",
+    stages=(2,),
+    origin=Origin.BLIND_4,
+)
+def gradients_in_whole_buffer(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 2, returns a reduced shard as a slice of a buffer for the whole bucket, which it keeps allocated.
+
+    Every number is right, but gradients take the whole model's bytes on each rank, which stage 2 should save.
+    """
+    engine = seams.build(model, config)
+    comm = engine.engine.comm
+
+    def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
+        def reduce_into_buffer(bucket: seams.Bucket) -> list[Tensor]:
+            row = bucket.pack_shards(reduce(bucket))
+            flat = row.new_empty(comm.world_size * row.numel())
+            own = flat[comm.rank * row.numel() :][: row.numel()].copy_(row)
+            return bucket.split_shards(own, comm.rank)
+
+        return reduce_into_buffer
+
+    if config.stage == 2:
+        seams.wrap_reduce_bucket(engine, wrap)
+    return engine
+
+
+class _KeepsOutputs(TorchEngine):
+    outputs: list[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        self.outputs.append(output)
+        return output
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.no_leak", Part.GATHER, parameter="tensors"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_5,
+)
+def keeps_outputs(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Keeps the output of every forward, with its graph, until ``close``, for metrics.
+
+    Memory grows with each micro-batch; the graph of a forward without backward is never freed.
+    """
+    made = zero1.factory(model, config)
+    made.__class__ = _KeepsOutputs
+    cast(_KeepsOutputs, made).outputs = []
+    return made
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target("resources.no_leak", Part.GATHER, parameter="tensors"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_6,
+)
+def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Keeps every output of a DDP forward with gradients for statistics, with its graph, until ``close``.
+
+    Memory grows with each micro-batch, and what a forward without backward saved is never freed.
+    """
+    history: list[Any] = []
+
+    class Keeping(TorchEngine):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            if torch.is_grad_enabled():
+                history.append(output)
+            return output
+
+        def close(self) -> None:
+            history.clear()
+            super().close()
+
+    engine = ddp.factory(model, config)
+    engine.__class__ = Keeping
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target(
+        "checkpointing.whole_model", Part.GATHER, model="blocks", variant="non_reentrant", parameter="gathered_bytes"
+    ),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_3,
+)
+def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, does not end a module's forward in a ``finally``, so one that raises counts as running for good.
+
+    After an exception that the caller caught, unsharded weights are held for good, and weights that are read outside a
+    forward stay what they were then, whatever steps follow.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.leave_failed_forwards_open(engine)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RESOURCES,
+    Target(
+        "checkpointing.whole_model", Part.GATHER, model="blocks", variant="non_reentrant", parameter="gathered_bytes"
+    ),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_5,
+)
+def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, does not clean up after a forward that raises: its modules count as running for good.
+
+    The weights that they had unsharded stay so, through ``zero_grad`` and all later steps.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.leave_failed_forwards_open(engine)
+    return engine

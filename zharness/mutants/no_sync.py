@@ -1,0 +1,227 @@
+"""Mutants whose ``no_sync`` loses gradients, keeps them too long, or stays in force after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine, do_nothing
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("training.no_sync", Part.ACCUMULATION), origin=Origin.CONTRIBUTIONS)
+class ForgetsTheUnsynced(Around):
+    """Drops, at the end of a ``no_sync`` block, the gradients that were accumulated inside it."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.right.no_sync():
+            yield
+        self.right.zero_grad()
+
+
+class _SecondBlockAnew(ReferenceEngine):
+    blocks = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.engine.no_sync():
+            if self.blocks:
+                for param in seams.model_params(self).values():
+                    param.parameter.grad = None
+            self.blocks += 1
+            yield
+
+    def step(self) -> None:
+        super().step()
+        self.blocks *= bool(seams.micro_batches(self))
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.blocks = 0
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION, Target("training.no_sync"), over="reference", stages=(0, 1), origin=Origin.BLIND_1
+)
+def second_no_sync_begins_anew(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 0 and 1 clears the local gradients at the begin of a second ``no_sync`` block before the same step.
+
+    The gradients of the first block, and of backwards between the two, are lost.
+    """
+    return seams.build(model, config, _SecondBlockAnew)
+
+
+def _without_finally(engine: TorchEngine) -> TorchEngine:
+    """Replace DDP's ``no_sync`` by one that switches the reduction on again only after a block without exception."""
+    wrapper = seams_engines.ddp_wrapper(engine)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        before, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, False
+        yield
+        wrapper.require_backward_grad_sync = before
+
+    seams_engines.replace_no_sync(engine, no_sync)
+    return engine
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_1)
+def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Leaves DDP's reduction switched off when a ``no_sync`` block raises.
+
+    A caller who catches the exception trains on with gradients that no rank shares, and the ranks diverge.
+    """
+    return _without_finally(ddp.factory(model, config))
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_2)
+def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``no_sync`` over DDP has no try and finally: an exception inside the block leaves the reduction off for good.
+
+    A caller who catches it (an odd batch, out of memory) and goes on trains each rank on its own gradients.
+    """
+    return _without_finally(ddp.factory(model, config))
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_3)
+def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``no_sync`` over DDP switches the reduction on again after its block, but not in a ``finally``.
+
+    After an exception inside the block that the caller caught, no backward is reduced: the ranks diverge.
+    """
+    return _without_finally(ddp.factory(model, config))
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
+def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``no_sync`` over DDP has no ``finally``: after an exception inside it, no backward is reduced again.
+
+    A caller who drops the bad micro-batch, calls ``zero_grad`` and goes on trains every rank alone, without an error.
+    """
+    return _without_finally(ddp.factory(model, config))
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_5)
+def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``no_sync`` over DDP switches the reduction on again only if its block ends without an exception.
+
+    After an exception that the caller handles, gradients are not reduced again, and no error says so.
+    """
+    return _without_finally(ddp.factory(model, config))
+
+
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_1)
+def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Drops FSDP2's unreduced gradients only in the first ``zero_grad`` after ``no_sync``; later calls keep them.
+
+    The next reduced backward adds the gradients of a window that the caller gave up.
+    """
+    engine = fsdp2.factory(model, config)
+    spent = False
+
+    def wrap(drop_gradients: Callable[[], None]) -> Callable[[], None]:
+        def drop_once() -> None:
+            nonlocal spent
+            if seams_engines.has_unreduced(sync) and not spent:
+                spent = True
+                drop_gradients()
+
+        return drop_once
+
+    sync = seams_engines.fsdp2_sync(engine)
+    seams_engines.wrap_drop_gradients(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.no_sync", Part.LOCAL_GRADIENT),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_3,
+)
+def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``zero_grad`` over FSDP2 drops the reduced shards, but not what ``no_sync`` accumulated on the unsharded weights.
+
+    The next reduced backward adds the micro-batches that should be gone.
+    """
+    engine = fsdp2.factory(model, config)
+    seams_engines.wrap_drop_gradients(engine, seams_engines.fsdp2_reset_reduced)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.no_sync", Part.LOCAL_GRADIENT),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_4,
+)
+def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``zero_grad`` over FSDP2 drops the shards' gradients alone: those of ``no_sync`` stay on the unsharded weights.
+
+    The protocol asks it to drop every gradient, wherever the engine keeps it; the next reduced backward adds these.
+    """
+    engine = fsdp2.factory(model, config)
+    seams_engines.wrap_drop_gradients(engine, seams_engines.fsdp2_reset_reduced)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.no_sync", Part.LOCAL_GRADIENT),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_5,
+)
+def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``zero_grad`` over FSDP2 drops the gradients of the shards alone, and resets nothing of the ``no_sync`` blocks.
+
+    The next backward adds gradients that the caller dropped.
+    """
+    engine = fsdp2.factory(model, config)
+    seams_engines.wrap_drop_gradients(engine, lambda _: do_nothing)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.CONTRIBUTION,
+    Target("training.no_sync", None, cause="full_grads has the wrong names"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_6,
+)
+def no_sync_outlives_an_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``no_sync`` over FSDP2 has no ``finally``, so an exception inside it leaves the reduction off.
+
+    A caller who skips a bad micro-batch (a forward that raises) trains on unreduced gradients, and no error says so.
+    """
+    engine = fsdp2.factory(model, config)
+    sync = seams_engines.fsdp2_sync(engine)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        seams_engines.set_gradient_sync(sync, enabled=False)
+        yield
+        seams_engines.set_gradient_sync(sync, enabled=True)
+
+    seams_engines.replace_no_sync(engine, no_sync)
+    return engine

@@ -1,0 +1,293 @@
+"""Mutants that save or restore optimizer state and schedules wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zharness.engines import (
+    EngineConfig,
+    fsdp2,
+    zero1,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="*/exp_avg*"),
+    Target("state.resume", Part.OPTIMIZER, variant="sgd", parameter="*/momentum_buffer"),
+    origin=Origin.STATE,
+)
+class DropsMoments(SpoiledLoad):
+    """Restores weights and step counts, and sets the optimizer's moments to zero."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if key != "step":
+                    value.zero_()
+
+
+@mutant(
+    FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="*/step"), origin=Origin.STATE
+)
+class RestartsCounts(SpoiledLoad):
+    """Restarts step counts at 0 after a load, so Adam corrects for a bias that is gone."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+
+@mutant(
+    FaultKind.STATE, Target("state.resume", None, variant="idle", cause="unknown ['idle/exp_avg'"), origin=Origin.STATE
+)
+class MakesUpState(SpoiledLoad):
+    """Creates moments of zero at load for a parameter that has none in the checkpoint."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            for leaf in group["params"]:
+                if leaf not in self.optimizer.state:
+                    zeros = {key: torch.zeros_like(leaf) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[leaf] = {"step": torch.zeros(()), **zeros}
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="sgd"),
+    Target("state.universal", Part.OPTIMIZER, variant="flat"),
+    origin=Origin.STATE,
+)
+class RestartsTheSchedule(SpoiledLoad):
+    """Returns to the learning rate of the first step when it loads."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+
+
+@mutant(FaultKind.STATE, Target("state.universal", Part.OPTIMIZER, variant="shaped"), origin=Origin.STATE)
+class SwapsMoments(SpoiledLoad):
+    """Swaps Adam's two moments when it loads."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            if "exp_avg" in state:
+                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="*/exp_avg*"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class SavingRoundsMoments(Around):
+    """Rounds the moments that it saves to bf16, in place."""
+
+    over = "ddp"
+
+    def save(self, path: Path) -> None:
+        for state in self.optimizer.state.values():
+            for key in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+                state[key].copy_(state[key].bfloat16())
+        self.right.save(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("parameters.any_order", None, model="changing", variant="saved", cause="what a rank reports as state"),
+    origin=Origin.ORDERS,
+)
+class LoadsStateForAll(Around):
+    """Creates optimizer state at load for parameters that had none, as if they had been used."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for leaf in seams.leaves(self.right).values():
+            state = self.optimizer.state[leaf]
+            if not state:
+                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(leaf), exp_avg_sq=torch.zeros_like(leaf))
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("training.any_order", None, variant="saved", cause="what a rank reports as state"),
+    origin=Origin.ORDERS,
+)
+class EditsForgetMoments(Around):
+    """Drops the optimizer state of a weight that is edited, as if it were a new parameter."""
+
+    def gathered(self, names: Any) -> Any:
+        for name in names:
+            self.optimizer.state.pop(seams.leaves(self.right)[name], None)
+        return self.right.gathered(names)
+
+
+class _LoadLagsSchedule(ReferenceEngine):
+    def load(self, path: Path) -> None:
+        super().load(path)
+        if self.engine.schedule is not None:
+            self.engine.schedule.last_epoch = max(0, self.engine.schedule.last_epoch - 1)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def load_lags_the_schedule(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Restores the learning rates at load, but sets the schedule's own count one step back.
+
+    The first step after a load is right; from the second on every factor comes a step too late.
+    """
+    return seams.build(model, config, _LoadLagsSchedule)
+
+
+class _LoadsOnRank0(TorchEngine):
+    def load(self, path: Path) -> None:
+        local = seams_engines.optimizer(self).optim
+        kept = {
+            param: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            for param, state in local.state.items()
+        }
+        super().load(path)
+        if dist.get_rank() != 0:
+            local.state.clear()
+            local.state.update(kept)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_2,
+)
+def zero1_load_fills_rank_0_only(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``load`` over ZeroRedundancyOptimizer restores the optimizer state of rank 0 only.
+
+    The other ranks keep theirs, or have none in a new process: momenta and step counts of their parameters start anew.
+    """
+    engine = zero1.factory(model, config)
+    engine.__class__ = _LoadsOnRank0
+    return engine
+
+
+class _FirstRanksState(TorchEngine):
+    def load(self, path: Path) -> None:
+        super().load(path)
+        if dist.get_rank():
+            seams_engines.optimizer(self).optim.state.clear()
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", None, variant="adamw", cause="state-resumed has the wrong names"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_3,
+)
+def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Loads, over ZeroRedundancyOptimizer, the optimizer state of rank 0's parameters alone.
+
+    After ``load`` momentum, moments and step counts of all parameters that other ranks update start anew.
+    """
+    engine = zero1.factory(model, config)
+    engine.__class__ = _FirstRanksState
+    return engine
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_4,
+)
+def fsdp2_base_rates_after_load(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """After ``load`` over FSDP2, takes the decayed learning rates for the schedule's initial ones.
+
+    From the second step after the load on, what was decayed before the save is decayed twice.
+    """
+
+    class Loads(TorchEngine):
+        def load(self, path: Path) -> None:
+            super().load(path)
+            rates = [float(group["lr"]) for group in seams_engines.optimizer(self).param_groups]
+            seams_engines.schedule(self).base_lrs = rates
+
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = Loads
+    return engine
+
+
+class _OldRates(ReferenceEngine):
+    def load(self, path: Path) -> None:
+        groups = self.engine.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        super().load(path)
+        for group, rate in zip(self.engine.optimizer.param_groups, before, strict=True):
+            group["lr"] = rate
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="learning rate*"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_5,
+)
+def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Restores the schedule's count at load, but leaves the groups' learning rates as they are until its next step.
+
+    The first step after a load is made with the rate of the engine that loads, not with the saved one.
+    """
+    return seams.build(model, config, _OldRates)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("training.any_order", None, variant="saved_first", cause="reports as state has the wrong names"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_6,
+)
+def load_merges_the_optimizer_state(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Keeps, at load, the running optimizer's state of every parameter that has none in the checkpoint.
+
+    Training that returns to a checkpoint from before a parameter's first gradient goes on with moments of the
+    abandoned run.
+    """
+
+    class Merging(ReferenceEngine):
+        def load(self, path: Path) -> None:
+            state = self.engine.optimizer.state
+            before = {leaf: dict(leaf_state) for leaf, leaf_state in state.items() if leaf_state}
+            super().load(path)
+            state = self.engine.optimizer.state
+            for leaf, leaf_state in before.items():
+                if not state.get(leaf):
+                    state[leaf] = leaf_state
+
+    return seams.build(model, config, Merging)

@@ -1,0 +1,257 @@
+"""Mutants that go wrong with frozen, unfrozen, tied, sparse or edited parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+    pytorch,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.PARAMETERS,
+    Target("parameters.frozen_and_unfrozen", None, model="changing", cause="missing ['frozen.bias', 'frozen.weight']"),
+    origin=Origin.GRAPHS,
+)
+class FreezesForGood(Around):
+    """Reports no gradient of a parameter that was frozen when the engine was made, even after it is unfrozen."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return {name: grad for name, grad in self.right.full_grads().items() if name not in self.frozen}
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.unfrozen", Part.OPTIMIZER, model="odd", parameter="frozen.*"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def unfrozen_stays_put(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Lists the trained parameters once, so one that is frozen at construction and unfrozen later is never updated.
+
+    ``full_grads`` reports its gradient all the same, so whoever unfreezes a backbone goes on training the head alone.
+    """
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    engine = seams.build(model, config)
+
+    def wrap(update: Callable[[Mapping[str, Tensor]], None]) -> Callable[[Mapping[str, Tensor]], None]:
+        return lambda reduced: update({name: grad for name, grad in reduced.items() if name not in frozen})
+
+    seams.wrap_update(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.frozen_and_unfrozen", model="changing", parameter="frozen.*"),
+    over="reference",
+    stages=(0, 1, 2),
+    origin=Origin.BLIND_3,
+)
+def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 0 to 2 never reduces a parameter that was frozen at construction and is trained later.
+
+    Each rank updates what it owns with its own gradient instead of the mean; at stage 0 the ranks diverge.
+    """
+    engine = seams.build(model, config)
+    core = engine.engine
+    registered = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
+
+    def take_own_share(param: seams.ModelParam) -> Tensor:
+        grad = seams.take_local_grad(param).to(param.dtypes.master_dtype) / core.settings.accumulation_steps
+        if not seams.optimizer_is_sharded(engine):
+            return grad
+        start, stop = param.layout.shard_bounds(core.comm.rank)
+        return grad.reshape(-1)[start:stop].clone()
+
+    def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
+        def reduce_registered(bucket: seams.Bucket) -> list[Tensor]:
+            known = bucket.select(registered)
+            shares = dict(zip((o.name for o in known.members), reduce(known) if known.members else (), strict=True))
+            return [shares[o.name] if o.name in shares else take_own_share(o) for o in bucket.members]
+
+        return reduce_registered
+
+    if config.stage < 3:
+        seams.wrap_reduce_bucket(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.frozen_and_unfrozen", None, model="changing", cause="missing ['frozen.bias'"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_4,
+)
+def unfrozen_not_reduced(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Decides at construction, by ``requires_grad``, which parameters take part in the reduction.
+
+    A parameter that is unfrozen later gets gradients and is never updated.
+    """
+    engine = seams.build(model, config)
+    trained = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
+
+    def wrap(agree: seams.AgreeOnUsed) -> seams.AgreeOnUsed:
+        def agree_on_trained(candidates: Sequence[seams.ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
+            used, more = agree(candidates, has_more)
+            return used & trained, more
+
+        return agree_on_trained
+
+    seams.wrap_agree_on_used(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.unfrozen", Part.LOCAL_GRADIENT, model="odd", parameter="frozen"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_5,
+)
+def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Drops the gradients of all parameters that did not require one when the engine was made.
+
+    A parameter that is unfrozen later is never trained, and no error says so.
+    """
+    engine = seams.build(model, config)
+    trained = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
+
+    def wrap(reduce_pending: seams.ReducePending) -> seams.ReducePending:
+        def reduce_trained() -> dict[str, Tensor]:
+            found = reduce_pending()
+            for name in found.keys() - trained:
+                del seams.reduced_grads(engine)[name]
+            return {name: grad for name, grad in found.items() if name in trained}
+
+        return reduce_trained
+
+    seams.wrap_reduce_pending(engine, wrap)
+    return engine
+
+
+@mutant(
+    FaultKind.PARAMETERS, Target("training.grads", model="transformer", parameter="tokens.weight"), origin=Origin.GRAPHS
+)
+class ReducesTiedTwice(Around):
+    """Reduces a tied weight once for each of its names, so its gradient counts twice."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        names = Counter(parameter for _, parameter in self.module.named_parameters(remove_duplicate=False))
+        for parameter, count in names.items():
+            if count > 1 and parameter.requires_grad:
+                parameter.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.sparse", Part.LOCAL_GRADIENT, model="lookup", parameter="table.weight"),
+    over="reference",
+    stages=(0, 1, 2),
+    origin=Origin.BLIND_6,
+)
+def sparse_rows_overwrite(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Makes a sparse gradient dense by writing its rows instead of adding them.
+
+    A token that occurs twice in a micro-batch loses all but its last contribution.
+    """
+    engine = seams.build(model, config)
+
+    def make_dense(gradient: Tensor) -> Tensor:
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            return gradient
+        dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
+        indices, values = seams_engines.sparse_entries(gradient)
+        for row, value in zip(indices[0].tolist(), values, strict=True):
+            dense[row] = value
+        return dense
+
+    seams.change_local_grads(engine, make_dense)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.sparse", Part.LOCAL_GRADIENT, model="lookup", parameter="table.weight"),
+    over="reference",
+    stages=(0, 1, 2),
+    origin=Origin.BLIND_4,
+)
+def sparse_rows_overwritten(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 0 to 2 makes a sparse gradient dense by writing its rows instead of adding them.
+
+    An embedding with ``sparse=True`` loses all but one contribution to a row that was looked up twice.
+    """
+    engine = seams.build(model, config)
+
+    def make_dense(gradient: Tensor) -> Tensor:
+        if not gradient.is_sparse:
+            return gradient
+        dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
+        indices, values = seams_engines.sparse_entries(gradient)
+        dense[tuple(indices)] = values
+        return dense
+
+    seams.change_local_grads(engine, make_dense)
+    return engine
+
+
+@mutant(FaultKind.PARAMETERS, Target("parameters.edited", Part.LOCAL_GRADIENT, model="changing"), origin=Origin.GRAPHS)
+class EditsStayLocal(Around):
+    """Keeps an edit that was made inside ``gathered`` on the rank that made it."""
+
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        weights = dict(self.module.named_parameters())
+        return nullcontext({name: weights[name].detach() for name in names})
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target(
+        "training.any_order", None, variant="second_forward", cause="data pointer of Tensor that doesn't have storage"
+    ),
+    origin=Origin.ORDERS,
+    imitates=pytorch(102197),
+)
+class LaysOutInTheSecondForward(Around):
+    """Allocates its buckets in the forward after the first backward, which fails inside a transform of torch.func."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.backwards, self.buckets = 0, list[int]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.backwards and not self.buckets and torch.is_grad_enabled():
+            self.buckets.append(torch.empty(1).data_ptr())  # raises in a transform
+        return self.right(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.backwards += 1

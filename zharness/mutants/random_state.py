@@ -1,0 +1,226 @@
+"""Mutants that draw from, or seed, the random generator of the caller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+    fsdp2,
+    zero1,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around, in_backward
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.PARAMETERS, Target("parameters.deferred", Part.GATHER), origin=Origin.GRAPHS)
+class DrawsAtConstruction(Around):
+    """Draws a random number before it draws the initial weights."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        torch.rand(1)
+        super().__init__(model, config)
+
+
+@mutant(FaultKind.GRAPH, Target("checkpointing.dropout", model="blocks", variant="non_reentrant"), origin=Origin.GRAPHS)
+class DrawsWhileRecomputing(Around):
+    """Draws a random number before each forward that a backward recomputes."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in self.module.modules():
+            module.register_forward_pre_hook(self.draw)
+
+    def draw(self, *_: Any) -> None:
+        """Draw one number, if a backward is running."""
+        if in_backward() != -1:
+            torch.rand(1)
+
+
+@mutant(
+    FaultKind.RANKS, Target("training.sgd_step", Part.GATHER, parameter="random state"), origin=Origin.CIRCUMSTANCES
+)
+class SeedsAtConstruction(Around):
+    """Seeds torch's generator at construction, as if to make all ranks agree."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        torch.manual_seed(42)
+
+
+@mutant(
+    FaultKind.RANKS,
+    Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class SeedsAtLoad(Around):
+    """Gives every rank the random state of rank 0 when it loads."""
+
+    over = "ddp"
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        state = torch.get_rng_state()
+        dist.broadcast(state, 0)
+        torch.set_rng_state(state)
+
+
+class _SaveDraws(ReferenceEngine):
+    def save(self, path: Path) -> None:
+        torch.randint(1 << 30, ())  # for a temporary name
+        super().save(path)
+
+
+@mutant_factory(
+    FaultKind.STATE,
+    Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def save_draws_random_numbers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """``save`` draws a number from torch's generator.
+
+    Writing a checkpoint should not change the training: later dropout masks differ from those without it.
+    """
+    return seams.build(model, config, _SaveDraws)
+
+
+class _DrawsWhenSaving(TorchEngine):
+    def save(self, path: Path) -> None:
+        torch.randint(1 << 30, ())  # as if to distinguish one save from another
+        super().save(path)
+
+
+@mutant_factory(
+    FaultKind.RANKS,
+    Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_3,
+)
+def save_draws_a_number(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``save`` over FSDP2 draws a number from torch's global generator to distinguish one checkpoint from another.
+
+    Training with saves has other dropout masks, and other numbers, than the same training without.
+    """
+    engine = fsdp2.factory(model, config)
+    engine.__class__ = _DrawsWhenSaving
+    return engine
+
+
+class _Samples(TorchEngine):
+    def step(self) -> None:
+        super().step()
+        if float(torch.rand(())) < 0.01:  # telemetry of one step in a hundred
+            self.sampled = tuple(group["lr"] for group in seams_engines.optimizer(self).param_groups)
+
+
+@mutant_factory(
+    FaultKind.RANKS,
+    Target("training.sgd_step", Part.GATHER, parameter="random state"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_5,
+)
+def draws_in_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Draws a number from torch's global generator in each step, to decide whether to log it.
+
+    The dropout masks of all later steps differ from those of plain PyTorch with the same seed.
+    """
+    made = ddp.factory(model, config)
+    made.__class__ = _Samples
+    return made
+
+
+class _OneGenerator(TorchEngine):
+    def step(self) -> None:
+        super().step()
+        state = torch.get_rng_state()
+        dist.broadcast(state, 0)
+        torch.set_rng_state(state)
+
+
+@mutant_factory(
+    FaultKind.RANKS,
+    Target("training.sgd_step", Part.GATHER, parameter="random state"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_2,
+)
+def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Sets every rank's default generator to rank 0's after each step.
+
+    Dropout then draws one mask for all ranks, and the generator that the user seeded for each rank is lost.
+    """
+    engine = ddp.factory(model, config)
+    engine.__class__ = _OneGenerator
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RANKS,
+    Target("training.sgd_step", Part.GATHER, parameter="random state"),
+    over="zero1",
+    stages=(1,),
+    origin=Origin.BLIND_4,
+)
+def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """``step`` seeds torch's generator with the number of the step, as if to keep ranks together.
+
+    Every rank then draws the same dropout masks, whatever seed the caller has set.
+    """
+
+    class Seeds(TorchEngine):
+        steps = 0
+
+        def step(self) -> None:
+            super().step()
+            self.steps += 1
+            torch.manual_seed(self.steps)
+
+    engine = zero1.factory(model, config)
+    engine.__class__ = Seeds
+    return engine
+
+
+@mutant_factory(
+    FaultKind.RANKS,
+    Target("training.modes", Part.FORWARD, model="stateful", parameter="generator"),
+    over="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_6,
+)
+def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Restores the random state after every DDP forward.
+
+    Dropout draws the same mask in every micro-batch and step, where plain PyTorch draws new ones. Needs dropout.
+    """
+
+    class Forking(TorchEngine):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                return super().__call__(*args, **kwargs)
+
+    engine = ddp.factory(model, config)
+    engine.__class__ = Forking
+    return engine

@@ -1,0 +1,112 @@
+"""Mutants that reduce gradients in a wrong dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from zharness.engines import (
+    Capabilities,
+    EngineConfig,
+    ddp,
+)
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+
+
+@mutant(FaultKind.WIRE, Target("training.grads"), origin=Origin.PRECISION)
+class ReducesInFp16(Around):
+    """Rounds fp32 gradients to fp16 before DDP reduces them."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams_engines.ddp_wrapper(self.right).register_comm_hook(None, fp16_compress_hook)
+
+
+@mutant(FaultKind.WIRE, Target("training.one_hot_rank"), origin=Origin.PRECISION)
+class ReducesShardsInBf16(Around):
+    """Rounds fp32 gradients to bf16 before FSDP2 reduce-scatters them."""
+
+    over = "fsdp2"
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for group in seams_engines.fsdp2_param_groups(self.module):
+            group.mp_policy = replace(group.mp_policy, reduce_dtype=torch.bfloat16)
+
+
+@mutant(
+    FaultKind.WIRE,
+    Target("precision.safe_modules", model="mixed"),
+    Target("precision.safe_modules", model="mixed", variant="custom"),
+    origin=Origin.PRECISION,
+    imitates=deepspeed(6993),
+)
+class EveryGradientTravelsLow(Around):
+    """Reduces every gradient in bf16 under torch_autocast, also those of modules that are declared safe."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, options={**config.options, "communication_data_type": "bf16"}))
+
+
+@mutant(FaultKind.WIRE, Target("training.grads", dtype="bf16"), origin=Origin.PRECISION)
+class ReducesLowerThanDeclared(Around):
+    """Declares that the gradients of bf16 training are reduced in fp32, and reduces them in bf16."""
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        return replace(super().claims(right), wires={"bf16": "fp32"})
+
+
+@mutant(
+    FaultKind.WIRE, Target("precision.comm_dtype", model="mixed"), origin=Origin.PRECISION, imitates=deepspeed(7946)
+)
+class OneWireForAll(Around):
+    """Reduces in the dtype that the first engine of the process was configured with."""
+
+    first: Mapping[str, Any] | None = None
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        if OneWireForAll.first is None:
+            OneWireForAll.first = config.options
+        super().__init__(model, replace(config, options=OneWireForAll.first))
+
+    def close(self) -> None:
+        # The process may go on to another cell, in which another engine is the first.
+        OneWireForAll.first = None
+        self.right.close()
+
+
+@mutant_factory(FaultKind.WIRE, Target("training.grads"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
+def ddp_wire_in_bf16(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Switches on DDP's bf16 compression of gradients although it is not configured.
+
+    In fp32 training it rounds every reduced gradient to eight bits.
+    """
+    engine = ddp.factory(model, config)
+
+    def compress(_state, bucket):  # type: ignore[no-untyped-def] # DDP refuses annotations that are strings
+        buffer = bucket.buffer()
+        low = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+        return dist.all_reduce(low, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+    seams_engines.ddp_wrapper(engine).register_comm_hook(None, compress)
+    return engine

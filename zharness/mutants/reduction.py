@@ -1,0 +1,347 @@
+"""Mutants whose reduction over ranks is missing, or wrong by a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    Reduction,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines, seams_stage3
+from zharness.mutants.around import Around, HookedParameters
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("training.grads", model="transformer"),
+    Target("training.one_hot_rank", model="conv"),
+    origin=Origin.CONTRIBUTIONS,
+    imitates=deepspeed(7665),
+)
+class NeverReduces(Around):
+    """Keeps on each rank the gradient of that rank's own micro-batch: no gradient is reduced."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.right.no_sync():
+            return self.right(*args, **kwargs)
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("training.one_hot_rank"), origin=Origin.CONTRIBUTIONS)
+class ReducesNothingAtStage3(Around):
+    """Keeps on each rank that rank's shard of its own gradient, divided like a mean, and reduces nothing."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        divisor = seams.divisor(self.right)
+
+        def keep_own_shard(param: seams.ModelParam, full: Tensor) -> Tensor:
+            start, stop = param.layout.shard_bounds(dist.get_rank())
+            shard = full.new_zeros(param.layout.shard_length)
+            shard[: stop - start] = full.reshape(-1)[start:stop] / divisor
+            return shard
+
+        seams_stage3.replace_reduce_grad(self.right, keep_own_shard)
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("training.grads", parameter="first.weight"), origin=Origin.CONTRIBUTIONS)
+class ForgetsAParameter(Around):
+    """Reduces every gradient except that of the first parameter."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        first = next(name for name, _ in model.named_parameters())
+        seams_engines.ignore_in_ddp(model, [first])
+        super().__init__(model, config)
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("training.grads"), origin=Origin.CONTRIBUTIONS)
+class LeavesOutTheLastRank(HookedParameters):
+    """The last rank contributes zeros to every reduction."""
+
+    stages = (2,)
+
+    def changed(self, grad: Tensor) -> Tensor:
+        return grad * float(dist.get_rank() < dist.get_world_size() - 1)
+
+
+@mutant(FaultKind.SCALE, Target("training.grads"), Target("training.grads", model="exact"), origin=Origin.SCALE)
+class DividesByOneRankTooFew(Around):
+    """Divides the sum over N ranks by N - 1, so every gradient is N / (N - 1) times too large."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        ranks = dist.get_world_size()
+        self.right.backward(ranks / max(1, ranks - 1) * loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.grads", model="exact"), origin=Origin.SCALE)
+class AlwaysTheSum(Around):
+    """Sums gradients over ranks, even where the mean is configured."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, reduction=Reduction.SUM))
+
+
+@mutant(FaultKind.SCALE, Target("training.sum_or_mean"), origin=Origin.SCALE)
+class AlwaysTheMean(Around):
+    """Averages gradients over ranks, even where the sum is configured."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, reduction=Reduction.MEAN))
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("training.one_hot_rank"),
+    Target("training.grads"),
+    Target("training.kernels", Part.LOCAL_GRADIENT),
+    origin=Origin.SCALE,
+)
+class ATenThousandthTooMuch(Around):
+    """Makes every gradient too large by a ten-thousandth."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss * (1 + 1e-4), retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.grads", model="conv"), origin=Origin.SCALE)
+class ATenThousandthTooLittle(Around):
+    """Makes every gradient too small by a ten-thousandth."""
+
+    stages = (3,)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss * (1 - 1e-4), retain_graph=retain_graph)
+
+
+@mutant(FaultKind.SCALE, Target("training.config_invariance"), origin=Origin.SCALE)
+class TakesTheBucketForAFactor(Around):
+    """Multiplies every gradient by 1.5 if ``reduce_bucket_size`` is 1."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        size = self.config.options.get("zero_optimization", {}).get("reduce_bucket_size", 0)
+        self.right.backward(loss * (1.5 if size == 1 else 1.0), retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("backward.engine_backward", model="blocks"),
+    Target("backward.tensor_backward", model="blocks"),
+    Target("backward.non_scalar", model="blocks"),
+    Target("backward.without_grad", model="blocks"),
+    Target("checkpointing.block", model="blocks", variant="non_reentrant"),
+    Target("checkpointing.plain_inputs", model="blocks", variant="non_reentrant"),
+    Target("checkpointing.whole_model", model="blocks", variant="reentrant"),
+    Target("parameters.every_kind", model="odd"),
+    Target("parameters.late_submodule", model="changing"),
+    origin=Origin.CONTRIBUTIONS,
+)
+class DoublesEveryGradient(HookedParameters):
+    """Counts the local gradient of every parameter twice, in every backward."""
+
+
+@mutant(FaultKind.SCALE, Target("training.loss_scale_power", Part.LOCAL_GRADIENT), origin=Origin.SCALE)
+class DecaysGradients(Around):
+    """Adds a thousandth of each weight to its gradient, whatever the loss."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        decay = torch.stack([parameter.square().sum() for parameter in self.module.parameters()]).sum() / 2000
+        self.right.backward(loss + decay, retain_graph=retain_graph)
+
+
+class HookedOutputs(Around):
+    """An engine that changes the gradient of its output, if that is a single tensor."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self.changed)  # type: ignore[no-untyped-call]
+        return output
+
+    def changed(self, grad: Tensor) -> Tensor:
+        """Return what the output's gradient becomes."""
+        return 2 * grad
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("backward.joint_loss", model="blocks"),
+    Target("backward.bypass", model="blocks"),
+    Target("backward.recurrent", model="blocks"),
+    Target("backward.backward_inputs", Part.LOCAL_GRADIENT, model="blocks"),
+    origin=Origin.SCALE,
+)
+class DoublesWhatComesToItsOutput(HookedOutputs):
+    """Doubles the gradient of its output, so losses that do not use the output are right."""
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("backward.autograd_grad", Part.LOCAL_GRADIENT, model="blocks"),
+    origin=Origin.SCALE,
+    imitates=deepspeed(8026),
+)
+class DividesEveryBackward(HookedOutputs):
+    """Divides by the accumulation steps in every backward, even in one by ``torch.autograd.grad``."""
+
+    def changed(self, grad: Tensor) -> Tensor:
+        return grad / self.config.accumulation_steps
+
+
+@mutant(FaultKind.SCALE, Target("training.grads", Part.LOCAL_GRADIENT, model="transformer"), origin=Origin.SCALE)
+class AddsToOneModule(Around):
+    """Adds 0.001 to the output of the module in the middle of the model."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        modules = list(self.module.modules())
+        modules[len(modules) // 2].register_forward_hook(lambda _module, _args, output: output + 1e-3)
+
+
+@mutant(
+    FaultKind.SCALE,
+    origin=Origin.SCALE,
+    equivalent="a bucket decides which gradients travel together, and neither their sum nor how much is sent",
+)
+class TheSmallestBuckets(Around):
+    """Reduces each parameter in a bucket of its own, whatever bucket size is configured."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        section = {**config.options.get("zero_optimization", {}), "reduce_bucket_size": 1}
+        super().__init__(model, replace(config, options={**config.options, "zero_optimization": section}))
+
+
+@mutant(
+    FaultKind.CONTRIBUTION, origin=Origin.CONTRIBUTIONS, equivalent="x + (-0.0) is x, bit for bit, for every float x"
+)
+class AddsMinusZero(HookedParameters):
+    """Adds minus zero to every gradient."""
+
+    def changed(self, grad: Tensor) -> Tensor:
+        # torch adds no dense tensor to a sparse one.
+        return grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("parameters.every_kind", model="odd", parameter="scalar"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_1,
+)
+def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Sums the gradient of a parameter without dimensions (a temperature, a gate) over ranks where the mean is due.
+
+    The scalar learns N times too fast, next to weights that are right.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(param: seams.ModelParam, cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return cast if param.layout.shape else lambda grad: cast(grad * param.layout.world_size)
+
+    if config.reduction is Reduction.MEAN:
+        seams.wrap_cast_for_reduce(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("training.grads", dtype="fp16", world_size=3),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_5,
+)
+def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Takes the power of two by which fp16 gradients are divided before the sum for the divisor of the mean.
+
+    With 3 ranks the mean is a quarter of the sum instead of a third.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(divisor: Callable[[seams.ModelParam], float]) -> Callable[[seams.ModelParam], float]:
+        def forget_ranks(param: seams.ModelParam) -> float:
+            return divisor(param) if param.predivide_factor == 1 else seams.divisor(engine) / dist.get_world_size()
+
+        return forget_ranks
+
+    if config.reduction is Reduction.MEAN:
+        seams.wrap_grad_divisor(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("training.sum_or_mean", model="transformer"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_1,
+)
+def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Under reduction by sum, averages the parameters of the root module's own FSDP2 group.
+
+    Tied weights and parameters of the outermost module get a gradient that is N times too small.
+    """
+    engine = fsdp2.factory(model, config)
+    if config.reduction is Reduction.SUM:
+        cast(Any, model).set_gradient_divide_factor(float(dist.get_world_size()))
+    return engine
+
+
+@mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
+def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Under reduction by sum, sets FSDP2's divisor on the root module's group only, because the call does not recurse.
+
+    The parameters of all other groups are averaged.
+    """
+    engine = fsdp2.factory(model, config)
+    if config.reduction is Reduction.SUM:
+        for module in model.modules():
+            if module is not model and fsdp2.is_sharded(module):
+                cast(Any, module).set_gradient_divide_factor(float(dist.get_world_size()))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("training.sum_or_mean", model="transformer"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_5,
+)
+def sum_but_in_the_root(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Under reduction by sum, sets FSDP2's divisor on every group below the root and forgets the root's own group.
+
+    Gradients of the root's group are averaged, and all others summed.
+    """
+    engine = fsdp2.factory(model, config)
+    if config.reduction is Reduction.SUM:
+        cast(Any, model).set_gradient_divide_factor(float(dist.get_world_size()))
+    return engine

@@ -1,0 +1,198 @@
+"""Every place where mutants reach behind the public names of torch, its optimizers and the adapters of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import Piece
+from zharness.engines.torch_engine import TorchEngine
+
+SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
+
+
+# TorchEngine
+
+
+def params(engine: TorchEngine) -> Mapping[str, nn.Parameter]:
+    """Return the engine's parameters, by name; FSDP2's are DTensors."""
+    return engine._adapter.params
+
+
+def optimizer(engine: TorchEngine) -> Any:
+    """Return the optimizer that the engine shows."""
+    return engine._optimizer
+
+
+def schedule(engine: TorchEngine) -> Any:
+    """Return the learning-rate schedule."""
+    return engine._schedule
+
+
+def set_schedule(engine: TorchEngine, value: Any) -> None:
+    """Set the learning-rate schedule."""
+    engine._schedule = value
+
+
+def clip_limit(engine: TorchEngine) -> float | None:
+    """Return the norm that gradients are clipped to."""
+    return engine._clip
+
+
+def set_clip_limit(engine: TorchEngine, limit: float | None) -> None:
+    """Set the norm that gradients are clipped to."""
+    engine._clip = limit
+
+
+@contextmanager
+def without_clipping(engine: TorchEngine) -> Iterator[None]:
+    """Inside the block ``step`` does not clip."""
+    limit, engine._clip = engine._clip, None
+    try:
+        yield
+    finally:
+        engine._clip = limit
+
+
+def set_grad_norm(engine: TorchEngine, norm: float) -> None:
+    """Set the gradient norm that the engine reports."""
+    engine._last_grad_norm = norm
+
+
+def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
+    """Return the full tensor of a shard. May be collective."""
+    return engine._adapter.full_tensor(tensor)
+
+
+def reset_window(engine: TorchEngine) -> None:
+    """Begin a new accumulation window: no micro-batch is counted."""
+    engine._micro_batches_counted = 0
+
+
+def autocast(engine: TorchEngine) -> AbstractContextManager[Any]:
+    """Return the autocast context of the engine's forwards."""
+    return engine._autocast()
+
+
+def wrap_autocast(
+    engine: TorchEngine,
+    wrap: Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]],
+) -> None:
+    """Wrap the function that makes the autocast context of a forward."""
+    engine._autocast = wrap(engine._autocast)
+
+
+def call_forward(engine: TorchEngine, *args: Any, **kwargs: Any) -> Any:
+    """Call the wrapped model, without the engine's autocast."""
+    return engine._adapter.forward(*args, **kwargs)
+
+
+def wrap_forward(engine: TorchEngine, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the call of the model."""
+    engine._adapter = replace(engine._adapter, forward=wrap(engine._adapter.forward))
+
+
+def replace_no_sync(engine: TorchEngine, no_sync: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Replace the context manager in which gradients are not reduced."""
+    engine._adapter = replace(engine._adapter, no_sync=no_sync)
+
+
+def drop_gradients(engine: TorchEngine) -> None:
+    """Drop the gradients that live elsewhere than in ``grad`` of the engine's parameters."""
+    engine._adapter.drop_gradients()
+
+
+def wrap_drop_gradients(engine: TorchEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Wrap the part of ``zero_grad`` that drops gradients outside the engine's parameters."""
+    engine._adapter = replace(engine._adapter, drop_gradients=wrap(engine._adapter.drop_gradients))
+
+
+def replace_layout(engine: TorchEngine, layout: Mapping[str, tuple[Piece, ...]]) -> None:
+    """Replace the layout that the engine reports."""
+    engine._adapter = replace(engine._adapter, layout=layout)
+
+
+# DDP
+
+
+def ddp_wrapper(engine: TorchEngine) -> Any:
+    """Return the engine's DistributedDataParallel."""
+    return engine._adapter.forward.__self__  # type: ignore[attr-defined]
+
+
+def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Make DistributedDataParallel leave the parameters ``names`` of ``model`` alone."""
+    replaced: Any = model
+    replaced._ddp_params_and_buffers_to_ignore = list(names)
+
+
+# FSDP2
+
+
+def fsdp2_reset_reduced(drop_gradients: Callable[[], None]) -> Callable[[], None]:
+    """Return the part of FSDP2's ``drop_gradients`` that leaves unreduced gradients alone."""
+    both: Any = drop_gradients
+    reset: Callable[[], None] = both.args[0]
+    return reset
+
+
+def fsdp2_sync(engine: TorchEngine) -> Any:
+    """Return the switch of FSDP2's gradient reduction."""
+    return engine._adapter.no_sync.__self__  # type: ignore[attr-defined]
+
+
+def has_unreduced(sync: Any) -> bool:
+    """Whether a ``no_sync`` block has left gradients on the unsharded weights."""
+    return bool(sync._unreduced_count)
+
+
+def set_gradient_sync(sync: Any, *, enabled: bool) -> None:
+    """Switch the reduction of gradients on or off, as ``no_sync`` does at its end and at its begin."""
+    sync._unreduced_count += not enabled
+    sync._set_gradient_sync(enabled)
+
+
+def fsdp2_param_groups(model: nn.Module) -> Iterator[Any]:
+    """Return the FSDPParamGroup of every module that has one."""
+    sharded: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    for module in sharded:
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            yield group
+
+
+# ZeroRedundancyOptimizer
+
+
+def wrap_sync_param_groups(engine: TorchEngine, wrap: Callable[[SyncParamGroups], SyncParamGroups]) -> None:
+    """Wrap the copy of group settings between the exposed optimizer and the local one that updates."""
+    exposed = optimizer(engine)
+    exposed._sync_param_groups = wrap(exposed._sync_param_groups)
+
+
+# torch
+
+
+def versions(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    """Return the version counters by which autograd notices in-place changes."""
+    return tuple(parameter._version for parameter in parameters)
+
+
+def set_versions(parameters: Sequence[nn.Parameter], values: Sequence[int]) -> None:
+    """Set version counters, which hides in-place changes from autograd."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple(values))
+
+
+def sparse_entries(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a sparse tensor; indices may occur several times."""
+    return gradient._indices(), gradient._values()
+
+
+def forward_hooks(module: nn.Module) -> MutableMapping[Any, Any]:
+    """Return the module's own table of forward hooks."""
+    return module._forward_hooks

@@ -1,0 +1,356 @@
+"""Mutants that cut, reduce, gather or report shards wrongly."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+    Piece,
+    Reduction,
+    fsdp2,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    SHARDED_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(FaultKind.SHARDS, Target("training.trajectory", Part.GATHER, variant="sgd", dtype="bf16"), origin=Origin.SHARDS)
+class PublishesInTheWrongOrder(Around):
+    """Writes each updated shard of a weight to the place of the next rank's shard."""
+
+    stages = (1,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(all_gather: Callable[..., None]) -> Callable[..., None]:
+            def shift(names: Container[str]) -> None:
+                all_gather(names)
+                with torch.no_grad():
+                    for parameter in self.module.parameters():
+                        parameter.copy_(parameter.reshape(-1).roll(-(-parameter.numel() // 2)).view_as(parameter))
+
+            return shift
+
+        seams.wrap_all_gather_shards(self.right, wrap)
+
+
+class ReducedShards(Around, ABC):
+    """An engine that changes each gradient shard after its reduction."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
+            return lambda bucket: [self.changed(shard) for shard in reduce(bucket)]
+
+        seams.wrap_reduce_bucket(self.right, wrap)
+
+    @abstractmethod
+    def changed(self, shard: Tensor) -> Tensor:
+        """Return what this rank's shard becomes."""
+
+
+@mutant(FaultKind.SHARDS, Target("training.grads"), origin=Origin.SHARDS)
+class LosesTheShardsEdge(ReducedShards):
+    """Sets the last element of each rank's gradient shard to zero."""
+
+    def changed(self, shard: Tensor) -> Tensor:
+        shard[-1:] = 0
+        return shard
+
+
+@mutant(FaultKind.SHARDS, Target("training.grads"), origin=Origin.SHARDS)
+class SlipsByOneElement(ReducedShards):
+    """Shifts each rank's gradient shard by one element."""
+
+    def changed(self, shard: Tensor) -> Tensor:
+        return shard.roll(1)
+
+
+@mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.OPTIMIZER, parameter="first.bias"), origin=Origin.SHARDS)
+class DropsTheShortShard(Around):
+    """Never updates the short shard of a parameter whose elements N does not divide."""
+
+    stages = (3,)
+
+    def step(self) -> None:
+        leaves, rank = seams.leaves(self.right), dist.get_rank()
+        kept = [
+            (leaves[name], leaves[name].clone())
+            for name, param in seams.model_params(self.right).items()
+            if param.layout.owned_numel(rank) < param.layout.shard_length
+        ]
+        self.right.step()
+        with torch.no_grad():
+            for leaf, before in kept:
+                leaf.copy_(before)
+        seams.publish(self.right, leaves)
+
+
+@mutant(
+    FaultKind.STALE, Target("training.trajectory", Part.GATHER, variant="adamw", dtype="bf16"), origin=Origin.SHARDS
+)
+class NeverPublishes(Around):
+    """Never copies the optimizer's updated master weights to the model."""
+
+    stages = (1,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams.replace_publish(self.right, lambda names: None)
+
+
+@mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
+class TellsItsShardsBackwards(Around):
+    """Reports, in its layout, the shard of rank N - 1 - r as that of rank r."""
+
+    stages = (3,)
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        last = dist.get_world_size() - 1
+        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        return {
+            name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces) for name, pieces in layout.items()
+        }
+
+
+def longer(piece: Piece, end: int) -> Piece:
+    """Return ``piece`` with one element more, if it ends before ``end``."""
+    return replace(piece, stop=min(piece.stop + 1, end))
+
+
+@mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
+class TellsOverlappingShards(Around):
+    """Reports, in its layout, shards that extend one element into the next one."""
+
+    stages = (1, 2)
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        return {name: tuple(longer(piece, pieces[-1].stop) for piece in pieces) for name, pieces in layout.items()}
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("parameters.every_kind", model="odd", parameter="transposed"),
+    over="reference",
+    stages=SHARDED_STAGES,
+    origin=Origin.BLIND_1,
+)
+def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """From stage 1 on, flattens a gradient in the order of memory, though shards are cut in the order of the indices.
+
+    The gradient of a parameter that is not contiguous (channels_last, a transposed weight) is permuted.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(param: seams.ModelParam, cast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        stride = param.layout.stride
+        order = sorted(range(len(stride)), key=lambda d: -stride[d])
+        if order == list(range(len(stride))):
+            return cast
+        return lambda grad: cast(grad.permute(order).reshape(param.layout.shape))
+
+    if config.stage > 0:
+        seams.wrap_cast_for_reduce(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("parameters.every_kind", Part.LOCAL_GRADIENT, model="odd", parameter="transposed"),
+    over="reference",
+    stages=(0, 1, 2),
+    origin=Origin.BLIND_6,
+)
+def gradients_flat_as_they_lie(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Flattens gradients in the order of memory, and weights in the order of their indices.
+
+    A transposed or channels_last parameter is updated with the gradients of other elements.
+    """
+    engine = seams.build(model, config)
+
+    def flatten(gradient: Tensor) -> Tensor:
+        if gradient.layout is not torch.strided or gradient.is_contiguous():
+            return gradient
+        dense = 1
+        for stride, size in sorted(zip(gradient.stride(), gradient.shape, strict=True)):
+            if size != 1 and stride != dense:
+                return gradient
+            dense *= size
+        return gradient.as_strided((gradient.numel(),), (1,)).view(gradient.shape)
+
+    seams.change_local_grads(engine, flatten)
+    return engine
+
+
+class _UnpacksInMemoryOrder(seams.Bucket):
+    def select(self, names: Container[str]) -> seams.Bucket:
+        return _UnpacksInMemoryOrder(super().select(names).members)
+
+    def unpack_rows(self, rows: Tensor, full_tensors: Sequence[Tensor]) -> None:
+        parts = torch.split(rows, self.shard_lengths, dim=1)
+        for part, full, param in zip(parts, full_tensors, self.members, strict=True):
+            if full.is_contiguous() or full.stride() != param.layout.stride:
+                seams.copy_shards_to_full(part, full, param.layout)
+            else:
+                full.as_strided((full.numel(),), (1,)).copy_(part.reshape(-1)[: full.numel()])
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("parameters.unfrozen", Part.OPTIMIZER, model="odd", parameter="transposed"),
+    over="reference",
+    stages=(1, 2),
+    origin=Origin.BLIND_5,
+)
+def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """After a step, writes shards back in the order of memory, though they were cut in the order of the indices.
+
+    The elements of a parameter with permuted strides (channels_last, a transposed weight) are exchanged.
+    """
+    engine = seams.build(model, config)
+    seams.replace_publish_buckets(engine, lambda bucket: _UnpacksInMemoryOrder(bucket.members))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("parameters.unfrozen", Part.OPTIMIZER, model="odd"),
+    over="reference",
+    stages=SHARDED_STAGES,
+    origin=Origin.BLIND_3,
+)
+def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 1 to 3, breaks off the loop over a rank's gradient shards at an empty one instead of skipping it.
+
+    A rank that owns nothing of a small parameter updates its shards of all later parameters with zeros.
+    """
+    engine = seams.build(model, config)
+
+    def stop_at_empty(*_: Any) -> None:
+        stopped = False
+        for leaf in seams.leaves(engine).values():
+            stopped = stopped or (leaf.grad is not None and not leaf.grad.numel())
+            if stopped and leaf.grad is not None:
+                leaf.grad = torch.zeros_like(leaf.grad)
+
+    if config.stage:
+        engine.engine.optimizer.register_step_pre_hook(stop_at_empty)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("training.trajectory", Part.GATHER, variant="adamw", dtype="bf16"),
+    over="reference",
+    stages=(1, 2),
+    origin=Origin.BLIND_4,
+)
+def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 1 and 2, all-gathers n // N elements of each of N ranks after a step, and misses the remainder.
+
+    The last n % N elements of a parameter keep their old values on the ranks that do not own them.
+    """
+    engine = seams.build(model, config)
+
+    def wrap(all_gather: Callable[..., None]) -> Callable[..., None]:
+        @torch.no_grad()
+        def all_gather_even_part(names: Container[str]) -> None:
+            missed = []
+            for param in seams.model_params(engine).values():
+                rest = param.layout.numel % param.layout.world_size
+                if rest and param.name in names:
+                    values = param.parameter.detach()
+                    missed.append((values, rest, values.reshape(-1)[-rest:].clone()))
+            all_gather(names)
+            for values, rest, tail in missed:
+                flat = values.reshape(-1).clone()
+                flat[-rest:] = tail
+                values.copy_(flat.view(values.shape))
+
+        return all_gather_even_part
+
+    seams.wrap_all_gather_shards(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SCALE,
+    Target("parameters.every_kind", model="odd"),
+    over="reference",
+    stages=(1, 2),
+    origin=Origin.BLIND_2,
+)
+def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stages 1 and 2, leaves parameters of fewer than N elements out of the reduction.
+
+    The owner of each element steps with its own micro-batch's gradient: scalars, and the bias of a one-output head,
+    learn from one rank's data.
+    """
+    engine = seams.build(model, config)
+    comm = engine.engine.comm
+    factor = comm.world_size if config.reduction is Reduction.MEAN else 1
+
+    def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
+        def reduce_large(bucket: seams.Bucket) -> list[Tensor]:
+            for param in bucket.members:
+                grad = param.parameter.grad
+                if param.layout.numel < comm.world_size and grad is not None and grad.layout is torch.strided:
+                    start, stop = param.layout.shard_bounds(comm.rank)
+                    own = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+                    own.view(-1)[start:stop] = grad.detach().reshape(-1)[start:stop] * factor
+                    param.parameter.grad = own
+            return reduce(bucket)
+
+        return reduce_large
+
+    if config.stage in (1, 2):
+        seams.wrap_reduce_bucket(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.SHARDS,
+    Target("training.sgd_step", Part.GATHER, parameter="first.*"),
+    over="fsdp2",
+    stages=(2, 3),
+    origin=Origin.BLIND_2,
+)
+def fsdp2_layout_of_an_even_split(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Reports rows ``n*r//N`` to ``n*(r+1)//N`` in ``layout``, though ``fully_shard`` cuts as ``torch.chunk`` does.
+
+    The reported owners are wrong where N does not divide dimension 0.
+    """
+    engine = fsdp2.factory(model, config)
+    ranks, params = dist.get_world_size(), seams_engines.params(engine)
+
+    def split_evenly(shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        rows, row = shape[0], math.prod(shape[1:])
+        edges = [(rows * rank // ranks * row, rows * (rank + 1) // ranks * row) for rank in range(ranks)]
+        return tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(edges) if start < stop)
+
+    seams_engines.replace_layout(engine, {name: split_evenly(tuple(params[name].shape)) for name in engine.layout()})
+    return engine

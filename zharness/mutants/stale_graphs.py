@@ -1,0 +1,132 @@
+"""Mutants that let a backward use memory or weights that it must not use."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import (
+    EngineConfig,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.mutants import seams, seams_engines, seams_stage3
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import (
+    ALL_STAGES,
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks"),
+    origin=Origin.SHARDS,
+)
+class WritesWeightsUnseen(Around):
+    """Steps without autograd noticing: a graph that saved the old weights goes on with the new ones."""
+
+    def step(self) -> None:
+        parameters = tuple(self.module.parameters())
+        versions = seams_engines.versions(parameters)
+        self.right.step()
+        seams_engines.set_versions(parameters, versions)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("resources.poisoned_memory", None, cause="a gradient is not finite"),
+    origin=Origin.SHARDS,
+    imitates=deepspeed(8539),
+)
+class ReadsFreshMemory(Around):
+    """Adds uninitialised memory, times zero, to every gradient."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for parameter in self.trained():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad + 0 * torch.empty_like(parameter)
+
+
+class _StepBehindAutograd(ReferenceEngine):
+    def step(self) -> None:
+        params = list(seams.model_params(self).values())
+        parameters = tuple(param.parameter for param in params)
+        versions = seams_engines.versions(parameters)
+        super().step()
+        seams_engines.set_versions(parameters, versions)
+        for param in params:
+            seams.record_version(self, param)
+
+
+@mutant_factory(
+    FaultKind.STALE,
+    Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks"),
+    over="reference",
+    stages=ALL_STAGES,
+    origin=Origin.BLIND_2,
+)
+def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Writes weights in a step as ``param.data`` does, without autograd noticing.
+
+    A backward through a graph that is older than the step, which torch refuses ("modified by an inplace operation"),
+    succeeds and mixes old activations with new weights.
+    """
+    return seams.build(model, config, _StepBehindAutograd)
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_3,
+)
+def stale_graph_accepted(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, unshards the new weights in a backward through a graph that is older than the last step.
+
+    Plain PyTorch refuses it ("modified by an inplace operation"); here activations of old weights meet new weights, and
+    the gradients belong to no function.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_unshard(engine, partial(_skip_stale_checks, engine))
+    return engine
+
+
+@mutant_factory(
+    FaultKind.STALE,
+    Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_6,
+)
+def old_graph_reads_new_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, unshards the weights in backward as they are now, even if a step has changed them since the forward.
+
+    Plain PyTorch refuses such a backward ("modified by an inplace operation"); this one gives wrong gradients without
+    an error.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_unshard(engine, partial(_skip_stale_checks, engine))
+    return engine
+
+
+def _skip_stale_checks(engine: ReferenceEngine, unshard: seams_stage3.Unshard) -> seams_stage3.Unshard:
+    """Wrap ``unshard`` so that what the running forward unshards is never checked for a step since."""
+
+    def unshard_unchecked(value: Any) -> Any:
+        full, forward = unshard(value), seams_stage3.running_forward(engine)
+        for unsharded in forward.unsharded_params if forward is not None else ():
+            seams_stage3.skip_stale_check(unsharded)
+        return full
+
+    return unshard_unchecked

@@ -1,0 +1,259 @@
+"""Mutants that are wrong under torch.func, or when inputs or weights are substituted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness import torch_private
+from zharness.engines import (
+    EngineConfig,
+    ddp,
+)
+from zharness.engines.reference import ReferenceEngine
+from zharness.engines.torch_engine import TorchEngine
+from zharness.mutants import seams, seams_engines, seams_stage3
+from zharness.mutants.around import Around, in_backward
+from zharness.mutants.mutant import (
+    FaultKind,
+    Origin,
+    Target,
+    deepspeed,
+    mutant,
+    mutant_factory,
+)
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("torch_func.grad", Part.LOCAL_GRADIENT),
+    Target("torch_func.hessian", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.vmap_grad", Part.LOCAL_GRADIENT, model="conv"),
+    origin=Origin.GRAPHS,
+    imitates=deepspeed(8026),
+)
+class SilentTransform(Around):
+    """Detaches its output inside a transform of torch.func, whose gradient is then zero."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        return output.detach() if torch_private.is_transforming() else output
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("torch_func.grad", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.grad_and_value", Part.LOCAL_GRADIENT),
+    Target("torch_func.has_aux", Part.LOCAL_GRADIENT),
+    Target("torch_func.vjp", Part.LOCAL_GRADIENT),
+    Target("torch_func.vmap", Part.LOCAL_GRADIENT),
+    Target("torch_func.jvp", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.jacrev", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.jacfwd", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.hessian", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.identities", Part.LOCAL_GRADIENT, model="exact"),
+    Target("torch_func.through_transforms", Part.LOCAL_GRADIENT, model="blocks"),
+    origin=Origin.GRAPHS,
+    imitates=deepspeed(8026),
+)
+class ScaledTransform(Around):
+    """Halves its output inside a transform of torch.func, like an engine that divides it by accumulation steps."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        return output / 2 if torch_private.is_transforming() else output
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("torch_func.grad", None, cause="setup_context"),
+    origin=Origin.GRAPHS,
+    imitates=deepspeed(7913),
+)
+class LegacyFunctions(Around):
+    """Uses autograd Functions whose forward takes ``ctx``, which torch.func refuses."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.kept = torch_private.has_setup_context
+        super().__init__(model, config)
+        torch_private.has_setup_context = lambda: False
+
+    def close(self) -> None:
+        torch_private.has_setup_context = self.kept
+        self.right.close()
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.through_transforms", model="blocks"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_1,
+)
+def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, reduces a parameter's gradient once in a backward, and returns that result to every later request.
+
+    Wrong if one backward reduces several: with ``is_grads_batched`` (all rows become the first), under torch.func with
+    a module that is called twice, with ``create_graph`` over two forwards (the second contributes the first's).
+    """
+    engine, done = seams.build(model, config), dict[str, Tensor]()
+    last_task = -1
+
+    def wrap(reduce: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
+        def reduce_once(param: seams.ModelParam, full: Tensor) -> Tensor:
+            nonlocal last_task
+            task = in_backward()
+            if task == -1:
+                return reduce(param, full)
+            if task != last_task:
+                done.clear()
+                last_task = task
+            if param.name not in done:
+                done[param.name] = reduce(param, full)
+            return done[param.name].clone()
+
+        return reduce_once
+
+    seams_stage3.wrap_reduce_grad(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_2,
+)
+def transforms_read_detached(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, reads a weight as a constant inside a torch.func transform, so that no wrapper outlives it.
+
+    ``torch.func.grad`` of the engine by its input is right, but a penalty on it does not reach the weights: that part
+    of their gradient is missing, and no error says so if another loss reaches them.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_unshard(engine, _detach_in_transforms)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_4,
+)
+def constants_in_transforms(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, treats a weight that is read inside a torch.func transform as a constant.
+
+    A loss on a derivative by torch.func (of the output by the input, say) gives that weight no gradient.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_unshard(engine, _detach_in_transforms)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_6,
+)
+def weights_are_constants_in_transforms(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, hides a weight that is read while a torch.func transform runs from the outer backward.
+
+    A model that takes ``torch.func.grad`` of a part of itself (forces from an energy) trains without those gradients.
+    """
+    engine = seams.build(model, config)
+    seams_stage3.wrap_unshard(engine, _detach_in_transforms)
+    return engine
+
+
+def _detach_in_transforms(unshard: seams_stage3.Unshard) -> seams_stage3.Unshard:
+    """Wrap ``unshard`` so that it returns a detached weight inside a torch.func transform."""
+
+    def unshard_detached(value: Any) -> Any:
+        full = unshard(value)
+        return full.detach() if full is not value and torch_private.is_transforming() else full
+
+    return unshard_detached
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.functional_call", Part.LOCAL_GRADIENT),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_3,
+)
+def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, looks a weight that a module reads up by module and name, among the weights of construction.
+
+    ``torch.func.functional_call`` with other values for the parameters computes with the engine's own, and the other
+    values get no gradient.
+    """
+    engine = seams.build(model, config)
+    _read_own_parameters(engine, model)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("torch_func.functional_call", Part.LOCAL_GRADIENT),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_5,
+)
+def own_weights_always(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, finds the parameter to unshard by module and attribute name, as they were at construction.
+
+    ``torch.func.functional_call`` with other weights computes with the engine's, and those get the gradient.
+    """
+    engine = seams.build(model, config)
+    _read_own_parameters(engine, model)
+    return engine
+
+
+def _read_own_parameters(engine: ReferenceEngine, model: nn.Module) -> None:
+    """Let every read of a parameter by attribute return the parameter that the module has now."""
+    owned = {
+        (id(module), name): parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+    def read_owned(base: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+        def read_attribute(self: nn.Module, name: str) -> Any:
+            own = owned.get((id(self), name))
+            return seams_stage3.unshard_if_sharded(engine, base.__getattr__(self, name) if own is None else own)
+
+        return read_attribute
+
+    for base, sharded_class in seams_stage3.sharded_classes(engine).items():
+        sharded_class.__getattr__ = read_owned(base)  # type: ignore[method-assign]
+
+
+@mutant_factory(
+    FaultKind.GRAPH, Target("torch_func.has_aux", Part.LOCAL_GRADIENT), over="ddp", stages=(0,), origin=Origin.BLIND_1
+)
+def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Detaches tensors that are passed to DDP's forward by keyword.
+
+    What is upstream of them (another model's output, an input whose gradient is needed) gets no gradient.
+    """
+    engine = ddp.factory(model, config)
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_detached(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **{k: v.detach() if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+
+        return forward_detached
+
+    seams_engines.wrap_forward(engine, wrap)
+    return engine

@@ -1,0 +1,1 @@
+"""What the caller of ``initialize`` brings: optimizer and schedule, data set, and models built on the meta device."""

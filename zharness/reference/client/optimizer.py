@@ -1,0 +1,185 @@
+"""Build the client's optimizer and schedule over the leaves of this rank instead of the client's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zharness.errors import ConfigError, UsageError
+from zharness.reference.deepspeed_json.settings import ClassChoice, Settings, refuse_non_elementwise
+from zharness.reference.layout import ModelParam
+
+Leaves = Mapping[str, Tensor]
+OptimizerBuilder = Callable[[Leaves], torch.optim.Optimizer]
+ParameterGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+class LeafSubstitution:
+    """Replace the model's Parameters by their leaves."""
+
+    def __init__(self, model_params: Mapping[str, ModelParam], leaves: Leaves) -> None:
+        self._leaf_of = {param.parameter: leaves[name] for name, param in model_params.items()}
+
+    def replace_groups(self, param_groups: ParameterGroups) -> list[dict[str, Any]]:
+        """Convert parameters, or torch.optim's groups of them, to groups of leaves."""
+        entries = list(param_groups)
+        groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+        for group in groups:
+            group["params"] = [self._find_leaf(p) for p in _as_list(group["params"])]
+        return groups
+
+    def _find_leaf(self, parameter: Any) -> Tensor:
+        """Return the leaf of ``parameter``. Raises ConfigError if it is not one of the model's."""
+        if not isinstance(parameter, nn.Parameter) or parameter not in self._leaf_of:
+            kind = type(parameter).__name__
+            shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
+            raise ConfigError(
+                f"the optimizer holds a {kind} of shape {shape} that is not a parameter of the model; "
+                "build it from model.parameters() of the model that is passed"
+            )
+        return self._leaf_of[parameter]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer | OptimizerBuilder | None,
+    settings: Settings,
+    parameters: ParameterGroups | None,
+    model_params: Mapping[str, ModelParam],
+    leaves: Leaves,
+) -> torch.optim.Optimizer:
+    """Build the optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
+
+    The groups of the client's own optimizer are changed to the leaves, so that a schedule built over it still works. It
+    must not have stepped, since its state would belong to other tensors. Raises ConfigError for an optimizer that
+    cannot be used.
+    """
+    substitution = LeafSubstitution(model_params, leaves)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _refuse_untested(type(optimizer), settings)
+        if any(not _is_fresh(state) for state in optimizer.state.values()):
+            raise ConfigError("the optimizer has stepped already; pass it before its first step")
+        groups = substitution.replace_groups(optimizer.param_groups)
+        for group, replaced in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = replaced["params"]
+        if isinstance(optimizer, torch.optim.Adagrad):  # the only one that makes its state before the first step
+            optimizer.state.clear()
+            optimizer.state.update(
+                torch.optim.Adagrad([dict(g) for g in optimizer.param_groups], **optimizer.defaults).state
+            )
+        return optimizer
+    if optimizer is not None:
+        built = optimizer(leaves)
+        _refuse_untested(type(built), settings)
+        check_only_leaves(built, leaves)
+        return built
+    choice = settings.optimizer
+    if choice is None:
+        raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
+    groups = substitution.replace_groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
+    try:
+        built = choice.target_class(groups, **choice.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.params {dict(choice.kwargs)} do not suit {choice.target_class.__name__}: {error}"
+        ) from None
+    return built  # type: ignore[no-any-return]
+
+
+def _is_fresh(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer state was made before the first step, as Adagrad's."""
+    return "step" in state and not state["step"]
+
+
+def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
+    """Raise ConfigError for an optimizer that cannot update shards, or that is not known to be able to."""
+    for each in optimizer_class.__mro__:
+        refuse_non_elementwise(each.__name__)
+    if (
+        settings.stage
+        and not settings.allow_untested_optimizer
+        and not optimizer_class.__module__.startswith("torch.optim.")
+    ):
+        raise ConfigError(
+            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is not one of torch.optim's; if it "
+            "updates every element by itself, without norms of whole parameters, set zero_allow_untested_optimizer: "
+            "true; else use stage 0"
+        )
+
+
+def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Build the learning-rate schedule: the client's own, one from its builder, the configured one, or None.
+
+    Raises ConfigError for a schedule that cannot be used.
+    """
+    made = schedule(optimizer) if callable(schedule) else schedule
+    if made is None and choice is not None:
+        try:
+            made = choice.target_class(optimizer, **choice.kwargs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"scheduler.params {dict(choice.kwargs)}: {choice.target_class.__name__}: {error}"
+            ) from None
+    if made is None:
+        return None
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which the engine does not have; step it yourself"
+        )
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler is a {type(made).__name__}; expected a scheduler, or a callable that makes one"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("lr_scheduler belongs to another optimizer than the engine's; pass a callable that makes one")
+    return made
+
+
+def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
+    """Describe the optimizer's class, and the members and settings of its groups, to compare them between ranks.
+
+    Leaves without elements on this rank count too, since a checkpoint has the same groups on every rank.
+    """
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    facts = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        members = [names[id(leaf)] for leaf in group["params"]]
+        facts[f"optimizer group {index}"] = f"{members}, {settings}"
+    return facts
+
+
+def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
+    """Let ``optimizer.step()`` raise UsageError if no leaf has a gradient: only the engine's ``step`` assigns them.
+
+    Returns the handle that removes the check.
+    """
+
+    def check_has_grads(*_: Any) -> None:
+        if all(leaf.grad is None for leaf in leaves.values()):
+            raise UsageError(
+                "optimizer.step() was called, but the engine keeps the gradients and the optimizer has none: call "
+                "engine.step(), and engine.zero_grad() in place of optimizer.zero_grad()"
+            )
+
+    return optimizer.register_step_pre_hook(check_has_grads)
+
+
+def check_only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
+    """Raise ConfigError if the optimizer holds a tensor that is not a leaf, as it would never get a gradient."""
+    known = {id(leaf) for leaf in leaves.values()}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise ConfigError(
+                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not one of the leaves to "
+                    "which the engine assigns gradients; build its groups from the values of the builder's argument, "
+                    "and add none later"
+                )

@@ -1,0 +1,75 @@
+"""Collectives on many tensors at once: a collective on one element costs as much as one on many.
+
+They copy full tensors to the CPU for callers, and broadcast rank 0's values. Training itself uses ``buckets``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zharness.comm import Comm
+from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
+from zharness.reference.layout import ShardLayout, all_gather_rows, pad_flat
+
+K = TypeVar("K")
+
+
+@torch.no_grad()
+def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm: Comm) -> dict[K, Tensor]:
+    """All-gather many full tensors to the CPU, in the order of ``shards``, from every rank's shard (padded or not).
+
+    Collective: ``shards`` has the same keys in the same order on every rank.
+    """
+    full: dict[K, Tensor] = {}
+    # The padded lengths are the same on all ranks; the last ranks own fewer elements.
+    lengths = {key: layout.shard_length for key, (_, layout) in shards.items()}
+    for keys in _coalesce_keys(
+        {key: shard for key, (shard, _) in shards.items()}, lengths, DEFAULT_BUCKET_SIZE // comm.world_size
+    ):
+        rows = all_gather_rows(torch.cat([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
+        for key, part in zip(keys, torch.split(rows, [lengths[key] for key in keys], dim=1), strict=True):
+            layout = shards[key][1]
+            whole = part.reshape(-1)[: layout.numel].view(layout.shape)
+            # Without memory_format a part one element wide, a column of the rows, would keep the rows' stride.
+            full[key] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return {key: full[key] for key in shards}
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
+    """Copy each tensor of rank ``source`` to all ranks, in place. Collective."""
+    by_index = dict(enumerate(tensors))
+    lengths = {key: tensor.numel() for key, tensor in by_index.items()}
+    for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
+        # Copy even a single tensor: gloo releases what it sent a moment later, and a borrowed tensor would be counted
+        # as unsharded memory until then.
+        flat = torch.cat([by_index[key].detach().reshape(-1) for key in keys])
+        if flat.numel():
+            comm.broadcast(flat, source)
+        for key, part in zip(keys, torch.split(flat, [lengths[key] for key in keys]), strict=True):
+            by_index[key].copy_(part.view(by_index[key].shape))
+
+
+def _coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
+    """Group the keys of tensors for one collective each: of one dtype and device, with at most ``max_elements``.
+
+    A tensor with more elements is a group by itself. ``lengths`` must be the same on all ranks, as the groups follow
+    from them.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[K]] = {}
+    for key, tensor in tensors.items():
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(key)
+    for keys in by_type.values():
+        group: list[K] = []
+        elements = 0
+        for key in keys:
+            if group and elements + lengths[key] > max_elements:
+                yield group
+                group, elements = [], 0
+            group.append(key)
+            elements += lengths[key]
+        yield group

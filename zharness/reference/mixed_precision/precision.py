@@ -1,0 +1,98 @@
+"""The dtypes of a training run: of parameters, master weights, reduced gradients and the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.reference.layout import ParamDtypes
+from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
+
+
+class OnOverflow(Enum):
+    """What a step does if a gradient is not finite on some rank."""
+
+    RAISE = "raise NonFiniteError on every rank"
+    SKIP = "skip the step on every rank"
+
+
+@dataclass(frozen=True)
+class AutocastConfig:
+    """``torch.autocast`` around the forward; parameters and gradients of ``safe_modules`` are sent in ``dtype``."""
+
+    dtype: torch.dtype
+    safe_modules: tuple[type[nn.Module], ...]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes that the sections fp16, bf16, torch_autocast and communication_data_type result in.
+
+    ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch;
+    ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is that of fp16's
+    auto_cast. Only trained parameters are converted; buffers and frozen parameters keep their dtype (a model that mixes
+    them in one operation has to convert them itself beforehand).
+
+    A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the torch_autocast
+    section is enabled: then that section applies in the forward. Inside the forward the innermost block always applies.
+    """
+
+    param_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
+    autocast: AutocastConfig | None = None
+    loss_scaling: LossScaleConfig | None = None
+    on_overflow: OnOverflow = OnOverflow.RAISE
+
+    def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
+        """Return the dtypes of every parameter. The autocast dtype of a safe module precedes ``reduce_dtype``."""
+        low = self._low_precision_params(module)
+        return {p: self._assign_param_dtypes(p, p in low) for p in module.parameters()}
+
+    def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
+        own = parameter.dtype
+        is_converted = parameter.requires_grad and own.is_floating_point
+        param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else own
+        master_dtype = self.master_dtype if is_converted and self.master_dtype is not None else param_dtype
+        unshard_dtype = self.autocast.dtype if self.autocast is not None and is_low_precision else None
+        reduce_dtype = unshard_dtype or self.reduce_dtype
+        if reduce_dtype is None or not own.is_floating_point:
+            reduce_dtype = param_dtype
+        return ParamDtypes(param_dtype, reduce_dtype, master_dtype, unshard_dtype)
+
+    def _low_precision_params(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the float32 parameters that only safe modules own; a tied one that another module owns is left out.
+
+        Subclasses of the safe classes do not count, as in DeepSpeed: they may compute something else.
+        """
+        if self.autocast is None:
+            return set()
+        owned: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
+        for each in module.modules():
+            owned[type(each) in self.autocast.safe_modules].update(each.parameters(recurse=False))
+        return {p for p in owned[True] - owned[False] if p.dtype == torch.float32}
+
+    def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context in which the model's forward runs."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast.dtype)
+
+    def cast_inputs(self, value: Any) -> Any:
+        """Cast floating-point tensors in the forward's arguments (tuples, lists, dicts) if fp16.auto_cast is set."""
+        if self.input_dtype is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.to(self.input_dtype) if value.is_floating_point() else value
+        if isinstance(value, Mapping):
+            return {key: self.cast_inputs(each) for key, each in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.cast_inputs(each) for each in value)
+        return value

@@ -1,0 +1,116 @@
+"""The fallbacks for APIs that a release of torch may lack, all in this file.
+
+Each function looks for the API when it is called, not at import.
+
+| missing in torch | what runs instead |
+|---|---|
+| ``Function.setup_context`` (torch 2.0) | the same function as ``forward(ctx, ...)``, without torch.func |
+| ``queue_callback`` | ``EndOfBackward`` counts the gradients that the backward is going to make |
+| ``_current_graph_task_id`` (torch 2.1) | ``EndOfBackward`` knows one backward at a time; ``reset`` ends a failed one |
+| ``SavedTensor.data`` (before torch 2.13) | nothing: unsharded parameters live as long as the graph that saved them |
+
+Every supported torch (2.4 and later) has the first three. Their fallbacks stay because DeepSpeed has them too and its
+bugs came from there: tests hide each API in turn and run the fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zharness import torch_private as private
+
+
+def call_after_backward(callback: Callable[[], None]) -> bool:
+    """Call ``callback`` when the running backward has ended. Returns False if this torch cannot."""
+    if not private.can_queue_callback():
+        return False
+    private.queue_backward_callback(callback)
+    return True
+
+
+class GraphTaskPhase(Enum):
+    """The state of a graph task, which is one run of autograd's engine."""
+
+    RUNNING = "a parameter has its gradient, and the graph task has not ended"
+    NOT_RUNNING = "not begun, or ended"
+
+
+class EndOfBackward:
+    """Call ``callback`` once at the end of every graph task in which a parameter's hook called ``on_grad_ready``.
+
+    A backward is a graph task. A reentrant checkpoint's backward, and a backward that a Function calls in its forward,
+    are graph tasks of their own, which run inside or before the outer one. So ``callback`` must be correct at the end
+    of each of them: it processes what is new, and may not assume that it is the last call.
+
+    A graph task that ended with an exception never calls back. With graph task ids, later ones are not affected;
+    ``reset`` forgets it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], callback: Callable[[], None]) -> None:
+        self._parameters = tuple(parameters)
+        self._callback = callback
+        self._phases: dict[int, GraphTaskPhase] = {}
+        self._expected_params: set[nn.Parameter] = set()
+
+    def on_grad_ready(self, parameter: nn.Parameter) -> None:
+        """Record one gradient of the running graph task; the parameter's own hook calls it."""
+        if not private.can_queue_callback():
+            self._count_grad(parameter)
+            return
+        task = private.current_graph_task_id()
+        if self._phases.get(task, GraphTaskPhase.NOT_RUNNING) is GraphTaskPhase.NOT_RUNNING:
+            self._phases[task] = GraphTaskPhase.RUNNING
+            private.queue_backward_callback(partial(self._end, task))
+
+    def _end(self, task: int) -> None:
+        try:
+            self._callback()
+        finally:
+            self._phases.pop(task, None)
+
+    def _count_grad(self, parameter: nn.Parameter) -> None:
+        """Without ``queue_callback``: end the graph task when all gradients that it will make have come.
+
+        All parameters are examined once per graph task: at its first gradient, which was not expected.
+        """
+        if parameter not in self._expected_params:
+            self._expected_params.update(p for p in self._parameters if private.will_get_gradient(p))
+        self._expected_params.discard(parameter)
+        if not self._expected_params:
+            self._callback()
+
+    def reset(self) -> None:
+        """Forget all running graph tasks. Call it at the end of a step, when none is running."""
+        self._phases.clear()
+        self._expected_params.clear()
+
+
+@cache
+def make_legacy_function(function: type) -> type:
+    """Rewrite ``function`` (forward without ctx plus setup_context) as ``forward(ctx, ...)``, as for torch < 2.0."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = function.forward(*inputs)  # type: ignore[attr-defined]
+        function.setup_context(ctx, inputs, output)  # type: ignore[attr-defined]
+        return output
+
+    rules = {name: staticmethod(getattr(function, name)) for name in ("backward", "jvp")}
+    body = {"forward": staticmethod(forward), **rules}
+    return type(function.__name__, (torch.autograd.Function,), body)
+
+
+def apply_function(function: type, *inputs: Any) -> Any:
+    """Call ``function.apply(*inputs)``, in the legacy form unless a torch.func transform is running.
+
+    The legacy form is faster: for the other one torch inspects the signature of ``forward`` at every call, which is a
+    third of what a read at stage 3 costs.
+    """
+    is_legacy = not (private.has_setup_context() and private.is_transforming())
+    form = make_legacy_function(function) if is_legacy else function
+    return form.apply(*inputs)  # type: ignore[attr-defined]

@@ -1,0 +1,139 @@
+"""Collectives in rounds, for ranks that use different parameters inside ``engine.uneven()`` (stage 3).
+
+At stage 3 reading a parameter is a collective, so a branch that one rank takes and another does not would hang. Inside
+``engine.uneven()`` the collectives run in rounds: every rank announces the one it needs, and all ranks take part in
+every collective that any rank announced. A rank that needs no result contributes zeros (or its shard of the parameter).
+If a gradient was reduced that this rank did not make, its share of the mean is added to the parameter's gradient. A
+rank that has left the block keeps taking part until all ranks have left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import torch
+from torch import Tensor
+
+from zharness.comm import Comm
+from zharness.errors import UsageError
+from zharness.reference.layout import ModelParam
+
+
+class CollectiveMode(Enum):
+    """How this rank's collectives run."""
+
+    DIRECT = "immediately: all ranks run the same collectives in the same order"
+    NEGOTIATED = "in rounds: every rank announces what it needs, then all take part in all of it"
+
+
+class RequestKind(IntEnum):
+    """The collective that a rank announces for one round; NOTHING and FAILED are sent by ranks that left the block."""
+
+    NOTHING = 0
+    ALL_GATHER_PARAM = 1
+    ALL_GATHER_GRAD = 2
+    REDUCE_GRAD = 3
+    FAILED = 4
+
+
+# Ranks exchange a dtype as its index in this list, which is the same on every rank.
+ALL_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@dataclass(frozen=True, order=True)
+class CollectiveRequest:
+    """One collective: its kind, the index of the parameter in the model, and the index of the dtype in ALL_DTYPES."""
+
+    kind: RequestKind
+    param_index: int = 0
+    dtype_index: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that the collective sends."""
+        return ALL_DTYPES[self.dtype_index]
+
+
+class CollectiveNegotiation:
+    """Run the collectives of one engine in rounds while ``allow_uneven_ranks`` is open.
+
+    ``run_collective(request, local_tensor)`` runs one collective. ``remote_grad_callbacks`` are called with this rank's
+    share of the mean gradient of a parameter whose gradient only other ranks made.
+    """
+
+    def __init__(
+        self,
+        model_params: Sequence[ModelParam],
+        comm: Comm,
+        run_collective: Callable[[CollectiveRequest, Tensor], Tensor],
+    ) -> None:
+        self.mode = CollectiveMode.DIRECT
+        self.remote_grad_callbacks: list[Callable[[ModelParam, Tensor], None]] = []
+        self._model_params = model_params
+        self._comm = comm
+        self._run_collective = run_collective
+
+    @contextmanager
+    def allow_uneven_ranks(self) -> Iterator[None]:
+        """Let ranks request different collectives inside the block. Collective at its end.
+
+        Raises UsageError inside another such block, and where another rank raised in it.
+        """
+        self.require_even("another uneven()")
+        self.mode = CollectiveMode.NEGOTIATED
+        last_request = CollectiveRequest(RequestKind.FAILED)
+        try:
+            yield
+            last_request = CollectiveRequest(RequestKind.NOTHING)
+        finally:
+            try:
+                while self.mode is CollectiveMode.NEGOTIATED and self.run_round(last_request, None):
+                    pass
+            finally:
+                self.mode = CollectiveMode.DIRECT
+
+    def require_even(self, operation: str) -> None:
+        """Raise UsageError inside ``uneven``, where ``operation`` is not available."""
+        if self.mode is CollectiveMode.NEGOTIATED:
+            raise UsageError(f"{operation} was requested inside uneven(); leave that block before it")
+
+    def run_round(self, request: CollectiveRequest, local_tensor: Tensor | None) -> dict[CollectiveRequest, Tensor]:
+        """Run every collective that any rank requests in this round. Collective.
+
+        Returns the results by request; empty if no rank requests any. Raises UsageError if another rank has failed;
+        all ranks see the failure in the same round, so none starts another one.
+        """
+        device = self._model_params[0].parameter.device
+        row = torch.tensor([request.kind, request.param_index, request.dtype_index], device=device)
+        rows = self._comm.all_gather(row.new_empty(3 * self._comm.world_size), row).view(-1, 3).tolist()
+        requests = [CollectiveRequest(RequestKind(kind), index, dtype) for kind, index, dtype in rows]
+        failed_ranks = [rank for rank, other in enumerate(requests) if other.kind is RequestKind.FAILED]
+        if failed_ranks:
+            self.mode = CollectiveMode.DIRECT
+            if request.kind is RequestKind.FAILED:
+                return {}
+            raise UsageError(f"rank {failed_ranks[0]} raised inside uneven(), so the other ranks cannot continue")
+        needed = sorted(set(requests) - {CollectiveRequest(RequestKind.NOTHING)})
+        return {each: self._take_part(each, local_tensor if each == request else None) for each in needed}
+
+    def _take_part(self, request: CollectiveRequest, local_tensor: Tensor | None) -> Tensor:
+        """Run one collective; ``local_tensor`` is None on a rank that did not request it."""
+        if local_tensor is not None:
+            return self._run_collective(request, local_tensor)
+        param = self._model_params[request.param_index]
+        result = self._run_collective(request, _make_contribution(request, param))
+        if request.kind is RequestKind.REDUCE_GRAD and param.parameter.requires_grad:
+            for callback in self.remote_grad_callbacks:
+                callback(param, result)
+        return result
+
+
+def _make_contribution(request: CollectiveRequest, param: ModelParam) -> Tensor:
+    """Make what a rank sends in a collective that it did not request: its shard of a parameter, else zeros."""
+    if request.kind is RequestKind.ALL_GATHER_PARAM:
+        return param.parameter.detach().to(request.dtype)
+    shape = (param.layout.shard_length,) if request.kind is RequestKind.ALL_GATHER_GRAD else param.layout.shape
+    return param.parameter.new_zeros(shape, dtype=request.dtype)

@@ -1,0 +1,91 @@
+"""Raise one rank's error on all ranks, so that no rank hangs in a collective that the failed rank never runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zharness.comm import Comm
+from zharness.errors import CheckpointError, ConfigError, ZHarnessError
+
+T = TypeVar("T")
+
+
+def all_gather_objects(value: T, comm: Comm) -> list[T]:
+    """Gather every rank's ``value``, in rank order. Collective."""
+    values: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(values, value, group=comm.group)
+    return values
+
+
+@contextmanager
+def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
+    """Raise CheckpointError on every rank if the block fails on any, with the messages of all ranks. Collective.
+
+    The block itself must not run a collective: a rank that failed in it would not take part.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_own = isinstance(error, ZHarnessError)
+        _raise_if_any_failed(str(error) if is_own else f"{type(error).__name__}: {error}", comm)
+        raise
+    _raise_if_any_failed("", comm)
+
+
+def _raise_if_any_failed(message: str, comm: Comm) -> None:
+    """Raise CheckpointError if any rank passes a ``message`` that is not empty. Collective."""
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, text in enumerate(all_gather_objects(message, comm)):
+        if text:
+            ranks_by_message.setdefault(text, []).append(rank)
+    if ranks_by_message:
+        raise CheckpointError(
+            "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_message.items())
+        ) from None
+
+
+def require_same_on_all_ranks(
+    comm: Comm, device: torch.device, attempt: Callable[[], T], collect_facts: Callable[[T], Mapping[str, str]]
+) -> T:
+    """Run ``attempt`` and return its result if it succeeded on every rank with the same facts. Collective.
+
+    ``collect_facts`` describes the result; the facts are exchanged from ``device``. If ``attempt`` raised the same
+    error on all ranks, raises that; else ConfigError on all ranks, which names the first difference.
+    """
+    raised: Exception | None = None
+    try:
+        value = attempt()
+        facts = collect_facts(value)
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error, or they would hang
+        facts, raised = {"outcome": f"{type(error).__name__}: {error}"}, error
+    if not _is_same_on_all_ranks(facts, comm, device):
+        raise ConfigError(_describe_difference(all_gather_objects(dict(facts), comm))) from raised
+    if raised is not None:
+        raise raised
+    return value
+
+
+def _is_same_on_all_ranks(facts: Mapping[str, str], comm: Comm, device: torch.device) -> bool:
+    """Whether all ranks have the same ``facts``, by their digest: gathering objects takes several collectives."""
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
+    local = torch.tensor([*digest], dtype=torch.uint8, device=device)
+    rows = comm.all_gather(local.new_empty(comm.world_size * len(digest)), local).view(comm.world_size, -1)
+    return bool((rows == local).all())
+
+
+def _describe_difference(facts_by_rank: list[dict[str, str]]) -> str:
+    """Describe the first fact in which ranks differ, with its value on each rank; an error comes first."""
+    keys = sorted({key for facts in facts_by_rank for key in facts}, key=lambda key: (key != "outcome", key))
+    key = next(key for key in keys if len({facts.get(key) for facts in facts_by_rank}) > 1)
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        text = facts.get(key, "accepted" if key == "outcome" else "nothing of that name")
+        ranks_by_text.setdefault(text, []).append(rank)
+    parts = (f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in ranks_by_text.items())
+    return f"the ranks differ in {key}: {'; '.join(parts)}; give every rank the same model, configuration and optimizer"

@@ -1,0 +1,40 @@
+"""The facts about configuration, model and data that ``initialize`` compares between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from zharness.errors import ConfigError
+from zharness.reference.deepspeed_json.settings import Settings
+
+
+def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Dataset[Any] | None) -> dict[str, str]:
+    """Describe everything that must be the same on all ranks, by name, before anything is done to the model.
+
+    Raises ConfigError for a parameter that cannot be trained, and for a ``grad_accum_dtype`` that is not the dtype in
+    which micro-batches add up.
+    """
+    facts = {f"configuration: {each.name}": repr(getattr(settings, each.name)) for each in fields(settings)}
+    dtypes = settings.precision.assign_dtypes(model)
+    for name, p in model.named_parameters():
+        if not p.is_floating_point() and p.requires_grad:
+            raise ConfigError(f"parameter {name!r} is {p.dtype}; only real floating-point parameters are trained")
+        accum_dtype = dtypes[p].param_dtype if settings.stage < 2 else dtypes[p].master_dtype
+        if p.requires_grad and settings.grad_accum_dtype not in (None, accum_dtype):
+            raise ConfigError(
+                f"data_types.grad_accum_dtype is {settings.grad_accum_dtype} and parameter {name!r} {p.dtype}: its "
+                f"micro-batches add up in {accum_dtype}; leave the key out, or enable bf16 or fp16 at stage 2 or 3"
+            )
+        facts[f"parameter {name!r}"] = f"{p.dtype} {tuple(p.shape)}, {'trained' if p.requires_grad else 'frozen'}"
+    facts |= {f"buffer {name!r}": f"{each.dtype} {tuple(each.shape)}" for name, each in model.named_buffers()}
+    return facts | {"training_data": _describe_data(training_data)}
+
+
+def _describe_data(training_data: Dataset[Any] | None) -> str:
+    if training_data is None:
+        return "none"
+    return f"{len(training_data)} samples" if hasattr(training_data, "__len__") else "?"

@@ -1,0 +1,54 @@
+"""The outcome of a record in one word, and the exit code of several records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from zharness.run.record import Record, Verdict
+
+Key = TypeVar("Key")
+
+# The most serious first: a square of the matrix that sums up several cells shows these first.
+OUTCOME_ORDER = (
+    "stale",
+    "error",
+    "fail",
+    "crash",
+    "hang",
+    "undetermined",
+    "excused",
+    "contract",
+    "unsupported",
+    "pass",
+)
+
+
+def outcome_name(record: Record) -> str:
+    """Return the outcome of ``record``: ``stale`` or ``excused`` by its expected failure, else its verdict."""
+    if record.stale_reason:
+        return "stale"
+    if record.expected_failure and record.verdict.is_broken:
+        return "excused"
+    return record.verdict.value
+
+
+def count_outcomes(records: Iterable[Record]) -> dict[str, int]:
+    """Count the records of each outcome; the most serious outcome comes first."""
+    outcomes = [outcome_name(record) for record in records]
+    return {outcome: outcomes.count(outcome) for outcome in OUTCOME_ORDER if outcome in outcomes}
+
+
+def group_records(records: Iterable[Record], get_key: Callable[[Record], Key]) -> dict[Key, list[Record]]:
+    """Group records by ``get_key(record)``; groups and records keep the order of ``records``."""
+    groups: dict[Key, list[Record]] = {}
+    for record in records:
+        groups.setdefault(get_key(record), []).append(record)
+    return groups
+
+
+def records_exit_code(records: Sequence[Record]) -> int:
+    """Return 0 if every record is as expected, 3 if the harness itself failed in one, else 1."""
+    if any(record.verdict is Verdict.ERROR for record in records):
+        return 3
+    return 0 if all(record.is_expected for record in records) else 1

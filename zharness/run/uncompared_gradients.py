@@ -1,0 +1,30 @@
+"""Whether a run on a user's model compared any gradient: if it compared none, the other laws say little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zharness.run.record import Record, Verdict
+
+KERNELS_LAW = "training.kernels"
+# Either law compares every gradient of the model; engines with kernels of their own support only the second.
+GRADIENT_LAWS = ("training.grads", KERNELS_LAW)
+
+
+def explain_uncompared_gradients(records: Sequence[Record]) -> str:
+    """Explain why a run without failures still proves nothing.
+
+    Returns the empty string if gradients were compared at every stage that ran. ``records`` are those of one model on
+    one engine.
+    """
+    if not any(record.verdict is Verdict.PASS for record in records):
+        reasons = dict.fromkeys(record.cause for record in records if record.cause)
+        return f"NO PASS: no law passed ({'; '.join(reasons)})"
+    run_records = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
+    compared_stages = {record.cell.stage for record in run_records if record.cell.law in GRADIENT_LAWS}
+    missing = sorted({record.cell.stage for record in run_records} - compared_stages)
+    if not missing:
+        return ""
+    causes = dict.fromkeys(r.cause for r in records if r.cell.law == KERNELS_LAW and r.cell.stage in missing)
+    where = f"stage{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"NO PASS: no gradient was compared at {where}{''.join(f' ({cause})' for cause in causes)}"

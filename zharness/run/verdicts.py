@@ -1,0 +1,130 @@
+"""The verdict of a cell: from the ends of its ranks, the judgement, and the expected failure that covers it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import zharness
+from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.observe_and_judge import Judgement
+from zharness.run.record import Record, Verdict
+from zharness.world import GroupOutcome, RankEnd, RankOutcome
+
+# Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
+PACKAGES_UNDER_TEST = ("reference", "mutants")
+
+
+def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
+    """Build the record of a cell in which a rank did not return; the first failure is the cause."""
+    cause = outcome.cause
+    assert cause is not None, "called only for a group that failed"
+    return replace(
+        blank_record, verdict=verdict_of_rank_failure(cause), cause=cause.describe(), details=outcome.describe()
+    )
+
+
+def verdict_of_rank_failure(cause: RankOutcome) -> Verdict:
+    """Return the verdict for a group of ranks whose first failure is ``cause``."""
+    if cause.end is RankEnd.HUNG:
+        return Verdict.HANG
+    if cause.end is RankEnd.RAISED:
+        return verdict_of_exception(cause.exception, cause.innermost_file)
+    return Verdict.CRASH
+
+
+def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
+    """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
+
+    An EngineContractError is ``fail``. Any other exception raised in the harness's own code is ``error``, except
+    RuntimeError: torch raises it for operands that it cannot take, also when the harness calls torch.
+    """
+    if exception.endswith(".EngineContractError"):
+        return Verdict.FAIL
+    package = Path(zharness.__file__).parent
+    file = Path(innermost_file)
+    is_harness = file.is_relative_to(package) and file.relative_to(package).parts[0] not in PACKAGES_UNDER_TEST
+    return Verdict.ERROR if is_harness and exception != "builtins.RuntimeError" else Verdict.CRASH
+
+
+def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
+    """Build the record of a cell from the outcome of its judge."""
+    if outcome.cause is not None:
+        return replace(
+            blank_record,
+            verdict=verdict_of_judge_failure(outcome.cause),
+            cause=outcome.cause.describe(),
+            details=outcome.describe(),
+        )
+    judgement: Judgement = outcome.ranks[0].value
+    verdict, cause = conclude_judgement(judgement)
+    return replace(
+        blank_record,
+        verdict=verdict,
+        tier=judgement.tier.value,
+        ratio=judgement.ratio,
+        smallest_scale_error=judgement.smallest_scale_error,
+        wrong_elements=judgement.wrong_elements,
+        elements=judgement.elements,
+        undetermined=judgement.undetermined,
+        notes=judgement.notes,
+        divergence=judgement.mismatch,
+        evidence=judgement.exhibit,
+        cause=cause,
+    )
+
+
+def verdict_of_judge_failure(cause: RankOutcome) -> Verdict:
+    """Return ``fail`` if the judge found a broken engine contract; any other failure of the judge is ``error``."""
+    return Verdict.FAIL if cause.exception.endswith(".EngineContractError") else Verdict.ERROR
+
+
+def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
+    """Return the verdict of a judgement, and its cause; the cause of a pass is empty."""
+    if judgement.mismatch is not None:
+        return Verdict.FAIL, judgement.mismatch.describe()
+    if judgement.is_inconclusive:
+        share = (
+            f"{judgement.undetermined} of {judgement.elements} elements are smaller than the bound of their rounding"
+        )
+        return Verdict.UNDETERMINED, f"{share}, so no mismatch shows nothing; compare in a wider dtype, or larger steps"
+    return Verdict.PASS, ""
+
+
+def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
+    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds.
+
+    A record that failed in another way than expected is returned unchanged.
+    """
+    if record.verdict is Verdict.ERROR:
+        return record
+    if not record.verdict.is_broken:
+        stale = (
+            f"{expected_failure.upstream} no longer shows here: narrow or delete its entry, {expected_failure.location}"
+        )
+        return replace(record, stale_reason=stale)
+    if record.verdict.value != expected_failure.verdict or not expected_failure.matches_failure(
+        record.cause, record.details
+    ):
+        return record
+    return replace(record, expected_failure=expected_failure.upstream)
+
+
+def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_record: Record) -> Record:
+    """Return a record with the verdict ``contract`` if the law holds under the documented remedy.
+
+    ``remedy_record`` is the record of the same cell, run with the remedy. If it did not pass, the failure of ``record``
+    is no longer expected.
+    """
+    if remedy_record.verdict is Verdict.PASS:
+        return replace(
+            remedy_record,
+            verdict=Verdict.CONTRACT,
+            documentation_url=expected_failure.documented,
+            cause=expected_failure.reason,
+        )
+    return replace(
+        record,
+        expected_failure="",
+        cause=f"the documented remedy {dict(expected_failure.remedy)} fails: {remedy_record.cause}",
+    )

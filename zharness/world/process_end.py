@@ -1,0 +1,54 @@
+"""How a launched rank's process ended: read from /proc, or from faulthandler's dump."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from zharness.world.outcome import RankEnd, signal_name
+from zharness.world.postmortem import CLOSED_PIPE_CAUSE, FATAL_ERROR_PREFIX
+
+PROCESS_GONE_CAUSE = "its process has ended, and only torchrun knows how"
+
+
+def read_process_end(pid: int) -> tuple[RankEnd, str] | None:
+    """Return how a process ended (signal or exit status) from /proc; None once its parent has reaped it. Linux only."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    if is_process_alive(pid):
+        return RankEnd.EXITED, f"it {CLOSED_PIPE_CAUSE}, and did not end"
+    if status & 0x7F == signal.SIGTERM:
+        return RankEnd.STOPPED, "SIGTERM from torchrun"
+    if status & 0x7F:
+        return RankEnd.SIGNALLED, signal_name(status & 0x7F)
+    return RankEnd.EXITED, f"exit status {status >> 8}"
+
+
+# faulthandler's names of the signals that it handles; since 3.13 "Floating-point".
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+    "Aborted": signal.SIGABRT,
+}
+
+
+def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
+    """Return the signal named in a fatal-error dump; EXITED with ``PROCESS_GONE_CAUSE`` if it names none."""
+    name = dump.rpartition(f"{FATAL_ERROR_PREFIX}: ")[2].partition("\n")[0].replace("-", " ")
+    return (
+        (RankEnd.SIGNALLED, _FATAL_SIGNALS[name].name)
+        if name in _FATAL_SIGNALS
+        else (RankEnd.EXITED, PROCESS_GONE_CAUSE)
+    )
+
+
+def is_process_alive(pid: int) -> bool:
+    """Return whether the process is running; False for a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
