@@ -263,7 +263,7 @@ def test_the_second_of_two_definitions_with_one_name_gets_its_module_as_prefix()
     assert collection.add("zharness.engines.torch_checkpoint", "clone_tensors") == "torch_checkpoint_clone_tensors"
     assert collection.texts["torch_checkpoint_clone_tensors"].startswith("def torch_checkpoint_clone_tensors(")
     collection.add("zharness.engines.torch_checkpoint", "load_shards")
-    assert "torch_checkpoint_clone_tensors(sharded_state_dict(engine_state))" in collection.texts["load_shards"]
+    assert " torch_checkpoint_clone_tensors(" in collection.texts["load_shards"]
 
 
 def test_several_names_that_one_statement_defines_do_not_meet_others_in_one_script() -> None:
