@@ -98,4 +98,7 @@ def render_rows(rows: Rows, as_json: bool) -> str:
     """Render rows as a table or as JSON."""
     if as_json:
         return json.dumps(rows, indent=2)
-    return tabulate(rows, headers="keys", tablefmt="simple", maxcolwidths=MAX_COLUMN_WIDTH, disable_numparse=True)
+    # JSON keeps the keys "check" and "law" for the name and the statement of a law.
+    renamed = {"check": "law", "law": "statement"} if rows and "check" in rows[0] else {}
+    headers = {key: renamed.get(key, key) for key in (rows[0] if rows else {})}
+    return tabulate(rows, headers=headers, tablefmt="simple", maxcolwidths=MAX_COLUMN_WIDTH, disable_numparse=True)

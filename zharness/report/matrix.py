@@ -35,7 +35,7 @@ def render_engine_table(engine: str, version: str, records: Sequence[Record], ta
         for law, rows in group_records(records, lambda record: record.cell.law).items()
     ]
     gap = "\n" if tablefmt == "simple" else "\n\n"  # Markdown would join a line right above a table to the table
-    return f"{engine} {version}{gap}" + tabulate(body, ["check", *head], tablefmt=tablefmt)
+    return f"{engine} {version}{gap}" + tabulate(body, ["law", *head], tablefmt=tablefmt)
 
 
 def matrix_column(record: Record) -> tuple[int, int, str]:
