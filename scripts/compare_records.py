@@ -19,7 +19,7 @@ from typing import Any
 # What a cell concluded, and the numbers that it concluded it from. Messages, seconds and versions may differ.
 COMPARED = (
     *("verdict", "excuse", "stale", "documented", "withheld", "tier", "ratio", "smallest"),
-    *("wrong_elements", "elements", "undetermined"),
+    *("wrong_elements", "elements", "undetermined", "modules"),
 )
 LOCATION = (
     "step",
