@@ -27,14 +27,14 @@ def zharness(status: int, *arguments: str) -> None:
     assert done.returncode == status, done.stdout + done.stderr
 
 
-def of(model: str) -> str:
+def make_cell_id(model: str) -> str:
     return f"training.grads[deepspeed-zero1-w2-fp32-{model}]"
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, ...]:
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
-    zharness(1, "check", of(f"{MODEL}({SMALL})"), "--jsonl", str(path))
+    zharness(1, "check", make_cell_id(f"{MODEL}({SMALL})"), "--jsonl", str(path))
     return tuple(load_records([path]).records)
 
 
@@ -47,7 +47,7 @@ def test_the_planted_fault_is_found_in_the_smallest_model(records: tuple[Record,
 
 
 def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
-    zharness(0, "export", of(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
+    zharness(0, "export", make_cell_id(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
     script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
     assert "lora(), {'num_hidden_layers': '1'" in script

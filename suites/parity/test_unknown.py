@@ -63,7 +63,7 @@ def test_a_factor_whose_norm_nobody_reports_is_known_as_well_as_that_norm(off: f
     )
 
 
-def one(number: float) -> Tensor:
+def scalar_tensor(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
@@ -78,7 +78,7 @@ def one(number: float) -> Tensor:
 def test_a_factor_takes_in_whatever_a_norm_that_nobody_reports_may_be(
     norm: float, error: float, least: float, most: float
 ) -> None:
-    factor = ClipFactor.from_norm(1.0, one(norm), one(error), None)
+    factor = ClipFactor.from_norm(1.0, scalar_tensor(norm), scalar_tensor(error), None)
     grad = factor.apply_to(BoundedTensor.exact(torch.ones(1, dtype=torch.float64)))
     assert float((grad.value - grad.error).max()) <= least
     assert float((grad.value + grad.error).min()) >= most
@@ -86,8 +86,10 @@ def test_a_factor_takes_in_whatever_a_norm_that_nobody_reports_may_be(
 
 
 def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_torch_spreads_it() -> None:
-    assert ClipFactor.from_norm(1.0, one(2.0), one(1.0), one(4.0 - 1e-6)) == ClipFactor(0.25)
-    lost = ClipFactor.from_norm(1.0, one(math.nan), one(math.nan), one(math.nan))
+    assert ClipFactor.from_norm(1.0, scalar_tensor(2.0), scalar_tensor(1.0), scalar_tensor(4.0 - 1e-6)) == ClipFactor(
+        0.25
+    )
+    lost = ClipFactor.from_norm(1.0, scalar_tensor(math.nan), scalar_tensor(math.nan), scalar_tensor(math.nan))
     assert math.isnan(lost.value)
     grad = torch.ones(3)
     assert ClippedSgdStep(torch.zeros(3), grad, lost).compare_weight(PLACE, -grad).mismatch is not None, (

@@ -165,7 +165,7 @@ def write(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     return collect_state(engine), train(engine, range(2, 3), same="everywhere")
 
 
-def read(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
+def load_and_train(stage: int, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     engine = build_engine(stage, net=Plain, seed=3)
     engine.load_checkpoint(folder)
     return collect_state(engine), train(engine, range(2, 3), same="everywhere")
@@ -180,7 +180,7 @@ def test_another_stage_at_another_world_size_reads_the_same_state(
     source: tuple[int, int], target: tuple[int, int], tmp_path: Path
 ) -> None:
     written, losses = run(write, source[0], tmp_path, world_size=source[1])[0]
-    for found, other in run(read, target[0], tmp_path, world_size=target[1]):
+    for found, other in run(load_and_train, target[0], tmp_path, world_size=target[1]):
         assert_same(found, written)
         assert torch.equal(other[0], losses[0])
 

@@ -35,7 +35,7 @@ def no_fork() -> NoReturn:
     raise AssertionError("a process was started for a command that is wrong")
 
 
-def told(*arguments: str) -> Result:
+def invoke_cli(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments, standalone_mode=False)
 
 
@@ -68,7 +68,7 @@ def told(*arguments: str) -> Result:
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: str, complaint: str, cache: Path) -> None:
-    error = told(*arguments.split()).exception
+    error = invoke_cli(*arguments.split()).exception
     assert isinstance(error, UsageError), repr(error)
     assert re.search(complaint, str(error)), str(error)
     assert not cache.exists() or not list(cache.rglob("deepspeed*"))
@@ -86,12 +86,12 @@ def test_excuses_that_match_nothing_are_told_once(
 
 
 def test_an_empty_cache_is_listed_as_empty(cache: Path) -> None:
-    assert told("releases", "--list").output == f"0 in {cache}, 0.0 MB\n"
+    assert invoke_cli("releases", "--list").output == f"0 in {cache}, 0.0 MB\n"
 
 
 def test_a_record_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("{}\n")
-    error = told("releases", "deepspeed", "0.19.8", "--compare-to", str(tmp_path / "old.jsonl")).exception
+    error = invoke_cli("releases", "deepspeed", "0.19.8", "--compare-to", str(tmp_path / "old.jsonl")).exception
     assert "old.jsonl, line 1: not a zharness record" in str(error)
 
 
@@ -123,7 +123,7 @@ def nothing_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_can_be_had")
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_a_command_that_takes_an_engine_fetches_the_release_that_is_named(arguments: tuple[str, ...]) -> None:
-    error = told(*arguments).exception
+    error = invoke_cli(*arguments).exception
     assert isinstance(error, UsageError), repr(error)
     assert "deepspeed 0.18.8 cannot be had" in str(error)
 

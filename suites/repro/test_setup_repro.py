@@ -73,7 +73,7 @@ class Stage:
         self.ends.append(os.fdopen(read))
         return running
 
-    def told(self) -> str:
+    def read_logged_line(self) -> str:
         """Return the line that the latest run wrote to $TOLD; empty if it wrote none."""
         return self.ends[-1].readline()
 
@@ -135,7 +135,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(stage: Stage, moment: str) -> 
     never = stage.folder / "never"
     os.mkfifo(never)
     running = stage.begin(**{moment: f"echo here >&$TOLD; read <{never}"})
-    assert stage.told() == "here\n"
+    assert stage.read_logged_line() == "here\n"
     os.killpg(running.pid, signal.SIGINT)
     assert ended(running)[0] == 130
     assert not stage.left()
@@ -145,7 +145,7 @@ def test_a_second_run_waits_for_the_first(stage: Stage) -> None:
     go = stage.folder / "go"
     os.mkfifo(go)
     first = stage.begin(MEANWHILE_RUNNING=f"echo here >&$TOLD; read <{go}")
-    assert stage.told() == "here\n"
+    assert stage.read_logged_line() == "here\n"
     second = stage.begin()
     assert second.stderr is not None
     assert "waiting for another run" in second.stderr.readline()
