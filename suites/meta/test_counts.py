@@ -30,6 +30,7 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
+    "record it 5 mutants",  # the number of a floor
     "27,917 cells all 280 mutants",
     "two models could draw a factor of zero",
     "7 bugs are gone on 2.13.0",  # its sum is checked below

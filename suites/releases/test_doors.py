@@ -53,7 +53,7 @@ def invoke_cli(*arguments: str) -> Result:
             "unknown release of deepspeed '9.9'; allowed: 0.18.8",
         ),
         ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two releases"),
-        ("releases --list --clean", "name one of them"),
+        ("releases --list --clean", "give one of them"),
         ("releases deepspeed 0.18.8 --check trainning", "unknown law 'trainning'"),
         ("releases deepspeed 0.18.8 --check training --stage 4", "unknown stage '4'"),
         ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown law 'trainning'"),
