@@ -72,7 +72,7 @@ def test_a_step_summary_is_appended_if_the_variable_is_set(tmp_path: Path, monke
     Outputs().write_reports([PASSED, FAILED], 2.5)
     text = path.read_text()
     assert text.startswith("before\n## zharness\n\n2 cells in 2.5 s: 1 fail, 1 pass\n")
-    assert "reference 1.0\n\n| check" in text
+    assert "reference 1.0\n\n| law" in text
     assert "| training.grads | fail 1, pass 1" in text
     assert "<details><summary>What did not pass</summary>\n\n```\nFAIL training.grads" in text
 
