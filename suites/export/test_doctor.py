@@ -43,10 +43,10 @@ def test_a_problem_fails_the_command_and_a_warning_does_not() -> None:
     broken = make_finding("c", 3, Severity.PROBLEM, True, "do that")
     assert command.exit_code([fine, warned]) == 0
     assert command.exit_code([fine, broken]) == 1
-    told = command.render_findings([fine, warned, broken])
-    assert "-> do this" in told
-    assert "-> do that" in told
-    assert told.endswith("1 problems, 1 warnings")
+    output = command.render_findings([fine, warned, broken])
+    assert "-> do this" in output
+    assert "-> do that" in output
+    assert output.endswith("1 problems, 1 warnings")
 
 
 def test_ranks_that_do_not_come_in_time_are_a_problem_with_a_remedy() -> None:

@@ -186,10 +186,10 @@ def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> N
 
 
 def test_the_list_says_of_every_law_what_its_script_is() -> None:
-    told = render_law_table()
-    assert all(name in told for name in LAWS)
-    assert re.search(r"training.grads +short", told)
-    assert re.search(r"state.consolidate +long, with the law's own judge", told)
+    output = render_law_table()
+    assert all(name in output for name in LAWS)
+    assert re.search(r"training.grads +short", output)
+    assert re.search(r"state.consolidate +long, with the law's own judge", output)
 
 
 def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:

@@ -129,12 +129,12 @@ def find_unchecked_numbers(page: str, text: str) -> Iterator[str]:
     """Describe each number of a counted thing that no CountedSentence checks."""
     matches = [each.pattern.search(text) for each in COUNTED_SENTENCES if each.page == page]
     held = [match.span() for match in matches if match] + [
-        match.span() for words in HISTORICAL_PHRASES for match in re.finditer(re.escape(words), text)
+        match.span() for message in HISTORICAL_PHRASES for match in re.finditer(re.escape(message), text)
     ]
     for match in COUNTED.finditer(text):
         if not any(start <= match.start(1) < end for start, end in held):
-            words = text[max(0, match.start() - 40) : match.end()]
-            yield f"{page} says {words!r}: check it in COUNTED_SENTENCES, or add the phrase to HISTORICAL_PHRASES"
+            message = text[max(0, match.start() - 40) : match.end()]
+            yield f"{page} says {message!r}: check it in COUNTED_SENTENCES, or add the phrase to HISTORICAL_PHRASES"
 
 
 @pytest.mark.parametrize("stated", COUNTED_SENTENCES, ids=str)
@@ -150,7 +150,7 @@ def test_every_number_of_the_documentation_is_checked(page: Path) -> None:
 
 def test_every_historical_phrase_is_in_the_documentation() -> None:
     pages = "".join(page_text(page.relative_to(ROOT).as_posix()) for page in PAGES)
-    assert not [words for words in HISTORICAL_PHRASES if words not in pages]
+    assert not [message for message in HISTORICAL_PHRASES if message not in pages]
 
 
 def test_a_stale_number_is_reported_with_file_and_right_number() -> None:
@@ -178,8 +178,8 @@ def test_the_readme_table_has_exactly_the_bugs() -> None:
 
 
 def test_counts_of_torch_engine_bugs_by_release_add_up() -> None:
-    told = r"engines (\d+) were run .*?: (\d+) bugs are gone on 2\.13\.0, (\d+) show on both, and (\d+) show"
-    (found,) = re.findall(told, page_text("docs/reproductions.md"))
+    output = r"engines (\d+) were run .*?: (\d+) bugs are gone on 2\.13\.0, (\d+) show on both, and (\d+) show"
+    (found,) = re.findall(output, page_text("docs/reproductions.md"))
     run, *parts = map(int, found)
     assert run == sum(parts), f"docs/reproductions.md says that {run} were run, and tells of {sum(parts)}"
 

@@ -53,29 +53,29 @@ EXECUTED_COMMANDS = {
 
 def check_zharness_command(command: Command, root: Path) -> None:
     """Parse a zharness command with click, in a folder that contains the files that it reads."""
-    name, *words = command.arguments[1:]
+    name, *message = command.arguments[1:]
     if name in ("--help", "--version"):
         return
     found = cli.commands[name]
-    for word in (word for word in words if word.endswith((".jsonl", ".json", ".toml"))):
+    for word in (word for word in message if word.endswith((".jsonl", ".json", ".toml"))):
         (root / Path(word).name).touch()
     with suppress(click.exceptions.Exit):  # of --help
-        found.make_context(name, [Path(word).name if word.endswith(".jsonl") else word for word in words])
-    for case in filter(CELL_ID.fullmatch, words):
+        found.make_context(name, [Path(word).name if word.endswith(".jsonl") else word for word in message])
+    for case in filter(CELL_ID.fullmatch, message):
         get_law(Cell.parse(case).law)
 
 
 def check_python_command(command: Command, root: Path) -> None:
     """Check that the script exists and has the options, or that the module is one of this package."""
-    script, *words = command.arguments[1:]
+    script, *message = command.arguments[1:]
     if script == "-m":
-        check_command(Command(command.page, command.line, tuple(words)), root)
+        check_command(Command(command.page, command.line, tuple(message)), root)
     elif "/" in script:
         assert (ROOT / script).is_file(), script
         source = "".join(
             path.read_text(encoding="utf-8") for path in [ROOT / script, *(ROOT / "scripts").glob("*/*.py")]
         )
-        assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+        assert not [word for word in message if word.startswith("--") and f'"{word}"' not in source]
     else:
         assert script in reader_files(), script
 
@@ -88,11 +88,11 @@ def check_torchrun_command(command: Command, root: Path) -> None:
 
 def check_pytest_command(command: Command, _root: Path) -> None:
     """Check that paths exist, here or on a page, and that pytest or this plugin has the options."""
-    words = [word.partition("=")[0] for word in command.arguments[1:]]
-    paths = [word for word in words if word.endswith(".py") or word in ("repro", "suites")]
+    message = [word.partition("=")[0] for word in command.arguments[1:]]
+    paths = [word for word in message if word.endswith(".py") or word in ("repro", "suites")]
     assert all((ROOT / path).exists() or path in reader_files() for path in paths), paths
     known = {*PYTEST_OPTIONS, "-n", "-k", "-m", "-x", "-s", "-v"}
-    assert not [word for word in words if word.startswith("-") and word not in known]
+    assert not [word for word in message if word.startswith("-") and word not in known]
 
 
 def check_pip_command(command: Command, _root: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_documented_command_exists(command: Command, tmp_path: Path, monkeypat
 def test_options_in_inline_code_exist() -> None:
     for command in (span for page in PAGES for span in parse_inline_commands(page)):
         known = {option for param in cli.commands[command.arguments[1]].params for option in param.opts}
-        asked = {word for word in command.arguments[2:] if word.startswith("-")}
-        assert asked <= known | {"--help"}, command
+        requested = {word for word in command.arguments[2:] if word.startswith("-")}
+        assert requested <= known | {"--help"}, command
 
 
 def test_every_command_is_in_the_documentation() -> None:
@@ -194,13 +194,13 @@ def run_as_reader(command: Command, folder: Path) -> subprocess.CompletedProcess
 
     A script gets a new Python process; other commands run in forks of a process that has imported torch.
     """
-    program, *words = command.arguments
+    program, *message = command.arguments
     modules = {"zharness": ("-m", "zharness"), "pytest": ("-m", "pytest", "-p", "no:cacheprovider"), "python": ()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if program != "python":
-        return programs.run(*modules[program], *words, folder=folder, environment=environment)
+        return programs.run(*modules[program], *message, folder=folder, environment=environment)
     return subprocess.run(
-        [sys.executable, *modules[program], *words], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, *modules[program], *message], cwd=folder, env=environment, capture_output=True, text=True
     )
 
 

@@ -98,9 +98,9 @@ def test_every_script_names_an_existing_law() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
     broad = {
-        excuse.location: words
+        excuse.location: message
         for excuse in expected_failures_for(engine)
-        if not excuse.details and (words := list(filter(is_broad, excuse.signatures)))
+        if not excuse.details and (message := list(filter(is_broad, excuse.signatures)))
     }
     assert not broad, (
         f"name what is wrong (the hint after the numbers, the details of a crash), not where it is: {broad}"

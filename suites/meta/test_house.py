@@ -118,7 +118,7 @@ def find_missing_docstring(path: Path) -> Iterator[str]:
 
 def find_violations(rule: Callable[[Path], Iterator[str]], paths: Sequence[Path]) -> list[str]:
     """Describe every violation of ``rule`` in ``paths``, with its file."""
-    return [f"{path.relative_to(ROOT)}: {words}" for path in paths for words in rule(path)]
+    return [f"{path.relative_to(ROOT)}: {message}" for path in paths for message in rule(path)]
 
 
 def test_a_file_imports_only_lower_floors_or_its_own_package() -> None:

@@ -63,10 +63,10 @@ def test_settings_that_change_numbers_are_told_beside_the_baseline_s() -> None:
     before, right = read_process_conditions(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        words = read_process_conditions().describe_differences(before)
+        message = read_process_conditions().describe_differences(before)
     finally:
         torch.set_float32_matmul_precision(right)
-    assert words == ["the precision of float32 products is medium, for the baseline highest"]
+    assert message == ["the precision of float32 products is medium, for the baseline highest"]
 
 
 def test_a_baseline_in_the_engine_s_memory_is_refused() -> None:

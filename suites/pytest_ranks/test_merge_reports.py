@@ -320,8 +320,8 @@ def test_an_exit_after_the_last_phase_fails_the_teardown(run_test: RunTest) -> N
 
 @pytest.mark.parametrize("missing", ["setup", "call", "teardown"])
 def test_a_rank_that_returns_without_the_report_of_a_phase_has_failed(run_test: RunTest, missing: str) -> None:
-    told = tuple(phase for phase in PASSED if phase != missing)
-    ranks = run_test(PASSES, ends={1: make_end(RankEnd.RETURNED, *told)})
+    output = tuple(phase for phase in PASSED if phase != missing)
+    ranks = run_test(PASSES, ends={1: make_end(RankEnd.RETURNED, *output)})
     assert ranks.outcomes[missing] == "failed"
     assert ranks.message(missing) == f"rank 1 sent no report of its {missing}"
 

@@ -160,9 +160,9 @@ def test_a_configuration_is_read_from_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 2}))
     assert load_config(path) == load_config(str(path)) == {"train_batch_size": 2}
-    for text, words in (("{", "not a readable JSON"), ("[1]", "has a list")):
+    for text, message in (("{", "not a readable JSON"), ("[1]", "has a list")):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             load_config(path)
     with pytest.raises(ConfigError, match="not a readable JSON"):
         load_config(tmp_path / "none.json")

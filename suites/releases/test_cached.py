@@ -39,16 +39,16 @@ def subjects() -> list[str]:
 
 
 def test_what_is_cached_is_listed_with_its_size() -> None:
-    told = cache_table.render_entries(())
-    assert "made_up==1.0  Python 3." in told
-    assert told.endswith("MB")
+    output = cache_table.render_entries(())
+    assert "made_up==1.0  Python 3." in output
+    assert output.endswith("MB")
     assert cache_table.render_entries(("made_up==2.0",)).count("made_up==") == 1
 
 
 def test_one_release_is_removed_and_the_size_that_was_freed_is_told(cache: Path) -> None:
-    told = cleaned(("made_up==1.0",))
-    assert told.splitlines()[0].startswith("made_up==1.0 (Python 3.")
-    assert "freed 1.0 MB of" in told
+    output = cleaned(("made_up==1.0",))
+    assert output.splitlines()[0].startswith("made_up==1.0 (Python 3.")
+    assert "freed 1.0 MB of" in output
     assert subjects() == ["made_up==2.0"]
     assert not [entry for entry in cache.iterdir() if entry.is_dir() and "1.0" in entry.name]
 

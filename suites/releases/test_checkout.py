@@ -69,10 +69,10 @@ def test_a_checkout_is_imported_from_its_own_files_and_nothing_is_written_there(
     before = files(sources)
     found = prepare_release(f"deepspeed@{sources}", "deepspeed")
     code = "import deepspeed, os; print(deepspeed.__version__, os.path.realpath(deepspeed.__file__))"
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code], env=found.environment, check=True, capture_output=True, text=True
     )
-    assert told.stdout.split() == ["0.19.9", str(sources / "deepspeed" / "__init__.py")]
+    assert output.stdout.split() == ["0.19.9", str(sources / "deepspeed" / "__init__.py")]
     assert files(sources) == before
     assert get_release_environment(f"deepspeed@{sources}").search_path == found.search_path
 

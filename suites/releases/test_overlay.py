@@ -40,10 +40,10 @@ def left_in(cache: Path) -> list[str]:
 
 def test_the_release_of_torch_is_told_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    told = overlay.torch_version()
+    output = overlay.torch_version()
     assert "torch" not in sys.modules
     monkeypatch.undo()
-    assert told == torch.__version__
+    assert output == torch.__version__
 
 
 def test_an_unknown_release_names_the_newest_ones(cache: Path) -> None:
@@ -296,5 +296,5 @@ def test_a_child_finds_the_overlay_first_and_keeps_its_own_extension_cache(monke
     assert env["PYTHONPATH"].split(os.pathsep) == [str(one), "behind"]
     assert env["TORCH_EXTENSIONS_DIR"] != overlay.overlay_environment(other)["TORCH_EXTENSIONS_DIR"]
     code = "import made_up; print(made_up.__version__)"
-    told = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
-    assert told.strip() == "1.0"
+    output = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "1.0"

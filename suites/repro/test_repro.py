@@ -95,12 +95,12 @@ def test_a_script_past_its_deadline_is_no_reproduction(tmp_path: Path) -> None:
 
 def test_what_is_ended_from_another_thread_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
-    told = tmp_path / "told"
-    os.mkfifo(told)
+    output = tmp_path / "told"
+    os.mkfifo(output)
     body = f"""
 import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.write(os.open({str(told)!r}, os.O_WRONLY), b"%9d" % os.getpid())
+os.write(os.open({str(output)!r}, os.O_WRONLY), b"%9d" % os.getpid())
 while True:
     signal.pause()
 """
@@ -108,7 +108,7 @@ while True:
     running = launch.CommandGroup()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(repros.run_repro, made_up, "deepspeed", HERE, 100.0, running)
-        ranks = os.open(told, os.O_RDWR)  # also to write, so that the first rank's end is not the end of the file
+        ranks = os.open(output, os.O_RDWR)  # also to write, so that the first rank's end is not the end of the file
         pids = [int(os.read(ranks, 9)) for _ in range(2)]
         running.terminate()
         assert future.result().verdict is ReproVerdict.FAILED_OTHERWISE
@@ -189,9 +189,9 @@ def test_of_many_runs_the_table_explains_the_unexpected_alone(tmp_path: Path) ->
     made_up = script(tmp_path)
     right = [result(made_up, "0.18.8", ReproVerdict.REPRODUCED, "as always")] * repro_table.MAX_PRINTED_RUNS
     wrong = result(made_up, "0.19.8", ReproVerdict.REPRODUCED, "back again")
-    told = repro_table.render_repro_results([*right, wrong])
-    assert "back again" in told
-    assert "as always" not in told
+    output = repro_table.render_repro_results([*right, wrong])
+    assert "back again" in output
+    assert "as always" not in output
     assert "as always" in repro_table.render_repro_results(right)
     assert repro_table.render_summary([*right, wrong], 3.0) == "11 runs in 3.0 s: 11 reproduced; 1 not as expected"
 
@@ -215,8 +215,8 @@ def test_pytest_collects_an_item_for_each_side_and_imports_no_script() -> None:
 def test_pytest_takes_the_releases_from_its_option(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["deepspeed==0.19.0", "deepspeed@../DeepSpeed", "deepspeed", "fsdp2"]
-    monkeypatch.setattr(request.config.option, "engine", asked)
+    requested = ["deepspeed==0.19.0", "deepspeed@../DeepSpeed", "deepspeed", "fsdp2"]
+    monkeypatch.setattr(request.config.option, "engine", requested)
     path = ROOT / "repro" / "deepspeed_7913_torch_func_linear.py"
     items = ReproFile.from_parent(request.session, path=path).collect()
     assert [item.name for item in items] == ["0.19.0", "@../DeepSpeed", "installed"]

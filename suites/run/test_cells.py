@@ -331,11 +331,11 @@ def test_the_least_sensitive_cell_decides_which_errors_all_cells_would_find() ->
         undetermined=5,
         notes=("why",),
     )
-    words = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
-    assert "1 cells by tier X, 1 cells by tier S; errors reach 0.4 of their bound" in words
-    assert "a scale error of 1.0e-03" in words
-    assert "6 lost elements" in words
-    assert "5 of 100 elements undetermined\nNOTE 1 cells: why" in words
+    message = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
+    assert "1 cells by tier X, 1 cells by tier S; errors reach 0.4 of their bound" in message
+    assert "a scale error of 1.0e-03" in message
+    assert "6 lost elements" in message
+    assert "5 of 100 elements undetermined\nNOTE 1 cells: why" in message
 
 
 def test_an_exception_is_the_engine_s_or_the_harness_s_by_the_file_that_raised_it() -> None:
@@ -363,9 +363,9 @@ def test_the_exit_code_of_several_records() -> None:
 def test_the_report_shows_the_matrix_the_failure_and_the_command() -> None:
     failed = record(Verdict.FAIL, cause=MISMATCH.describe(), divergence=MISMATCH)
     assert "fail 1, pass 1" in render_matrix([record(), failed])
-    words = render_failures([record(), failed])
-    assert MISMATCH.describe() in words
-    assert f"again: zharness check '{CELL.id}'" in words
+    message = render_failures([record(), failed])
+    assert MISMATCH.describe() in message
+    assert f"again: zharness check '{CELL.id}'" in message
     assert render_summary([record(), failed], 2.0) == "2 cells in 2.0 s: 1 fail, 1 pass"
 
 
