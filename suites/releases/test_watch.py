@@ -59,13 +59,13 @@ class Engine:
 
 
 def test_a_matrix_says_between_which_releases_a_cell_flipped(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Engine({
+    fake = Engine({
         "1": {CASE: PASS, OTHER: PASS},
         "2": {CASE: (CRASH, "boom"), OTHER: PASS},
         "3": {CASE: UNSUPPORTED, OTHER: PASS},
         "4": {CASE: PASS, OTHER: PASS},
     })  # fmt: skip
-    assert output.matrix("1", "2", "3", "4") == 0
+    assert fake.matrix("1", "2", "3", "4") == 0
     out = capsys.readouterr().out
     assert "BROKEN between 1 and 2: training.grads[deepspeed-zero1-w2-fp32-mlp]\n  boom\n" in out
     assert "MENDED between 2 and 4: training.grads[deepspeed-zero1-w2-fp32-mlp]" in out
@@ -87,8 +87,8 @@ def test_cells_that_went_the_same_way_share_a_row(capsys: pytest.CaptureFixture[
 
 
 def test_a_release_that_cannot_be_had_is_told_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Engine({"1": {CASE: PASS}, "3": {CASE: FAIL}})
-    assert output.matrix("1", "2", "3") == 3
+    fake = Engine({"1": {CASE: PASS}, "3": {CASE: FAIL}})
+    assert fake.matrix("1", "2", "3") == 3
     out = capsys.readouterr().out
     assert "NOT RUN deepspeed==2: deepspeed==2 cannot be fetched" in out
     assert "BROKEN between 1 and 3" in out
