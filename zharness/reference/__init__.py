@@ -8,12 +8,12 @@ results are those of plain PyTorch. Read in this order:
 1. ``layout``: what each stage shards; rank r owns a flat range of each parameter's elements.
 2. ``parameters``: the optimizer updates this rank's elements in place; then replicated parameters are all-gathered.
 3. ``gradients``: reduce each rank's local gradients to the mean, exactly once; unscale and clip. Parameters are sent in
-   ``buckets``; ``bucket_reducer`` decides when stage 2 reduces which, while backward runs.
-4. ``engine``: a training step made of those parts. ``initialize`` builds it.
+   ``buckets``; ``bucket_reducer`` decides when stage 2 reduces each bucket while backward runs.
+4. ``engine``: the training step, which uses these parts. ``initialize`` builds the engine.
 5. ``unshard``, ``sharded_modules`` and ``saved_tensors``: stage 3. Reading a parameter is an all-gather whose backward
    is a reduce-scatter. ``prefetch`` gathers a bucket ahead of its reads, through ``collectives``.
 
-Stage 3 has FSDP2's steps. At each module:
+Stage 3 has the same steps as FSDP2. At each module:
 
 | step | where |
 |---|---|
@@ -31,7 +31,8 @@ ZeRO-3's linear layer, ``inspection`` measures memory and gathers full tensors. 
 is private to torch.
 
 [Note: the tensors of a parameter]
-For a parameter of n elements, a rank's shard is the range that ``ShardLayout.shard_bounds`` gives it; full is all n.
+For a parameter of n elements, a rank's shard is the range that ``ShardLayout.shard_bounds`` returns; a full tensor has
+all n elements.
 
 - The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the shard, padded to the common
   length.
@@ -39,10 +40,10 @@ For a parameter of n elements, a rank's shard is the range that ``ShardLayout.sh
   memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
 - The optimizer state has the shape of the leaf. The optimizer owns it.
 - ``parameter.grad``: autograd's gradient, full and not reduced; at stage 3 the shard, already reduced. Only
-  ``gradients`` takes it, and leaves None.
-- The reduced gradient, in the leaf's shape and the optimizer's dtype, belongs to ``gradients``: from stage 2 on it is
-  accumulated during backward, below only at the accumulation boundary. ``step`` assigns it to ``leaf.grad`` while the
-  optimizer runs.
+  ``gradients`` removes it, and sets the attribute to None.
+- The reduced gradient, in the leaf's shape and the optimizer's dtype, belongs to ``gradients``: stages 2 and 3
+  accumulate it during backward, stages 0 and 1 make it at the accumulation boundary. ``step`` assigns it to
+  ``leaf.grad`` while the optimizer runs.
 - The unsharded tensor (stage 3, ``unshard``): full; the modules and autograd own it, the engine only counts its bytes.
 - The gradient placeholder (stage 3): the full shape without storage; autograd adds up the gradients of all reads of one
   forward in it.

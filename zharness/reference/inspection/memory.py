@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: of stored tensors, and at stage 3 of unsharded parameters, with their peak."""
+"""Count the bytes of tensors on a rank, and at stage 3 those of unsharded parameters, with their peak."""
 
 from __future__ import annotations
 
