@@ -148,8 +148,8 @@ class UnshardedParam:
         version = self.model_param.parameter._version
         if version != self._param_version:
             raise StaleGraphError(
-                f"backward needs parameter {self.model_param.name!r} as its forward read it, but it was changed since "
-                f"(rank {self.context.comm.rank}: version {version}, expected {self._param_version}); "
+                f"backward needs parameter {self.model_param.name!r} with the values that its forward read, but it was "
+                f"changed since (rank {self.context.comm.rank}: version {version}, expected {self._param_version}); "
                 "run the forward again after step(), or call every backward before it"
             )
 

@@ -1,8 +1,8 @@
 """Write and read a checkpoint's tensors with torch.distributed.checkpoint, without running code from a file.
 
 Import it only when a checkpoint is saved or loaded: torch.distributed.checkpoint and DTensor take more than a second to
-import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; here only names on a
-list are allowed.
+import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; this module allows
+only the names in ``ALLOWED_METADATA_NAMES``.
 """
 
 from __future__ import annotations
@@ -111,5 +111,6 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: fro
 
 
 def _make_checkpoint_error(verb: str, path: Path, error: CheckpointException) -> CheckpointError:
+    """Return the CheckpointError for a checkpoint that could not be written or read (``verb``), with all causes."""
     causes = "; ".join(f"{type(e).__name__}: {e} (rank {rank})" for rank, (e, _) in error.failures.items())
     return CheckpointError(f"{path} could not be {verb}: {causes}")

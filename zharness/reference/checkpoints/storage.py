@@ -105,11 +105,13 @@ def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoin
             raise CheckpointError(
                 f"{path} is not a checkpoint of format {FORMAT_VERSION}, the only one that this engine reads"
             )
-        own = path / (_rank_state_file(comm.rank) if _rank_state_file(comm.rank) in files else _rank_state_file(0))
-        return SavedCheckpoint(path, frozenset(files), common_state, unpickling.load_safely(own, str(own)))
+        rank_file = path / _rank_state_file(comm.rank if _rank_state_file(comm.rank) in files else 0)
+        rank_state = unpickling.load_safely(rank_file, str(rank_file))
+        return SavedCheckpoint(path, frozenset(files), common_state, rank_state)
 
 
 def _rank_state_file(rank: int) -> str:
+    """Return the name of the file with the state of ``rank``."""
     return f"rank_{rank}.pt"
 
 

@@ -1,1 +1,1 @@
-"""Beside the engine: autograd Functions for torch.func, and the fallbacks for torch releases that lack an API."""
+"""An autograd Function for torch.func, ZeRO-3's linear layer, and fallbacks for torch releases that lack an API."""
