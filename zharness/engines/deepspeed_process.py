@@ -82,12 +82,12 @@ def import_deepspeed(device_type: str) -> Any:
 
         # Not `deepspeed.comm.torch`: that attribute is the torch package.
         backend: Any = importlib.import_module("deepspeed.comm.torch")
-    except ImportError as missing:
+    except ImportError as error:
         raise MissingEngine(
-            f"deepspeed does not import ({missing}); install it with: pip install 'zharness[deepspeed]'"
-        ) from missing
+            f"deepspeed does not import ({error}); install it with: pip install 'zharness[deepspeed]'"
+        ) from error
     # init_distributed compiles a shared-memory all-reduce on first use. That takes half a minute, in which ranks race
-    # for one build folder and time out. Without it DeepSpeed uses torch.distributed, as on every other device.
+    # for one build folder and time out. Without that all-reduce DeepSpeed uses torch.distributed, as on other devices.
     backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)

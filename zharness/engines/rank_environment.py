@@ -1,4 +1,4 @@
-"""The environment of ranks that run an engine."""
+"""Build the environment of ranks that run an engine: its import paths, variables and warm-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zharness.engines.registry import info, is_factory_path
 from zharness.world.server import RankEnvironment
 
-GetEnvironment = Callable[[str], RankEnvironment]  # by engine
+GetEnvironment = Callable[[str], RankEnvironment]  # takes the engine's name
 
 
 def build_rank_environment(
@@ -25,11 +25,11 @@ def build_rank_environment(
     """
     if not engine:
         return RankEnvironment(echo=echo)
-    known = info(engine)
+    engine_info = info(engine)
     return RankEnvironment(
         search_path=(*release_path, *((os.getcwd(),) if is_factory_path(engine) else ())),
         environment=variables or {},
-        warm_up=known.warm_up,
-        module=known.module if release_path else "",
+        warm_up=engine_info.warm_up,
+        module=engine_info.module if release_path else "",
         echo=echo,
     )

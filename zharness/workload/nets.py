@@ -131,7 +131,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 class FusedLossNet(nn.Module):
-    """A body, and a head that is never called but whose weight is read: (batch, 12) to losses (batch, 1)."""
+    """A body and a head whose weight is read, but which is never called: (batch, 12) to losses (batch, 1)."""
 
     def __init__(self) -> None:
         super().__init__()

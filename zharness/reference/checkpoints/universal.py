@@ -1,7 +1,8 @@
 """Read DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, into this engine.
 
-``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter. Files converted
-from stage 1 or 2 have the parameter's shape, its tensor-parallel layout and a ``step.pt``; files from stage 3 are flat.
+``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter. From stages 1
+and 2 they have the parameter's shape and tensor-parallel layout, and a ``step.pt`` beside them; from stage 3 they are
+flat.
 The optimizer's global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters,
 the schedule, and the frozen weights of stage 3. Settings of the configuration, such as clipping, are not read.
 """
