@@ -10,7 +10,7 @@ class ZHarnessError(Exception):
 class UsageError(ZHarnessError):
     """The caller passed a value that does not exist or cannot be used on this machine.
 
-    The message states the value, what is allowed and what to do; the command line prints it and exits with status 2.
+    The message states the value, the allowed values and a remedy; the command line prints it and exits with status 2.
     """
 
     @classmethod

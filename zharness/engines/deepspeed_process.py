@@ -27,8 +27,8 @@ class DeepSpeedGlobalState:
 
     That is ``torch.nn.functional.linear``, replaced at stage 3, and the flags of torch_autocast, which later engines
     would read. The original values are saved before the first engine. The last engine to close restores the function;
-    the last engine with ``autocast`` to close restores the flags, so that open engines keep what they were built with.
-    An engine that is garbage-collected without being closed no longer counts as open.
+    the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that they were
+    built with. An engine that is garbage-collected without being closed no longer counts as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()

@@ -1,7 +1,8 @@
 """The Engine protocol: the methods through which every engine is tested, and the data that describes an engine.
 
 ``Engine`` has the methods that every engine needs. The ``Supports...`` protocols declare optional methods; laws find
-them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists what each may raise.
+them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists the errors that each
+method may raise.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that a law configures; the same object configures the baseline.
+    """The configuration that a law gives to an engine and to its baseline.
 
     ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
     master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own.
@@ -185,7 +186,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine reports about itself between steps; identical on all ranks.
+    """The observations that an engine reports between steps; they are identical on all ranks.
 
     - ``gathered_bytes``: bytes of the unsharded copies of sharded parameters that exist now.
     - ``wire``: elements sent since the engine was built, by collective and dtype, as in ``"reduce_scatter bfloat16"``.

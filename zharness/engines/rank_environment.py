@@ -21,7 +21,7 @@ def build_rank_environment(
 
     ``release_path`` are the folders of a release that is not the installed one, and ``variables`` its environment
     variables. An engine that is given by the path of its factory is also searched for in the current directory.
-    ``echo`` also writes what the ranks print to standard output. Raises UsageError for an unknown engine.
+    ``echo`` also writes the output of the ranks to standard output. Raises UsageError for an unknown engine.
     """
     if not engine:
         return RankEnvironment(echo=echo)

@@ -135,7 +135,7 @@ def split_release(text: str) -> tuple[str, str | None]:
 def find_checkout(text: str) -> Checkout | None:
     """Return the checkout that ``NAME@PATH`` names; None for any other spelling.
 
-    Raises UsageError if PATH is no checkout, and for engines whose package this process has already imported.
+    Raises UsageError if PATH is not a checkout, and for engines whose package this process has already imported.
     """
     path = _parse_engine_name(text)["checkout"]
     if path is None:

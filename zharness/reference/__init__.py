@@ -2,10 +2,10 @@
 
 Training with Adam keeps four numbers for each parameter: the weight, its gradient, and two of the optimizer. Data
 parallelism keeps all four on every one of N ranks. ZeRO leaves each rank 1/N of the optimizer state (stage 1), of the
-gradients too (stage 2), and of the weights too (stage 3), and communicates what a rank lacks when it needs it. The
+gradients too (stage 2), and of the weights too (stage 3); ranks communicate the other parts when they need them. The
 results are those of plain PyTorch. Read in this order:
 
-1. ``layout``: what each stage shards; rank r owns a flat range of each parameter's elements.
+1. ``layout``: the tensors that each stage shards; rank r owns a flat range of each parameter's elements.
 2. ``parameters``: the optimizer updates this rank's elements in place; then replicated parameters are all-gathered.
 3. ``gradients``: reduce each rank's local gradients to the mean, exactly once; unscale and clip. Parameters are sent in
    ``buckets``; ``bucket_reducer`` decides when stage 2 reduces each bucket while backward runs.
@@ -22,10 +22,10 @@ Stage 3 has the same steps as FSDP2. At each module:
 | post_forward, reshard | ``ParamUnsharder.post_forward``: replace what autograd saved, so that nothing keeps it alive |
 | pre_backward, unshard | ``UnshardedParam.unpack_hook``: all-gather again, when an autograd node needs the parameter |
 | reduce_grad | ``ReduceGradBucket.backward``: reduce-scatter, when the gradients of a bucket are complete |
-| post_backward, reshard | ``UnshardedParam.post_backward``: drop what was unsharded for this backward |
+| post_backward, reshard | ``UnshardedParam.post_backward``: drop the full parameter that this backward unsharded |
 
 Beside the engine: ``deepspeed_json`` reads the configuration, ``checkpoints`` saves and loads, ``mixed_precision`` has
-the dtypes and fp16's loss scale, ``client`` handles what the caller brings (optimizer, data, models on the meta
+the dtypes and fp16's loss scale, ``client`` handles the caller's arguments (optimizer, data, models on the meta
 device), ``uneven_ranks`` handles ranks that differ, ``torch_func`` has fallbacks for APIs that torch may lack and
 ZeRO-3's linear layer, ``inspection`` measures memory and gathers full tensors. ``zharness/torch_private.py`` has what
 is private to torch.
@@ -57,9 +57,9 @@ raises UsageError. A step has three parts:
 2. Backward, any number of times. Stages 0 and 1: gradients stay in ``parameter.grad``. Stage 2: full buckets are
    reduced at once, the others at the end of the backward. Stage 3: unpack hooks unshard again, and the placeholders
    reduce.
-3. ``step`` counts a micro-batch. At the accumulation boundary it reduces what is left, unscales and clips. If all
-   gradients are finite, the optimizer updates the leaves, which are published, and the schedule steps. In any case it
-   drops all gradients and updates the loss scale.
+3. ``step`` counts a micro-batch. At the accumulation boundary it reduces the remaining gradients, unscales and clips.
+   If all gradients are finite, the optimizer updates the leaves, which are published, and the schedule steps. In any
+   case ``step`` drops all gradients and updates the loss scale.
 
 Between a boundary and the next backward there are no gradients and no unsharded tensors. Only then can a checkpoint be
 saved.

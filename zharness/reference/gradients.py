@@ -24,8 +24,9 @@ from zharness.reference.unshard import ShardingContext
 class Gradients:
     """The mean gradient of each parameter, in the shape of the optimizer's leaf: full, or this rank's shard.
 
-    ``parameter.grad`` holds what is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to None, so a
-    gradient is in one of the two places and cannot be reduced twice, whenever and however often backward runs.
+    ``parameter.grad`` has the gradient that is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to
+    None, so a gradient is in one of the two places and cannot be reduced twice, whenever and however often backward
+    runs.
 
     * Replicated gradients (stages 0 and 1) stay in ``parameter.grad`` until the accumulation boundary.
     * Sharded gradients of replicated parameters (stage 2) are reduced bucket by bucket during backward: see
@@ -92,7 +93,7 @@ class Gradients:
                 self._register_hooks()
 
     def reduce_pending(self) -> dict[str, Tensor]:
-        """Reduce what backward left in ``parameter.grad``. Collective.
+        """Reduce the gradients that backward left in ``parameter.grad``. Collective.
 
         Returns all reduced gradients by name, in the same order on all ranks; a parameter that no rank used is left
         out. Raises UsageError on every rank if they used sharded parameters differently outside ``uneven``.

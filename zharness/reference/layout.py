@@ -1,4 +1,4 @@
-"""What each ZeRO stage shards, and which flat range of a parameter's elements each rank owns."""
+"""The tensors that each ZeRO stage shards, and the flat range of a parameter's elements that each rank owns."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CAST_NODE_NAME = "ToCopyBackward0"
 
 
 def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], first_sequence_number: int) -> None:
-    """Replace what the autograd nodes behind ``output`` saved of ``unsharded_params`` by hooks that unshard again.
+    """Replace the tensors of ``unsharded_params`` that the graph of ``output`` saved by hooks that unshard again.
 
     A saved tensor that is not recognised keeps the full parameter alive until backward; the result is still correct.
     """
@@ -36,7 +36,7 @@ def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], f
 
 
 def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
-    """Find the unsharded parameter of which ``tensor`` is a cast, or a view of a cast, as torch.autocast makes them.
+    """Find the unsharded parameter from which torch.autocast made ``tensor``, a cast or a view of a cast.
 
     Returns None for the cast of a part of a parameter: the graph does not record which part was cast.
     """

@@ -167,7 +167,7 @@ class ParamUnsharder:
         ]
 
     def run_forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run ``forward``, the forward of ``module``, and reshard what it unsharded. Returns the module's output."""
+        """Run ``forward``, the forward of ``module``, and reshard its parameters. Returns the module's output."""
         running = self.pre_forward(module)
         try:
             output = forward()
@@ -183,7 +183,7 @@ class ParamUnsharder:
         return running
 
     def _leave_forward(self, running: ModuleForward) -> None:
-        """End a forward, also one that raised: drop its cached tensors, and what the outermost forward prefetched."""
+        """End a forward, also one that raised: drop its tensors, and the prefetched bucket after the outermost one."""
         self._running_forwards.pop()
         running.tensors_by_read.clear()
         if not self._running_forwards:
@@ -203,7 +203,7 @@ class ParamUnsharder:
             self._running_forwards[-1].unsharded_params.extend(alive)
 
     def reshard(self, running: ModuleForward, output: Any) -> None:
-        """Replace what the graph of ``output`` saved of the unsharded parameters, so that nothing keeps them alive."""
+        """Replace the unsharded parameters that the graph of ``output`` saved, so that it does not keep them alive."""
         if running.unsharded_params:
             replace_saved_tensors(output, running.unsharded_params, running.first_sequence_number)
 

@@ -139,7 +139,7 @@ class UnshardedParam:
         return gather.unsharded
 
     def post_backward(self) -> None:
-        """Reshard at the end of a backward: drop what was unsharded for it, and what was prefetched."""
+        """Reshard at the end of a backward: drop the unsharded parameter and the prefetched bucket."""
         self._backward_gather = None
         self.context.prefetcher.clear()
 

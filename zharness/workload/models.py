@@ -113,7 +113,7 @@ class ModelSpec:
             return self.build()
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
-        """Draw the micro-batch of ``rank`` at micro-step ``step``; the same numbers in every process."""
+        """Draw the micro-batch of ``rank`` at micro-step ``step``; every process draws the same."""
         key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         return self.batch(generator)
@@ -223,7 +223,7 @@ MODELS: dict[str, ModelSpec] = {
         ),
         ModelSpec(
             name="lookup",
-            summary="an exact model of a table with a sparse gradient, rows of which are looked up several times",
+            summary="an exact model of a table with a sparse gradient, which looks up some rows several times",
             build=exact_blocks.LookupModel,
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,

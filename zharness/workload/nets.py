@@ -125,7 +125,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the gradients of forward. Correct only if every sample has the same weight, as in a mean."""
+        """Scale the gradients of forward; this is correct only if every sample has the same weight, as in a mean."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grads[0] * grad_hidden, grads[0][0] * grad_weight
 

@@ -31,10 +31,10 @@ class LayerKind(Enum):
     GELU = "gelu"
     UNUSED = "unused"  # unused(elements): a parameter that the forward does not use
     RESIDUAL = "residual"  # residual[...]: adds the output of the inner layers to their input
-    TWICE = "twice"  # twice[...]: the same modules called twice
-    CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputed in backward
-    REENTRANT = "reentrant"  # reentrant[...]: recomputed by torch's older implementation, use_reentrant=True
-    SOMETIMES = "sometimes"  # sometimes[...]: used only in every second micro-batch
+    TWICE = "twice"  # twice[...]: calls the inner layers twice
+    CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputes the inner layers in backward
+    REENTRANT = "reentrant"  # reentrant[...]: recomputes them by torch's older implementation, use_reentrant=True
+    SOMETIMES = "sometimes"  # sometimes[...]: uses the inner layers only in every second micro-batch
 
 
 SOURCE_KINDS = (LayerKind.INPUTS, LayerKind.TOKENS)

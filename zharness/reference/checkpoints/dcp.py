@@ -83,7 +83,7 @@ class TensorReader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             # torch's planner reads other entries with weights_only=False, which runs code.
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{self.path} holds {key!r}, which is not a tensor: refused")
+                raise CheckpointError(f"{self.path} contains {key!r}, which is not a tensor: refused")
         stray = {info.relative_path for info in metadata.storage_data.values()} - self._allowed_files
         if stray:
             raise CheckpointError(f"{self.path} refers to files outside the checkpoint: {sorted(stray)}")

@@ -1,6 +1,6 @@
 """Checkpoints on disk, in torch.distributed.checkpoint's format, written and read completely or not at all.
 
-``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
+``folder/tag/`` contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
 common to all ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of
 every file. ``folder/latest`` has the newest tag. All ranks have to share the file system.
 """

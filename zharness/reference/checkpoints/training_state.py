@@ -1,4 +1,4 @@
-"""The training state of an engine under the model's names: what a checkpoint keeps, and how it is loaded.
+"""The training state of an engine under the model's names: collect it for a checkpoint, and load it from one.
 
 Each tensor is kept flat. If the optimizer state is sharded, a rank has its range of the elements, else all of them.
 They are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or world size needs. A
@@ -209,7 +209,7 @@ class TrainingState:
         return self.make_dtensor(name, full.reshape(-1)[start:stop].clone() if self._is_sharded else full)
 
     def make_dtensor(self, name: str, values: Tensor) -> DTensor:
-        """Make the DTensor of the flat parameter ``name`` of which ``values`` (any shape) is this rank's part."""
+        """Make a DTensor of the flat parameter ``name`` from ``values`` (any shape), this rank's part of it."""
         from zharness.reference.checkpoints.dcp import DTensor, Replicate, Shard
 
         placement = Shard(0) if self._is_sharded else Replicate()

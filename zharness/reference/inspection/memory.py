@@ -26,7 +26,7 @@ def storage_bytes_by_dtype(values: Iterable[Any]) -> dict[str, int]:
 class UnshardedMemoryTracker:
     """Count the bytes of all unsharded storages that are alive, and record their peak.
 
-    It holds weak references only, so tracking a tensor does not keep it alive.
+    It keeps weak references only, so tracking a tensor does not keep it alive.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
-    """What a step does if a gradient is not finite on some rank."""
+    """The action of a step if a gradient is not finite on some rank."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"

@@ -46,7 +46,7 @@ class EndOfBackward:
 
     A backward is a graph task. A reentrant checkpoint's backward, and a backward that a Function calls in its forward,
     are graph tasks of their own, which run inside or before the outer one. So ``callback`` must be correct at the end
-    of each of them: it processes what is new, and may not assume that it is the last call.
+    of each of them: it processes the new gradients, and may not assume that it is the last call.
 
     A graph task that ended with an exception never calls ``callback``. If torch has graph task ids, later graph tasks
     are not affected; ``reset`` forgets the failed one.

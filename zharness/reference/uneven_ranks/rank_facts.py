@@ -13,7 +13,7 @@ from zharness.reference.deepspeed_json.settings import Settings
 
 
 def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Dataset[Any] | None) -> dict[str, str]:
-    """Describe everything that must be the same on all ranks, by name, before anything is done to the model.
+    """Describe by name all facts that must be the same on all ranks, before the model is changed.
 
     Raises ConfigError for a parameter that cannot be trained, and for a ``grad_accum_dtype`` that is not the dtype in
     which micro-batches add up.
