@@ -6,8 +6,8 @@ backward drop that bucket.
 
 The buckets are learned from the order of the reads: when the parameter that began an earlier sequence of reads is read
 again, that whole sequence is gathered. A parameter that has not begun a sequence is gathered with its bucket, its
-neighbours in the model. It is gathered alone from then on if half of that bucket or more was not used. The ranks read
-in the same order, so they gather the same buckets.
+neighbours in the model. If half of that bucket or more was not used, its parameters are gathered alone from then on.
+The ranks read in the same order, so they gather the same buckets.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _apply_to_param(function: type[torch.autograd.Function], tensor: Tensor, uns
 
 
 class ReduceGrad(torch.autograd.Function):
-    """Map a shard to a gradient placeholder of the full shape; backward reduce-scatters the gradient to its mean.
+    """Map a shard to a full-shaped gradient placeholder; backward reduce-scatters the gradient to the mean's shard.
 
     Autograd adds up the gradients of all uses of the placeholder before it runs this backward. So however often a
     forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before it is
@@ -296,7 +296,7 @@ class GradCollective(Enum):
 class GradCollectiveFunction(torch.autograd.Function):
     """One of the two gradient collectives as a differentiable function; its backward is the other one.
 
-    It is the backward of ``ReduceGrad``, and differentiable for ``create_graph``.
+    The backward of ``ReduceGrad`` applies it, so that ``create_graph`` can differentiate that backward.
     """
 
     @staticmethod

@@ -184,7 +184,7 @@ def _resolve_universal_folder(path: Path) -> Path:
 
 
 def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mapping[str, Any]]:
-    """Load the model files of this tensor-parallel rank: one, or at stage 3 one for each rank, in rank order."""
+    """Load the model files of this tensor-parallel rank: one file, or at stage 3 the files of all ranks in order."""
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
     rank_files = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
     models = [unpickling.load_deepspeed_file(file) for _, file in rank_files]

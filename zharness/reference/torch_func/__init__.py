@@ -1,1 +1,1 @@
-"""An autograd Function for torch.func, ZeRO-3's linear layer, and fallbacks for torch releases that lack an API."""
+"""ZeRO-3's linear layer as an autograd Function for torch.func, and fallbacks for torch releases that lack an API."""
