@@ -121,7 +121,7 @@ class Comm:
         return shard
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite ``tensor`` on every rank with that of global rank ``source``."""
+        """Overwrite ``tensor`` on every rank with the tensor of global rank ``source``."""
         self._count(Collective.BROADCAST, tensor)
         dist.broadcast(tensor, src=source, group=self.group)
         return tensor

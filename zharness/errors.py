@@ -10,12 +10,15 @@ class ZHarnessError(Exception):
 class UsageError(ZHarnessError):
     """The caller passed a value that does not exist or cannot be used on this machine.
 
-    The message states the value, what is allowed and what to do; the command line prints it and exits with status 2.
+    The message states the value, the allowed values and a remedy; the command line prints it and exits with status 2.
     """
 
     @classmethod
     def unknown_name(cls, kind: str, value: object, allowed: object, remedy: str = "") -> UsageError:
-        """Return the error for a name that is not in the list ``allowed``; ``remedy`` is appended to the message."""
+        """Return the error for a name that is not ``allowed``, an iterable of names or a text that lists them.
+
+        ``remedy`` is appended to the message.
+        """
         names = ", ".join(str(name) for name in allowed) if not isinstance(allowed, str) else allowed  # type: ignore[attr-defined]
         tail = f"; {remedy}" if remedy else ""
         return cls(f"unknown {kind} {str(value)!r}; allowed: {names}{tail}")

@@ -27,24 +27,24 @@ class WeakStorage:
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_alive(self) -> bool:
-        """Whether the storage has not been freed."""
+        """Return whether the storage has not been freed."""
         return not self._reference.expired()  # type: ignore[no-untyped-call]
 
     def address(self) -> int:
-        """The address of the storage; no other storage gets it while this object exists."""
+        """Return the address of the storage; no other storage gets it while this object exists."""
         return int(self._reference.cdata)
 
 
 def are_storages_expired(addresses: Iterable[int]) -> list[bool]:
-    """Whether the storage at each address was freed; each address has to be that of an existing WeakStorage.
+    """Return for each address whether its storage was freed; each address must be that of an existing WeakStorage.
 
-    Equals ``not is_alive()``, without one Python call per storage (_expired, torch 2.0).
+    The result is that of ``not is_alive()``, without one Python call per storage (_expired, torch 2.0).
     """
     return list(map(torch.UntypedStorage._expired, addresses))  # type: ignore[arg-type]  # the stub has another signature
 
 
 def is_transforming() -> bool:
-    """Whether a torch.func transform is running (peek_interpreter_stack, torch 2.0)."""
+    """Return whether a torch.func transform is running (peek_interpreter_stack, torch 2.0)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -61,15 +61,15 @@ def unwrap_functorch(tensor: Tensor) -> Tensor:
 
 
 def is_legacy_batched(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is batched by autograd.grad(is_grads_batched=True) (torch 1.11)."""
+    """Return whether ``tensor`` is batched by autograd.grad(is_grads_batched=True) (torch 1.11)."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def map_batch_rows(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Return ``function(tensor)``, row by row if ``tensor`` is batched by autograd.grad(is_grads_batched=True).
 
-    That uses an older vmap, which has no rule for a Function and no public way to leave it (_remove_batch_dim and
-    _add_batch_dim, torch 1.7).
+    Such a batch comes from torch's older vmap, which cannot batch a Function and has no public way to remove the batch
+    dimension (_remove_batch_dim and _add_batch_dim, torch 1.7).
     """
     if not is_legacy_batched(tensor):
         return function(tensor)
@@ -80,12 +80,15 @@ def map_batch_rows(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tens
 
 
 def next_sequence_number() -> int:
-    """Return the number that the next autograd node gets, to mark the start of a forward (_get_sequence_nr, 2.1)."""
+    """Return the number of the next autograd node, which marks the start of a forward (_get_sequence_nr, torch 2.1)."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def is_made_since(node: Node, first_sequence_number: int) -> bool:
-    """Whether ``node`` has at least that number; leaves have the highest possible one (_sequence_nr, torch 2.1)."""
+    """Return whether ``node`` has ``first_sequence_number`` or a higher number (_sequence_nr, torch 2.1).
+
+    Leaves have the highest possible number.
+    """
     number: int = node._sequence_nr()
     return number >= first_sequence_number
 
@@ -93,9 +96,10 @@ def is_made_since(node: Node, first_sequence_number: int) -> bool:
 def iter_saved_tensors(node: Node) -> Iterator[tuple[Any, Tensor]]:
     """Iterate over the SavedTensors of ``node`` that have no hooks, each with its tensor.
 
-    ``_raw_saved_*`` are torch 1.9; ``data`` and ``unpack_hook``, which do not unpack, are torch 2.13. Before that this
-    yields nothing, and unsharded parameters live as long as their graph. A SavedTensor with hooks (checkpoint's or
-    ours) is left out: unpacking it would recompute a region or all-gather a weight.
+    ``_raw_saved_*`` exist since torch 1.9; ``data`` and ``unpack_hook``, which read a SavedTensor without unpacking it,
+    exist since torch 2.13. Before torch 2.13 this yields nothing, and unsharded parameters live as long as their graph.
+    A SavedTensor with hooks (of activation checkpointing or of this engine) is left out: unpacking it would recompute a
+    region or all-gather a weight.
     """
     if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
         return
@@ -113,13 +117,13 @@ def _raw_saved_names(node_type: type[Node]) -> tuple[str, ...]:
 
 
 def current_graph_task_id() -> int:
-    """Return the id of the backward that runs on this thread; -1 outside one, or before torch 2.1."""
+    """Return the id of the backward that runs on this thread; -1 outside a backward, or before torch 2.1."""
     number: int = getattr(torch._C, "_current_graph_task_id", lambda: -1)()
     return number
 
 
 def is_backward_multithreaded() -> bool:
-    """Whether a backward may use one thread per device (_is_multithreading_enabled, torch 1.10).
+    """Return whether a backward may use one thread per device (_is_multithreading_enabled, torch 1.10).
 
     ``torch.autograd.set_multithreading_enabled`` sets it; no public function returns it.
     """
@@ -127,7 +131,10 @@ def is_backward_multithreaded() -> bool:
 
 
 def can_queue_callback() -> bool:
-    """Whether torch can call back at the end of a backward (queue_callback, torch 0.4); else see ``torch_fallback``."""
+    """Return whether torch can call a function at the end of a backward (queue_callback, torch 0.4).
+
+    ``torch_fallback`` has a replacement for a torch that cannot.
+    """
     return hasattr(torch.autograd.Variable._execution_engine, "queue_callback")
 
 
@@ -137,7 +144,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def will_get_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the running backward accumulates into ``parameter`` (_will_engine_execute_node, torch 2.0)."""
+    """Return whether the running backward accumulates into ``parameter`` (_will_engine_execute_node, torch 2.0)."""
     if not parameter.requires_grad:
         return False
     accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -145,7 +152,7 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
 
 
 def has_setup_context() -> bool:
-    """Whether Functions may have ``setup_context``, which torch.func needs to transform them (torch 2.0)."""
+    """Return whether Functions may have ``setup_context``, which torch.func needs to transform them (torch 2.0)."""
     return hasattr(torch.autograd.Function, "setup_context")
 
 

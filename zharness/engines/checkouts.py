@@ -1,4 +1,4 @@
-"""Source checkouts of engines, written ``NAME@PATH``, and the version that names their state."""
+"""Source checkouts of engines, written ``NAME@PATH``, and the version strings that identify them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Checkout:
     """A folder that contains the package ``module``.
 
     ``version`` is the package's version and the git commit, as in ``0.19.9+1a2b3c4d5e6f-dirty`` (a local version of
-    PEP 440). Without git it has no commit; a package without a version gets ``0``.
+    PEP 440). It has no commit if git does not track the package, and begins with ``0`` if the package has no version.
     """
 
     path: Path
@@ -45,7 +45,7 @@ def _read_checkout(path: Path, module: str) -> Checkout:
             f"for a release write NAME==RELEASE"
         )
     version, commit = _read_version(path, module), _describe_commit(path, module)
-    # A local version has its one "+" already.
+    # A version may have only one "+", which a local version has already.
     separator = "." if "+" in version else "+"
     return Checkout(path, module, f"{version}{separator}{commit}" if commit else version)
 
@@ -55,8 +55,8 @@ def _read_version(path: Path, module: str) -> str:
     version_file = path / "version.txt"
     if version_file.is_file():
         return version_file.read_text(encoding="utf-8", errors="replace").strip() or _NO_VERSION
-    found = _VERSION_LITERAL.search((path / module / "__init__.py").read_text(encoding="utf-8", errors="replace"))
-    return found[1] if found else _NO_VERSION
+    match = _VERSION_LITERAL.search((path / module / "__init__.py").read_text(encoding="utf-8", errors="replace"))
+    return match[1] if match else _NO_VERSION
 
 
 def _describe_commit(path: Path, module: str) -> str:
@@ -66,10 +66,11 @@ def _describe_commit(path: Path, module: str) -> str:
 
 
 def _git(path: Path, *arguments: str) -> str:
-    # Without optional locks git does not write its index, so the user's checkout stays as it is.
+    """Run git in ``path`` and return its output; empty if it fails or is not installed."""
+    # Without optional locks git does not write its index, so the user's checkout is not changed.
     command = ["git", "--no-optional-locks", "-C", str(path), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     except OSError:  # git is not installed
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""

@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
 }
-# Each backward averages what accumulated before, so over three ranks the sum of several backwards is rounded.
+# Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
 SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"
 CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED_SUM_REASON)
 
@@ -85,7 +85,7 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
     """Wrap ``model`` in DDP and return its parts as an EngineAdapter."""
     ddp_options = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
     wrapped = DistributedDataParallel(model, **ddp_options)
-    # Not a communication hook: DDP reduces accumulated gradients, so a hook would sum earlier sums once more.
+    # Not a communication hook: DDP reduces accumulated gradients, so such a hook would multiply earlier sums again.
     summed = trainable_parameters(model) if config.reduction is Reduction.SUM else []
     hooks = [parameter.register_hook(multiply_by_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
     return EngineAdapter(
@@ -102,7 +102,7 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
 
 
 def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
-    """Remove ``hooks``, which would otherwise multiply later gradients of the same parameters by the world size."""
+    """Remove ``hooks``, so that they do not multiply later gradients of the same parameters by the world size."""
     for hook in hooks:
         hook.remove()
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 0 to 3 behind the Engine protocol, through DeepSpeed's documented verbs.
+"""DeepSpeed's ZeRO stages 0 to 3 behind the Engine protocol, through DeepSpeed's documented methods.
 
 ``capabilities_at`` refuses what DeepSpeed documents as unsupported. Everything else is claimed, so that a law can show
 where it fails. DeepSpeed is imported when a factory or ``warm_up`` runs, not with this module.
@@ -25,10 +25,10 @@ from zharness.engines.options import merge_options
 from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
 from zharness.errors import ConfigError, EngineContractError, UsageError
 
-# An option of this adapter: put everything between two steps into one ``coalesce_grad_reduction()`` block. If a step
-# has several backwards, DeepSpeed documents that only 'the final forward/backward should have the boundary state set to
-# True' (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. In the block it
-# need not know: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
+# An option of this adapter: run everything between two steps in one ``coalesce_grad_reduction()`` block. If a step has
+# several backwards, DeepSpeed documents that only 'the final forward/backward should have the boundary state set to
+# True' (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. Inside the block
+# it does not matter: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
 COALESCE = "coalesce_grad_reduction"
 
 
@@ -95,9 +95,9 @@ class DeepSpeedEngine:
                 lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
                 config=ds_config,
             )[0]
-        except (AssertionError, ValueError, NotImplementedError) as refused:
+        except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed refuses {ds_config}: {refused}") from refused
+            raise ConfigError(f"DeepSpeed refuses {ds_config}: {error}") from error
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
             self.close()
@@ -137,7 +137,7 @@ class DeepSpeedEngine:
     def zero_grad(self) -> None:
         self._coalesce_block.close()
         self._backward_count = 0
-        # Both: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
+        # Both are needed: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
         self._engine.optimizer.zero_grad()
         self._engine.zero_grad()
 
@@ -155,12 +155,12 @@ class DeepSpeedEngine:
         return self._reader.optimizer_state()
 
     def grad_norm(self) -> float | None:
-        """Return DeepSpeed's get_global_grad_norm(), which is None in fp32 at stage 0 (#7255)."""
+        """Return DeepSpeed's get_global_grad_norm(), None in fp32 at stage 0 (deepspeedai/DeepSpeed#7255)."""
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return the owner of each piece of the fp32 masters, read when the engine was built."""
+        """Return the owner of each piece of the fp32 masters, as it was recorded when the engine was built."""
         return self._layout
 
     def observe(self) -> Observations:
@@ -176,8 +176,8 @@ class DeepSpeedEngine:
         self._engine.save_checkpoint(str(path))
 
     def load(self, path: Path) -> None:
-        found, _ = self._engine.load_checkpoint(str(path))
-        if found is None:
+        loaded_path, _ = self._engine.load_checkpoint(str(path))
+        if loaded_path is None:
             raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -200,7 +200,7 @@ class DeepSpeedEngine:
     def _prepare_accumulation(self) -> None:
         """Set the accumulation boundary before a forward or backward, or enter the block of the option ``COALESCE``.
 
-        Both are styles that DeepSpeed documents for callers that own accumulation.
+        DeepSpeed documents both for callers that own accumulation.
         """
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
@@ -218,7 +218,8 @@ def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
 def _train_one_step(device_type: str) -> None:
     """Run one step at every stage on one rank.
 
-    Stage 3 is first, because it imports most and works on every supported release: a later failure costs little.
+    Stage 3 is first, because it imports the most modules and works on every supported release, so a failure at a later
+    stage leaves few modules to the ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

@@ -27,8 +27,8 @@ class DeepSpeedGlobalState:
 
     That is ``torch.nn.functional.linear``, replaced at stage 3, and the flags of torch_autocast, which later engines
     would read. The original values are saved before the first engine. The last engine to close restores the function;
-    the last engine with ``autocast`` to close restores the flags, so that open engines keep what they were built with.
-    An engine that is garbage-collected without being closed no longer counts as open.
+    the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that they were
+    built with. An engine that is garbage-collected without being closed no longer counts as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
@@ -82,12 +82,12 @@ def import_deepspeed(device_type: str) -> Any:
 
         # Not `deepspeed.comm.torch`: that attribute is the torch package.
         backend: Any = importlib.import_module("deepspeed.comm.torch")
-    except ImportError as missing:
+    except ImportError as error:
         raise MissingEngine(
-            f"deepspeed does not import ({missing}); install it with: pip install 'zharness[deepspeed]'"
-        ) from missing
+            f"deepspeed does not import ({error}); install it with: pip install 'zharness[deepspeed]'"
+        ) from error
     # init_distributed compiles a shared-memory all-reduce on first use. That takes half a minute, in which ranks race
-    # for one build folder and time out. Without it DeepSpeed uses torch.distributed, as on every other device.
+    # for one build folder and time out. Without that all-reduce DeepSpeed uses torch.distributed, as on other devices.
     backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)

@@ -17,9 +17,9 @@ from zharness.engines.torch_engine import snapshot
 
 @dataclass(frozen=True)
 class DeepSpeedTensorReader:
-    """Reads the tensors of a deepspeed.DeepSpeedEngine at ``stage``; ``params`` by original name.
+    """Reads full tensors from a deepspeed.DeepSpeedEngine at ``stage``.
 
-    Every method that returns tensors is collective.
+    ``params`` has the model's parameters by original name. Every method that returns tensors is collective.
     """
 
     engine: Any
@@ -28,17 +28,17 @@ class DeepSpeedTensorReader:
 
     def grads(self) -> dict[str, Tensor]:
         """Return the unscaled gradients that ``step`` will apply; before any reduction, this rank's local ones."""
-        found = {}
+        grads = {}
         for name, param in self.params.items():
             grad = self._full_grad(param) if param.requires_grad else None
             if grad is not None:
-                found[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
-        return found
+                grads[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
+        return grads
 
     def loss_scale(self) -> float | None:
-        """Return the loss scale: of torch's GradScaler under torch_autocast in fp16, else of DeepSpeed.
+        """Return the loss scale of torch's GradScaler under torch_autocast in fp16, else DeepSpeed's own.
 
-        None if there is no scaler.
+        Returns None if there is no scaler.
         """
         zero = self.engine.optimizer
         at_stage_0 = self.engine.torch_autocast_z0_gradscaler
@@ -49,7 +49,7 @@ class DeepSpeedTensorReader:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that the next forward uses.
 
-        Not the fp32 masters: those would hide an error in copying them back to the parameters.
+        They are not the fp32 masters, which would hide an error in copying them back to the parameters.
         """
         with self.gather_params(list(self.params.values())):
             return {name: snapshot(param) for name, param in self.params.items()}
@@ -58,12 +58,12 @@ class DeepSpeedTensorReader:
         """Return the fp32 masters of low-precision parameters; empty if the optimizer updates the parameters."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found = {}
+        masters = {}
         for name, param in self.params.items():
             if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
-                whole = self._stage0_master(param) if self.stage == 0 else safe_get_full_fp32_param(param)
-                found[name] = snapshot(whole.to(self._master_dtype(whole)))
-        return found
+                master = self._stage0_master(param) if self.stage == 0 else safe_get_full_fp32_param(param)
+                masters[name] = snapshot(master.to(self._master_dtype(master)))
+        return masters
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """Return ``module.state_dict()`` with full tensors; the names of a tied weight share one tensor."""
@@ -97,8 +97,8 @@ class DeepSpeedTensorReader:
     def _full_grad(self, param: Any) -> Tensor | None:
         """Return the reduced gradient of ``param``, or its local one if nothing was reduced.
 
-        Not always safe_get_full_grad: that returns ``param.grad`` if it is set. Above stage 0 this is an unreduced
-        gradient, while ``step`` applies the reduced partitions.
+        It does not always call safe_get_full_grad, which returns ``param.grad`` if it is set. Above stage 0 that is an
+        unreduced gradient, while ``step`` applies the reduced partitions.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -113,9 +113,9 @@ class DeepSpeedTensorReader:
         return cast(Tensor, param.get_full_hp_grad())
 
     def _has_reduced_gradients(self) -> bool:
-        """Return whether every parameter group has reduced gradients; the same on all ranks, as the groups are.
+        """Return whether every parameter group has reduced gradients; the result is the same on all ranks.
 
-        Without this check a rank that owns a part of a parameter would raise, and ranks that own none would hang in
+        Without this check a rank that owns a part of a parameter would raise, and ranks that own no part would hang in
         the collective.
         """
         if self.stage in (0, 3) or self.engine.zero_cpu_offload():
@@ -144,32 +144,35 @@ class DeepSpeedTensorReader:
         return masters[i][j]
 
     def _stage0_state(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Return the optimizer state of ``param`` at stage 0, where every rank has all of it."""
         state = self.engine.optimizer.state.get(self._stage0_master(param), {})
         return {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def _stage12_state(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Return the full optimizer state of ``param`` at stages 1 and 2, from the flat partitions of all ranks."""
         # Not safe_get_full_optimizer_state: stages 1 and 2 link states to parameters once, after the first group has
-        # stepped, so it raises for parameters of every other group.
+        # stepped, so that function raises for parameters of every other group.
         zero = self.engine.optimizer
         index = next(i for i, group in enumerate(zero.bit16_groups) if any(member is param for member in group))
         flat = zero.single_partition_of_fp32_groups[index]
         state = zero.optimizer.state[flat]
-        found = {
+        elementwise = {
             key: self._assemble_state(param, value) for key, value in state.items() if _is_shaped_like(value, flat)
         }
-        return {**found, **_scalar_states(state)}
+        return {**elementwise, **_scalar_states(state)}
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
         """Return one optimizer state of ``param`` in its original shape. Each rank contributes the elements it owns."""
-        whole = torch.zeros(param.numel(), dtype=flat_state.dtype, device=flat_state.device)
+        full = torch.zeros(param.numel(), dtype=flat_state.dtype, device=flat_state.device)
         mapping = param._hp_mapping
         if mapping is not None:
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
-            whole[target.start : target.start + target.numel] = flat_state.narrow(0, source.start, source.numel)
-        dist.all_reduce(whole)
-        return snapshot(whole.reshape(param.shape))
+            full[target.start : target.start + target.numel] = flat_state.narrow(0, source.start, source.numel)
+        dist.all_reduce(full)
+        return snapshot(full.reshape(param.shape))
 
     def _stage3_state(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Return the full optimizer state of ``param`` at stage 3."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         zero: Any = self.engine.optimizer
@@ -220,5 +223,5 @@ def _is_shaped_like(value: object, flat: Tensor) -> bool:
 
 def _scalar_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the scalar entries of an optimizer state, such as the step count, as tensors."""
-    found = {key: torch.as_tensor(value) for key, value in state.items() if isinstance(value, (int, float, Tensor))}
-    return {key: snapshot(value) for key, value in found.items() if value.dim() == 0}
+    tensors = {key: torch.as_tensor(value) for key, value in state.items() if isinstance(value, (int, float, Tensor))}
+    return {key: snapshot(value) for key, value in tensors.items() if value.dim() == 0}

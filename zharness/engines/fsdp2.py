@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 REFUSES = {
     **TORCH_REFUSES,
-    Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is no DTensor once, for all ranks",
+    Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
     Feature.ENGINE_ACCUMULATION: (
         "fully_shard leaves it to the caller: set_requires_gradient_sync 'can be used to implement gradient "
         f"accumulation without communication' ({DOCUMENTATION})"
@@ -86,8 +86,8 @@ def explain_unsupported_torch(torch_version: str) -> str:
 def fully_sharded_modules(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
     """Return the modules to apply ``fully_shard`` to, the root last.
 
-    At their inputs it inserts a node of RegisterPostBackwardFunction into the autograd graph. A root without direct
-    parameters gets no node; one would change nothing there.
+    ``fully_shard`` inserts a node of RegisterPostBackwardFunction into the autograd graph at their inputs. A root
+    without direct parameters gets no node; a node there would change nothing.
     """
     return [*select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
 
@@ -134,7 +134,7 @@ def capabilities_at(stage: int) -> Capabilities:
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Shard ``model`` in place over the default process group, on the device of its parameters. Collective.
 
-    A model of the meta device is initialized on rank 0. ``fully_shard`` cannot be undone: after ``close`` the model
+    A model on the meta device is initialized on rank 0. ``fully_shard`` cannot be undone: after ``close`` the model
     is still sharded. Raises ConfigError for an unsupported configuration.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -167,7 +167,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     adapter = EngineAdapter(
         forward=model.__call__,
         no_sync=sync.disable,
-        # Collected now, while the shards are registered: between forward and backward the unsharded ones may be.
+        # Collected now, while the shards are registered: between forward and backward the full parameters may be.
         params=params,
         full_tensor=gather_full_tensor,
         compute_dtype=PARAM_DTYPES[config.dtype],
@@ -206,11 +206,11 @@ def unshardable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Those are scalars, empty and non-contiguous parameters, and any with another dtype than most parameters.
     """
     params = leaf_parameters(model)
-    (usual, _), *_ = Counter(param.dtype for param in params.values()).most_common()
+    (usual_dtype, _), *_ = Counter(param.dtype for param in params.values()).most_common()
     return {
         name: param
         for name, param in params.items()
-        if not (param.dim() and param.numel() and param.is_contiguous() and param.dtype == usual)
+        if not (param.dim() and param.numel() and param.is_contiguous() and param.dtype == usual_dtype)
     }
 
 
@@ -227,10 +227,10 @@ def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callab
 
 def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
     """Return a method of an FSDPModule. Raises ConfigError if this torch does not have it."""
-    found: Callable[..., None] | None = getattr(module, name, None)
-    if found is None:
+    method: Callable[..., None] | None = getattr(module, name, None)
+    if method is None:
         raise ConfigError(f"FSDPModule of torch {torch.__version__} has no {name}; use a newer torch")
-    return found
+    return method
 
 
 def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
@@ -287,8 +287,8 @@ def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str]
 
     FSDP2 unshards a group around the forward of its module. Therefore a module that owns parameters includes its
     submodules (its forward may read their weights without calling them, as MultiheadAttention reads out_proj.weight),
-    a container without forward is no group, and tied parameters are in the root's group. ``in_root`` names modules that
-    get no group. Raises ConfigError for an unknown grouping or module name.
+    a container without forward is not a group, and tied parameters are in the root's group. ``in_root`` names modules
+    that get no group. Raises ConfigError for an unknown grouping or module name.
     """
     if grouping not in (LEAF, BLOCK, ROOT):
         raise ConfigError.unknown_name("grouping", grouping, [LEAF, BLOCK, ROOT])
@@ -302,17 +302,17 @@ def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str]
     owners = Counter(id(param) for module in model.modules() for param in direct_parameters(module))
     tied = frozenset(key for key, count in owners.items() if count > 1)
     if grouping == BLOCK:
-        found = {id(module): module for module in topmost_blocks(model, tied)}
+        selected = {id(module): module for module in topmost_blocks(model, tied)}
     else:
-        found = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
-    return [module for key, module in found.items() if key not in excluded]
+        selected = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
+    return [module for key, module in selected.items() if key not in excluded]
 
 
 def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
     """Yield the topmost modules from ``module`` down that own parameters and contain none of ``tied`` (ids)."""
-    owns = direct_parameters(module)
-    called = type(module).forward is not nn.Module.forward
-    if owns and called and not any(id(param) in tied for param in module.parameters()):
+    owned = direct_parameters(module)
+    has_forward = type(module).forward is not nn.Module.forward
+    if owned and has_forward and not any(id(param) in tied for param in module.parameters()):
         yield module
     else:
         for child in module.children():
@@ -323,8 +323,8 @@ def topmost_blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Modul
     """Yield the topmost members of ModuleLists and Sequentials that have parameters, none of them in ``tied`` (ids)."""
     for child in module.children():
         params = [id(param) for param in child.parameters()]
-        called = type(child).forward is not nn.Module.forward
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and called and params and not tied.intersection(params):
+        is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and type(child).forward is not nn.Module.forward
+        if is_block and params and not tied.intersection(params):
             yield child
         else:
             yield from topmost_blocks(child, tied)
@@ -349,7 +349,7 @@ def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
     """
     options = {name: value for name, value in config.options.items() if name not in ADAPTER_OPTIONS}
     if config.reduction is Reduction.SUM:
-        # Without it, a factor other than the world size uses NCCL's PreMulSum, which gloo does not have.
+        # Without a forced sum, a factor other than the world size uses NCCL's PreMulSum, which gloo does not have.
         options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
     elif not GLOO_REDUCES_BY_MEAN and dist.get_backend() == "gloo":
         # By default FSDP2 requests the mean from gloo and receives the sum: pytorch/pytorch#162338.

@@ -1,4 +1,4 @@
-"""Give values to models of the meta device, which FSDP2 shards without materializing them."""
+"""Initialize models that were built on the meta device, which FSDP2 shards without materializing them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from zharness.reference.client.meta_init import find_deferred_modules
 
 
 def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:
-    """Initialize a copy of a model of the meta device on rank 0 and return its state; empty on other ranks.
+    """Initialize a copy of a model on the meta device on rank 0 and return its state; empty on other ranks.
 
-    None if nothing is on the meta device. Raises ConfigError for a module that cannot initialize its tensors, for a
-    model that is only partly on the meta device, and for buffers that are not in the state dict.
+    Returns None if nothing is on the meta device. Raises ConfigError for a module that cannot initialize its tensors,
+    for a model that is only partly on the meta device, and for buffers that are not in the state dict.
     """
-    meta = find_deferred_modules(model)
-    if not meta:
+    if not find_deferred_modules(model):
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     real = [name for name, tensor in tensors.items() if not tensor.is_meta]

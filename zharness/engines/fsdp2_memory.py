@@ -14,7 +14,7 @@ from zharness.engines.protocol import Resources
 def measure_resources(
     sharded: Iterable[Any], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Resources:
-    """Count the bytes of all storages on this rank; a shared storage counts once, a freed one not at all.
+    """Count the bytes of all storages on this rank; a shared storage counts once, a freed storage does not count.
 
     ``sharded`` are the modules that ``fully_shard`` was applied to. Their unsharded weights and unreduced gradients
     are read from private attributes, as torch has no public function for them.
@@ -31,17 +31,17 @@ def measure_resources(
 
 
 def iter_fsdp_params(module: Any) -> Iterator[Any]:
-    """Yield the ``FSDPParam`` of each parameter that ``module`` gathers. Older torch has one group at most."""
+    """Yield the ``FSDPParam`` of each parameter that ``module`` gathers. In older torch it has at most one group."""
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    for group in [state._fsdp_param_group] if several is None else several:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
         yield from group.fsdp_params if group is not None else ()
 
 
 def unreduced_gradients(param: Any) -> Iterator[Tensor]:
     """Yield the gradients on an unsharded weight, which are not reduced yet."""
-    whole = getattr(param, "_unsharded_param", None)  # not set before the first all-gather
-    for tensor in (param.unsharded_accumulated_grad, None if whole is None else whole.grad):
+    weight = getattr(param, "_unsharded_param", None)  # not set before the first all-gather
+    for tensor in (param.unsharded_accumulated_grad, None if weight is None else weight.grad):
         if tensor is not None:
             yield tensor
 

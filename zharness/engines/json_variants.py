@@ -11,8 +11,8 @@ def zero_optimization(**options: Any) -> Mapping[str, Any]:
     return {"zero_optimization": options}
 
 
-# One bucket is smaller than a parameter, one takes a few parameters. The limits are the smallest allowed values, and
-# values above the size of every model here.
+# One bucket size is smaller than a parameter, the other has room for a few parameters. The limits are the smallest
+# allowed values, and values above the size of every model of the workload.
 JSON_VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "tiny_buckets": zero_optimization(reduce_bucket_size=1),
     "small_buckets": zero_optimization(reduce_bucket_size=100),

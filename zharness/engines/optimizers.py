@@ -31,17 +31,17 @@ def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict
         names = [name for name in rest if fnmatchcase(name, group.pattern)]
         if names:
             groups.append({"params": [rest.pop(name) for name in names], **group.overrides})
-    head = [{"params": list(rest.values())}] if rest else []
-    return head + groups
+    first_group = [{"params": list(rest.values())}] if rest else []
+    return first_group + groups
 
 
 def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Build the optimizer of ``spec`` over ``params``, leaves by name. Raises UsageError for an unknown optimizer."""
+    """Build the optimizer of ``spec`` over ``params``, tensors by name. Raises UsageError for an unknown optimizer."""
     return optimizer_class(spec.name)(param_groups(params, spec), **spec.args)
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return torch.optim's class for the lower-case ``name``. Raises UsageError for an unknown one."""
+    """Return torch.optim's class for the lower-case ``name``. Raises UsageError for an unknown name."""
     if name not in ELEMENTWISE:
         raise UsageError.unknown_name("optimizer", name, sorted(ELEMENTWISE))
     return ELEMENTWISE[name]

@@ -26,9 +26,9 @@ CAPABILITIES = Capabilities(
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Build the baseline for ``config``: one process that does not use ``torch.distributed``.
 
-    It takes the configuration of the engine under test, so it ignores what must not change a number (stage, options)
-    and what means nothing on one process (reduction). If the engine owns accumulation, ``backward`` and ``scale``
-    divide the loss, and a plain ``loss.backward()`` does not.
+    It takes the configuration of the engine under test. So it ignores the settings that must not change a number
+    (stage, options) and the one that has no meaning on one process (reduction). If the engine owns accumulation,
+    ``backward`` and ``scale`` divide the loss, and a plain ``loss.backward()`` does not.
     """
     validate_dtype(config, CAPABILITIES)
     adapter = EngineAdapter(

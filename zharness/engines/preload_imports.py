@@ -19,8 +19,8 @@ def preload_imports_of(use: Callable[[], None]) -> tuple[str, ...]:
     """
     names = _record_imports(use)
     for name in names:
-        # Some names in sys.modules have no file, and some modules can be imported only by their own package. Both come
-        # with that package. A module that is skipped here costs each rank the time of its import, nothing else.
+        # Some names in sys.modules have no file, and some modules can be imported only by their own package. Both are
+        # imported with that package. A module that is skipped here costs each rank only the time of its import.
         with suppress(ImportError):
             importlib.import_module(name)
     return names

@@ -1,7 +1,8 @@
 """The Engine protocol: the methods through which every engine is tested, and the data that describes an engine.
 
 ``Engine`` has the methods that every engine needs. The ``Supports...`` protocols declare optional methods; laws find
-them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists what each may raise.
+them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists the errors that each
+method may raise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AccumulationOwner(Enum):
-    """Who divides the loss by the number of micro-batches and decides where the accumulation boundary is."""
+    """The owner of accumulation, who divides the loss by the number of micro-batches and decides on the boundary."""
 
     ENGINE = "engine"
     CALLER = "caller"
@@ -34,7 +35,7 @@ class Reduction(Enum):
 
 
 class Feature(Enum):
-    """What an engine claims or refuses. Claims are tested; a refusal needs a reason."""
+    """The features that an engine claims or refuses. Claims are tested; a refusal needs a reason."""
 
     ENGINE_BACKWARD = "engine.backward(loss)"
     TENSOR_BACKWARD = "loss.backward()"
@@ -79,7 +80,7 @@ class Feature(Enum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine claims.
+    """The stages, dtypes, features and options that an engine claims.
 
     - ``refuses``: the reason for each feature that the engine refuses, quoting its documentation if possible. Every
       other feature is claimed.
@@ -137,7 +138,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that a law configures; the same object configures the baseline.
+    """The configuration that a law gives to an engine and to its baseline.
 
     ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
     master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own.
@@ -185,7 +186,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Observations:
-    """What an engine reports about itself between steps; identical on all ranks.
+    """The observations that an engine reports between steps; they are identical on all ranks.
 
     - ``gathered_bytes``: bytes of the unsharded copies of sharded parameters that exist now.
     - ``wire``: elements sent since the engine was built, by collective and dtype, as in ``"reduce_scatter bfloat16"``.
@@ -260,7 +261,7 @@ class Engine(Protocol):
         """Return the global gradient norm before clipping that the last step computed, or None if it computed none."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return the piece of each master weight that each rank owns. A missing name is whole on every rank."""
+        """Return the piece of each master weight that each rank owns; every rank owns all of a weight without entry."""
 
     def observe(self) -> Observations:
         """Return loss scale, learning rates, counters and memory. Collective."""
@@ -279,7 +280,7 @@ class Engine(Protocol):
 
 
 class SupportsUneven(Protocol):
-    """An engine that has to know when ranks use different parameters. Other engines need no such block."""
+    """An engine that has to know when ranks use different parameters. Other engines need no block ``uneven``."""
 
     def uneven(self) -> AbstractContextManager[Any]:
         """Return a context in which ranks may use different parameters, as branches on data do.
@@ -344,6 +345,7 @@ def require_load_universal(engine: Engine) -> SupportsLoadUniversal:
 
 
 def _require_method(engine: Engine, name: str, feature: Feature) -> None:
+    """Raise EngineContractError if the engine lacks the method ``name``, which ``feature`` requires."""
     if not _has_method(engine, name):
         raise EngineContractError(
             f"{type(engine).__name__} claims Feature.{feature.name} and has no method {name}(); "
@@ -352,8 +354,9 @@ def _require_method(engine: Engine, name: str, feature: Feature) -> None:
 
 
 def _has_method(engine: Engine, name: str) -> bool:
+    """Return whether the engine has the method ``name``, itself or through ``__getattr__``."""
     # Not isinstance with a runtime protocol: from Python 3.12 on it does not see methods that a wrapper forwards by
-    # __getattr__, and engines around an engine forward these.
+    # __getattr__, and engines that wrap another engine forward the optional methods.
     return callable(getattr(engine, name, None))
 
 

@@ -1,4 +1,4 @@
-"""The environment of ranks that run an engine."""
+"""Build the environment of ranks that run an engine: its import paths, variables and warm-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zharness.engines.registry import info, is_factory_path
 from zharness.world.server import RankEnvironment
 
-GetEnvironment = Callable[[str], RankEnvironment]  # by engine
+GetEnvironment = Callable[[str], RankEnvironment]  # takes the engine's name
 
 
 def build_rank_environment(
@@ -21,15 +21,15 @@ def build_rank_environment(
 
     ``release_path`` are the folders of a release that is not the installed one, and ``variables`` its environment
     variables. An engine that is given by the path of its factory is also searched for in the current directory.
-    ``echo`` also writes what the ranks print to standard output. Raises UsageError for an unknown engine.
+    ``echo`` also writes the output of the ranks to standard output. Raises UsageError for an unknown engine.
     """
     if not engine:
         return RankEnvironment(echo=echo)
-    known = info(engine)
+    engine_info = info(engine)
     return RankEnvironment(
         search_path=(*release_path, *((os.getcwd(),) if is_factory_path(engine) else ())),
         environment=variables or {},
-        warm_up=known.warm_up,
-        module=known.module if release_path else "",
+        warm_up=engine_info.warm_up,
+        module=engine_info.module if release_path else "",
         echo=echo,
     )

@@ -34,7 +34,7 @@ NO_SYNC_REFUSES = {
     Feature.NO_SYNC: "a stage that shards gradients cannot keep unreduced ones; accumulate over step() instead"
 }
 WHOLE_WEIGHTS_REFUSES = {
-    Feature.REDUCED_WEIGHT_GRADIENTS: "weights are whole, so autograd.grad returns local gradients; backward reduces"
+    Feature.REDUCED_WEIGHT_GRADIENTS: "weights are full, so autograd.grad returns local gradients; backward reduces"
 }
 SHARDED_WEIGHTS_REFUSES = {
     Feature.OWN_WEIGHT_GRADIENTS: "weights are sharded, so autograd.grad returns a shard of the reduced gradient",

@@ -1,4 +1,4 @@
-"""The registry of engines: by name, by entry point, or by ``package.module:factory``."""
+"""The registry of engines, which finds them by name, by entry point, or by ``package.module:factory``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 
 ENTRY_POINTS = "zharness.engines"
-# Imported in every process that forks ranks, so no other release of them can be selected.
+# These packages are imported in every process that forks ranks, so no other release of them can be selected.
 ALREADY_IMPORTED = ("torch", "zharness")
 _FACTORY_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
@@ -25,7 +25,7 @@ _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<ch
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Where an engine comes from.
+    """The origin of an engine: its factory, its package and the command that installs it.
 
     ``target`` is ``module:factory``. ``distribution`` is the package whose version is the engine's version;
     ``install`` is the command that installs it. ``warm_up`` (``module``, or ``module:function``) runs once in the rank
@@ -41,7 +41,7 @@ class EngineInfo:
 
     @property
     def module(self) -> str:
-        """The name of the package's top-level module."""
+        """The name of the top-level module of the package."""
         return self.distribution.replace("-", "_")
 
     def version(self) -> str | None:
@@ -135,18 +135,18 @@ def split_release(text: str) -> tuple[str, str | None]:
 def find_checkout(text: str) -> Checkout | None:
     """Return the checkout that ``NAME@PATH`` names; None for any other spelling.
 
-    Raises UsageError if PATH is no checkout, and for engines whose package this process has already imported.
+    Raises UsageError if PATH is not a checkout, and for engines whose package this process has already imported.
     """
     path = _parse_engine_name(text)["checkout"]
     if path is None:
         return None
-    found = info(text)
-    if found.distribution in ALREADY_IMPORTED:
+    engine_info = info(text)
+    if engine_info.distribution in ALREADY_IMPORTED:
         raise UsageError(
-            f"got {text!r}, but {found.name} is part of {found.distribution}, which is imported already; "
+            f"got {text!r}, but {engine_info.name} is part of {engine_info.distribution}, which is imported already; "
             f"install that checkout in a separate environment: pip install -e {path}"
         )
-    return read_checkout(Path(path), found.module)
+    return read_checkout(Path(path), engine_info.module)
 
 
 def is_checkout(text: str) -> bool:
@@ -156,8 +156,8 @@ def is_checkout(text: str) -> bool:
 
 def resolve_version(text: str) -> str | None:
     """Return the version that ``text`` selects: the checkout's, the named release, or the installed one, if any."""
-    found = find_checkout(text)
-    return found.version if found is not None else split_release(text)[1] or info(text).version()
+    checkout = find_checkout(text)
+    return checkout.version if checkout is not None else split_release(text)[1] or info(text).version()
 
 
 @cache
@@ -195,13 +195,13 @@ def is_factory_path(text: str) -> bool:
 
 def require(text: str) -> EngineInfo:
     """Return the registry entry of an installed engine. Raises MissingEngine with the command that installs it."""
-    found = info(text)
+    engine_info = info(text)
     if not is_factory_path(text) and resolve_version(text) is None:
         raise MissingEngine(
-            f"engine {found.name!r} is not installed (no package {found.distribution!r} in this environment); "
-            f"install it with: {found.install}"
+            f"engine {engine_info.name!r} is not installed (no package {engine_info.distribution!r} in this "
+            f"environment); install it with: {engine_info.install}"
         )
-    return found
+    return engine_info
 
 
 def get(text: str) -> EngineFactory:
@@ -229,7 +229,7 @@ def _import_module(path: str, target: str) -> ModuleType:
 
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
-    """Return what a registered engine claims at ``stage``; None if it declares this only when it is built."""
+    """Return what a registered engine claims at ``stage``; None if it claims nothing before it is built."""
     if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])

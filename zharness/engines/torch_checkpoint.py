@@ -91,7 +91,9 @@ def require_matching_state(content: Any, engine_state: EngineState, file: Path) 
     for part, expected, summarize in parts:
         got = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(got, Mapping) or summarize(got) != summarize(expected):
-            raise CheckpointError(f"load from {file}: its {part} is not this engine's; expected what this engine saved")
+            raise CheckpointError(
+                f"load from {file}: its {part} is not this engine's; expected a checkpoint that this engine saved"
+            )
 
 
 def tensor_shapes(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def save_shards(path: Path, engine_state: EngineState) -> None:
             shutil.rmtree(partial, ignore_errors=True)
     try:
         save(sharded_state_dict(engine_state), checkpoint_id=partial)
-    except CheckpointException as error:  # a BaseException: it would pass `except Exception` of a caller
+    except CheckpointException as error:  # a BaseException, which a caller's `except Exception` would not catch
         raise CheckpointError(f"save to {path}: {error}") from error
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -139,27 +141,27 @@ def publish(partial: Path, path: Path) -> None:
 def load_shards(path: Path, engine_state: EngineState) -> None:
     """Read a checkpoint of ``save_shards`` at any world size, and load it after all ranks have read theirs.
 
-    Raises CheckpointError on every rank if there is none or it is damaged. It uses torch's own reader, as users of
-    FSDP2 do; that one reads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no checkpoint that you
-    did not write.
+    Raises CheckpointError on every rank if there is no checkpoint or it is damaged. It uses torch's own reader, as
+    users of FSDP2 do. That reader loads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no checkpoint
+    that you did not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with raise_on_all_ranks(Comm()):
-        # The second one exists if a save died between its two renames.
+        # The second folder exists if a save was interrupted between its two renames.
         folders = (path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX))
-        found = next((folder for folder in folders if folder.is_dir()), None)
-        if found is None:
+        saved_folder = next((folder for folder in folders if folder.is_dir()), None)
+        if saved_folder is None:
             raise missing_checkpoint_error(path, FOLDER_NAME)
-    # Clones: a damaged file would leave the engine's own tensors partly overwritten.
+    # Load into clones: a damaged file would leave the engine's own tensors partly overwritten.
     state = clone_tensors(sharded_state_dict(engine_state))
     try:
-        load(state, checkpoint_id=found)
+        load(state, checkpoint_id=saved_folder)
     except CheckpointException as error:
         raise CheckpointError(
-            f"load from {path}: damaged, or another engine's ({error}); expected what this engine saved"
+            f"load from {path}: damaged, or another engine's ({error}); expected a checkpoint that this engine saved"
         ) from error
     set_state_dict(
         engine_state.module,

@@ -55,13 +55,13 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 def replicated_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return the state by parameter name of an optimizer that keeps every parameter's state on every rank."""
+    """Return an optimizer's state by parameter name, if every rank has the state of every parameter."""
     # ``get``, because the optimizer's state is a defaultdict, where indexing would create an entry.
     return {name: optimizer.state.get(param, {}) for name, param in params.items()}
 
 
 def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
-    """Return the reason why the engine does not count its memory."""
+    """Return the reason why an engine does not count its memory."""
     return Absent("torch's engines do not count them")
 
 
@@ -69,12 +69,13 @@ def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
 class EngineAdapter:
     """The parts in which torch's engines differ.
 
-    - ``full_tensor`` makes the full tensor of a parameter, gradient or optimizer state. May be collective.
+    - ``full_tensor`` makes the full tensor of a parameter, gradient or optimizer state. It may be collective.
     - ``drop_gradients`` drops gradients that are not in ``.grad``.
     - ``release`` undoes at ``close()`` what building the engine changed.
-    - ``compute_dtype`` is the dtype in which the model computes, if it is not that of the optimizer.
+    - ``compute_dtype`` is the dtype in which the model computes; None if it is the optimizer's dtype.
     - ``checkpoint_format`` saves and loads; None if the engine does neither.
-    - ``build_optimizer`` makes the optimizer; ``optimizer_states`` returns its state by parameter. May be collective.
+    - ``build_optimizer`` makes the optimizer.
+    - ``optimizer_states`` returns the optimizer's state by parameter name. It may be collective.
     - ``measure_resources`` counts the allocated bytes.
     """
 
@@ -95,7 +96,7 @@ class EngineAdapter:
 
 
 def do_nothing() -> None:
-    """Do nothing: the default of parts without work."""
+    """Do nothing, as a part of an adapter that has no work."""
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -153,8 +154,8 @@ def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[],
 
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a dense CPU copy that shares no memory with ``tensor``."""
-    whole = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return whole.detach().to("cpu", copy=True)
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.detach().to("cpu", copy=True)
 
 
 class TorchEngine:
@@ -174,8 +175,8 @@ class TorchEngine:
         self._clip = config.clip
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
-        owned = config.accumulation_owner is AccumulationOwner.ENGINE
-        self._steps_per_window = config.accumulation_steps if owned else 1
+        engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
+        self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0
         self._last_grad_norm: float | None = None
 
@@ -204,7 +205,7 @@ class TorchEngine:
             self.zero_grad()
 
     def zero_grad(self) -> None:
-        # The window begins again: its micro-batches no longer count, as their gradients are gone.
+        # A new accumulation window begins: the earlier micro-batches do not count, as their gradients are dropped.
         self._micro_batches_counted = 0
         self._optimizer.zero_grad(set_to_none=True)
         self._adapter.drop_gradients()
@@ -265,12 +266,15 @@ class TorchEngine:
         return state
 
     def _full_masters(self) -> dict[str, Tensor]:
+        """Return full copies of the parameters that the optimizer updates. Collective if they are sharded."""
         return {name: self._full_copy(param) for name, param in self._adapter.params.items()}
 
     def _engine_state(self) -> EngineState:
+        """Return the objects that a checkpoint saves and loads."""
         return EngineState(self.module, self._optimizer, self._schedule)
 
     def _require_checkpoint_format(self, action: str) -> CheckpointFormat:
+        """Return the checkpoint format. Raises UsageError with the refusal's reason if the engine has none."""
         if self._adapter.checkpoint_format is None:
             raise UsageError(f"{action}: {self.capabilities.refusal(Feature.CHECKPOINT)}")
         return self._adapter.checkpoint_format
@@ -284,4 +288,5 @@ class TorchEngine:
             attributes.clear()
 
     def _full_copy(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor as a CPU copy. Collective if it is sharded."""
         return snapshot(self._adapter.full_tensor(tensor.detach()))

@@ -64,12 +64,12 @@ def collect_optimizer_states(
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     assert isinstance(optimizer, ZeroRedundancyOptimizer), "build_sharded_optimizer builds this class"
-    found: dict[int, Mapping[str, Any]] = {}
+    states: dict[int, Mapping[str, Any]] = {}
     for rank in range(dist.get_world_size()):
-        # Consolidating to the next rank drops this rank's copy, so read it now.
+        # Consolidating to the next rank drops this rank's copy, so read the copy now.
         optimizer.consolidate_state_dict(to=rank)
         if rank == dist.get_rank():
-            found = optimizer.state_dict()["state"]
+            states = optimizer.state_dict()["state"]
     order = [param for group in optimizer.param_groups for param in group["params"]]
     indices = {id(param): index for index, param in enumerate(order)}
-    return {name: found.get(indices[id(param)]) or {} for name, param in params.items()}
+    return {name: states.get(indices[id(param)]) or {} for name, param in params.items()}

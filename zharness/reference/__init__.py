@@ -2,18 +2,18 @@
 
 Training with Adam keeps four numbers for each parameter: the weight, its gradient, and two of the optimizer. Data
 parallelism keeps all four on every one of N ranks. ZeRO leaves each rank 1/N of the optimizer state (stage 1), of the
-gradients too (stage 2), and of the weights too (stage 3), and communicates what a rank lacks when it needs it. The
+gradients too (stage 2), and of the weights too (stage 3); ranks communicate the other parts when they need them. The
 results are those of plain PyTorch. Read in this order:
 
-1. ``layout``: what each stage shards; rank r owns a flat range of each parameter's elements.
+1. ``layout``: the tensors that each stage shards; rank r owns a flat range of each parameter's elements.
 2. ``parameters``: the optimizer updates this rank's elements in place; then replicated parameters are all-gathered.
 3. ``gradients``: reduce each rank's local gradients to the mean, exactly once; unscale and clip. Parameters are sent in
-   ``buckets``; ``bucket_reducer`` decides when stage 2 reduces which, while backward runs.
-4. ``engine``: a training step made of those parts. ``initialize`` builds it.
+   ``buckets``; ``bucket_reducer`` decides when stage 2 reduces each bucket while backward runs.
+4. ``engine``: the training step, which uses these parts. ``initialize`` builds the engine.
 5. ``unshard``, ``sharded_modules`` and ``saved_tensors``: stage 3. Reading a parameter is an all-gather whose backward
    is a reduce-scatter. ``prefetch`` gathers a bucket ahead of its reads, through ``collectives``.
 
-Stage 3 has FSDP2's steps. At each module:
+Stage 3 has the same steps as FSDP2. At each module:
 
 | step | where |
 |---|---|
@@ -22,16 +22,17 @@ Stage 3 has FSDP2's steps. At each module:
 | post_forward, reshard | ``ParamUnsharder.post_forward``: replace what autograd saved, so that nothing keeps it alive |
 | pre_backward, unshard | ``UnshardedParam.unpack_hook``: all-gather again, when an autograd node needs the parameter |
 | reduce_grad | ``ReduceGradBucket.backward``: reduce-scatter, when the gradients of a bucket are complete |
-| post_backward, reshard | ``UnshardedParam.post_backward``: drop what was unsharded for this backward |
+| post_backward, reshard | ``UnshardedParam.post_backward``: drop the full parameter that this backward unsharded |
 
 Beside the engine: ``deepspeed_json`` reads the configuration, ``checkpoints`` saves and loads, ``mixed_precision`` has
-the dtypes and fp16's loss scale, ``client`` handles what the caller brings (optimizer, data, models on the meta
+the dtypes and fp16's loss scale, ``client`` handles the caller's arguments (optimizer, data, models on the meta
 device), ``uneven_ranks`` handles ranks that differ, ``torch_func`` has fallbacks for APIs that torch may lack and
 ZeRO-3's linear layer, ``inspection`` measures memory and gathers full tensors. ``zharness/torch_private.py`` has what
 is private to torch.
 
 [Note: the tensors of a parameter]
-For a parameter of n elements, a rank's shard is the range that ``ShardLayout.shard_bounds`` gives it; full is all n.
+For a parameter of n elements, a rank's shard is the range that ``ShardLayout.shard_bounds`` returns; a full tensor has
+all n elements.
 
 - The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the shard, padded to the common
   length.
@@ -39,10 +40,10 @@ For a parameter of n elements, a rank's shard is the range that ``ShardLayout.sh
   memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
 - The optimizer state has the shape of the leaf. The optimizer owns it.
 - ``parameter.grad``: autograd's gradient, full and not reduced; at stage 3 the shard, already reduced. Only
-  ``gradients`` takes it, and leaves None.
-- The reduced gradient, in the leaf's shape and the optimizer's dtype, belongs to ``gradients``: from stage 2 on it is
-  accumulated during backward, below only at the accumulation boundary. ``step`` assigns it to ``leaf.grad`` while the
-  optimizer runs.
+  ``gradients`` removes it, and sets the attribute to None.
+- The reduced gradient, in the leaf's shape and the optimizer's dtype, belongs to ``gradients``: stages 2 and 3
+  accumulate it during backward, stages 0 and 1 make it at the accumulation boundary. ``step`` assigns it to
+  ``leaf.grad`` while the optimizer runs.
 - The unsharded tensor (stage 3, ``unshard``): full; the modules and autograd own it, the engine only counts its bytes.
 - The gradient placeholder (stage 3): the full shape without storage; autograd adds up the gradients of all reads of one
   forward in it.
@@ -56,9 +57,9 @@ raises UsageError. A step has three parts:
 2. Backward, any number of times. Stages 0 and 1: gradients stay in ``parameter.grad``. Stage 2: full buckets are
    reduced at once, the others at the end of the backward. Stage 3: unpack hooks unshard again, and the placeholders
    reduce.
-3. ``step`` counts a micro-batch. At the accumulation boundary it reduces what is left, unscales and clips. If all
-   gradients are finite, the optimizer updates the leaves, which are published, and the schedule steps. In any case it
-   drops all gradients and updates the loss scale.
+3. ``step`` counts a micro-batch. At the accumulation boundary it reduces the remaining gradients, unscales and clips.
+   If all gradients are finite, the optimizer updates the leaves, which are published, and the schedule steps. In any
+   case ``step`` drops all gradients and updates the loss scale.
 
 Between a boundary and the next backward there are no gradients and no unsharded tensors. Only then can a checkpoint be
 saved.

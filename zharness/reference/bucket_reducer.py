@@ -34,7 +34,7 @@ class BucketReducer:
     def on_grad_ready(self, parameter: nn.Parameter) -> None:
         """Record that ``parameter.grad`` was made, and reduce the buckets that are complete now. Collective.
 
-        The parameter's own hook calls it.
+        A hook on the parameter calls it.
         """
         if parameter not in self._pending_params:
             self._pending_params.add(parameter)
@@ -51,6 +51,7 @@ class BucketReducer:
         self._end_of_backward.reset()
 
     def _reduce_next_bucket(self) -> bool:
+        """Reduce the next bucket; return whether any rank has gradients in it or in later buckets. Collective."""
         bucket = self._buckets[self._next_bucket]
         self._pending_params.difference_update(param.parameter for param in bucket.members)
         self._missing_counts[self._next_bucket] = len(bucket.members)

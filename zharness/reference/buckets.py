@@ -11,9 +11,9 @@ from torch import Tensor
 from zharness.comm import Comm
 from zharness.reference.layout import ModelParam, ParamDtypes, ShardLayout, pad_flat
 
-# Elements of a bucket by default, 4 MiB in fp32: large compared with a collective's fixed cost, and small compared with
-# a model, because packing a bucket copies it. Steps take about as long with a quarter to four times of it, and longer
-# with the whole model in one bucket.
+# The default number of elements of a bucket, 4 MiB in fp32: large compared with a collective's fixed cost, and small
+# compared with a model, because packing a bucket copies it. Steps take about as long with a quarter or four times of
+# this size, and longer with the whole model in one bucket.
 DEFAULT_BUCKET_SIZE = 2**20
 
 
@@ -47,9 +47,9 @@ class Bucket:
         return own_row
 
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum one full tensor for each member over the ranks; returns the sums flat, end to end. Collective.
+        """Sum one full tensor for each member over the ranks; returns the sums in one flat tensor. Collective.
 
-        No rank keeps a shard of it, so rank r sums the r-th part of the flat tensor, whichever members lie there.
+        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, across members.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
@@ -88,6 +88,7 @@ def copy_shards_to_full(shards: Tensor, full: Tensor, layout: ShardLayout) -> No
 
 
 def _pack_rows(full: Tensor, layout: ShardLayout) -> Tensor:
+    """Return a full tensor as N rows; row r is rank r's padded shard."""
     return pad_flat(full, layout.shard_length * layout.world_size).view(layout.world_size, layout.shard_length)
 
 

@@ -78,7 +78,7 @@ class ShardCollectives:
 
     @property
     def remote_grad_callbacks(self) -> list[Callable[[ModelParam, Tensor], None]]:
-        """Callbacks that receive this rank's share of a mean gradient that only other ranks contributed to."""
+        """The callbacks that receive this rank's share of a mean gradient that only other ranks contributed to."""
         return self._negotiation.remote_grad_callbacks
 
     def allow_uneven_ranks(self) -> AbstractContextManager[None]:
@@ -94,13 +94,14 @@ class ShardCollectives:
         self._order.check_same_on_all_ranks(self._model_params[0].parameter.device)
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """What is left to divide the sum by. It is 1 if the optimizer's dtype is wider than the parameter's.
+        """Return the divisor that makes the reduced sum the mean. It is 1 for a parameter with a master weight.
 
-        Autograd rounds a gradient to its parameter's dtype, so ``Gradients`` divides then, in the wider dtype.
+        Autograd rounds a gradient to its parameter's dtype, so ``Gradients`` divides that sum in the master's dtype.
         """
         return 1 if param.has_master else self._divisor / param.predivide_factor
 
     def _run_or_negotiate(self, kind: RequestKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
+        """Run a collective immediately, or in a negotiated round inside ``allow_uneven_ranks``. Collective."""
         request = CollectiveRequest(kind, self._param_indices[param.name], ALL_DTYPES.index(local_tensor.dtype))
         if not self.is_even:
             return self._negotiation.run_round(request, local_tensor)[request]
@@ -108,6 +109,7 @@ class ShardCollectives:
         return self._run_collective(request, local_tensor)
 
     def _record_collective(self, kind: RequestKind, params: Sequence[ModelParam], dtype: torch.dtype) -> None:
+        """Add a collective to the checksum that ``check_same_collectives`` compares between ranks."""
         self._order.record(int(kind), [self._param_indices[param.name] for param in params], dtype)
 
     def _run_collective(self, request: CollectiveRequest, local_tensor: Tensor) -> Tensor:

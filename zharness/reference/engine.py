@@ -77,7 +77,7 @@ class Engine:
         self._clipper = GradientClipper(settings, loss_scale, gradients)
         self._step_guard = refuse_direct_steps(optimizer, parameters.leaves)
         candidates = {"loss_scale": loss_scale if loss_scale.is_needed() else None, "schedule": schedule}
-        stateful = {name: each for name, each in candidates.items() if each is not None}
+        stateful = {name: value for name, value in candidates.items() if value is not None}
         self._training_state = TrainingState(module, model_params, placements, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class Engine:
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
-        """Whether losses need ``scale``. A backward of an unscaled loss then raises UsageError."""
+        """Return whether losses need ``scale``. A backward of an unscaled loss then raises UsageError."""
         return self._loss_scale.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
@@ -118,10 +118,10 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank inside the block; they are reduced at the next ``step``. Stages 0 and 1.
+        """Accumulate gradients on this rank inside the block, at stages 0 and 1; the next ``step`` reduces them.
 
-        Raises UsageError at stages 2 and 3, where a gradient shard has no room for a full gradient: accumulate over
-        ``step`` instead. Calling ``step`` inside the block raises UsageError too.
+        Raises UsageError at stages 2 and 3, where a gradient shard has no room for a full gradient: call ``step`` after
+        every micro-batch instead. Calling ``step`` inside the block raises UsageError too.
         """
         self._require_phase(EnginePhase.TRAINING)
         if self._placements.gradients is ShardPlacement.SHARDED:
@@ -179,6 +179,7 @@ class Engine:
             self.schedule.step()
 
     def _require_phase(self, *phases: EnginePhase) -> None:
+        """Raise UsageError unless the engine is in one of ``phases``."""
         if self._phase not in phases:
             raise UsageError(f"the engine is {self._phase.value}; this method needs it to be {phases[0].value}")
 
@@ -192,7 +193,7 @@ class Engine:
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients, unscaled and before clipping; None if that step needed none."""
+        """Return the norm of the last step's gradients, unscaled and before clipping; None if not computed."""
         return self._clipper.norm
 
     def full_grads(self) -> dict[str, Tensor]:
@@ -254,6 +255,7 @@ class Engine:
         }
 
     def _is_shard(self, value: Any, leaf: Tensor) -> bool:
+        """Return whether an optimizer state is a shard: the stage shards it, and it has the shape of ``leaf``."""
         sharded = self._placements.optimizer_state is ShardPlacement.SHARDED
         return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
 
@@ -275,8 +277,8 @@ class Engine:
     ) -> Path:
         """Save the training state to ``save_dir/tag``; the default tag is ``global_step{steps}``. Returns the path.
 
-        It has the parameters, the optimizer with its groups, the schedule, the loss scale and the step counts; and of
-        each rank its buffers, the modules' extra state, and ``client_state``, where a caller may keep the state of
+        The checkpoint has the parameters, the optimizer with its groups, the schedule, the loss scale and the step
+        counts, and each rank's buffers, modules' extra state and ``client_state``, where a caller may save the state of
         random generators. Collective, on a file system that all ranks share. Raises CheckpointError on every rank, also
         if the schedule has no state_dict. An interrupted save leaves the previous checkpoint complete and the latest.
         """
@@ -333,6 +335,7 @@ class Engine:
     def _resume_from(
         self, contents: CheckpointContents, local_tensors: Mapping[str, Tensor], module_only: bool = False
     ) -> None:
+        """Drop all gradients and load a checkpoint; ``module_only`` keeps the optimizer state and the step counts."""
         self.zero_grad()
         self._training_state.load_tensors(contents, local_tensors, module_only)
         if not module_only:
@@ -359,6 +362,7 @@ class Engine:
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
+        """List the tensors on this rank, among other values, as parameters, gradients and optimizer state."""
         parameters = [param.parameter for param in self._model_params.values()]
         state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
@@ -390,4 +394,5 @@ class Engine:
 
 
 def _copy_to_cpu(value: Any) -> Any:
+    """Copy a tensor to the CPU; copy any other value deeply."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -24,8 +24,9 @@ from zharness.reference.unshard import ShardingContext
 class Gradients:
     """The mean gradient of each parameter, in the shape of the optimizer's leaf: full, or this rank's shard.
 
-    ``parameter.grad`` holds what is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to None, so a
-    gradient is in one of the two places and cannot be reduced twice, whenever and however often backward runs.
+    ``parameter.grad`` has the gradient that is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to
+    None, so a gradient is in one of the two places and cannot be reduced twice, whenever and however often backward
+    runs.
 
     * Replicated gradients (stages 0 and 1) stay in ``parameter.grad`` until the accumulation boundary.
     * Sharded gradients of replicated parameters (stage 2) are reduced bucket by bucket during backward: see
@@ -50,7 +51,7 @@ class Gradients:
         self._context = context
         self._buckets = buckets
         self._reduced_grads: dict[str, Tensor] = {}
-        self._device = next((o.parameter.device for o in model_params.values()), torch.device("cpu"))
+        self._device = next((p.parameter.device for p in model_params.values()), torch.device("cpu"))
         self._bucket_reducer: BucketReducer | None = None
         self._hooks: list[RemovableHandle] = []
         context.collectives.remote_grad_callbacks.append(self._add_remote_grad)
@@ -76,7 +77,8 @@ class Gradients:
             self._hooks = [_register_grad_hook(param, self._make_reduce_hook(Bucket((param,)))) for param in narrow]
 
     def _make_reduce_hook(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
-        # torch also calls it for a parameter without a gradient if one node makes the gradients of several parameters.
+        """Return a hook that reduces the gradient of the bucket's only parameter."""
+        # torch also calls a hook without a gradient, if one node makes the gradients of several parameters.
         return lambda parameter: self._reduce_and_add(bucket) if parameter.grad is not None else None
 
     @contextmanager
@@ -91,7 +93,7 @@ class Gradients:
                 self._register_hooks()
 
     def reduce_pending(self) -> dict[str, Tensor]:
-        """Reduce what backward left in ``parameter.grad``. Collective.
+        """Reduce the gradients that backward left in ``parameter.grad``. Collective.
 
         Returns all reduced gradients by name, in the same order on all ranks; a parameter that no rank used is left
         out. Raises UsageError on every rank if they used sharded parameters differently outside ``uneven``.
@@ -119,7 +121,7 @@ class Gradients:
         return all_gather_full_tensors(shards, self._context.comm)
 
     def clear(self) -> None:
-        """Drop all gradients, reduced or not, and what a failed backward left unsharded."""
+        """Drop all gradients, reduced or not, and the prefetched bucket that a failed backward left."""
         self._reduced_grads.clear()
         self._context.prefetcher.clear()
         for param in self._model_params.values():
@@ -159,6 +161,7 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
+        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards. Collective."""
         if not bucket.members:
             return
         for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
@@ -170,6 +173,7 @@ class Gradients:
 
     @torch.no_grad()
     def _add(self, param: ModelParam, grad_shard: Tensor) -> None:
+        """Add a reduced gradient to that of earlier backwards."""
         before = self._reduced_grads.get(param.name)
         self._reduced_grads[param.name] = grad_shard if before is None else before.add_(grad_shard)
 
@@ -191,17 +195,18 @@ class Gradients:
     def _to_master_dtype(self, shard: Tensor, param: ModelParam) -> Tensor:
         """Cast a reduced gradient to the optimizer's dtype, without padding.
 
-        With a master it arrives undivided (``ShardCollectives._remaining_divisor``) and is divided here.
+        The gradient of a parameter with a master weight is a sum (``ShardCollectives._remaining_divisor``), which is
+        divided here.
         """
         owned = shard[: param.layout.owned_numel(self._context.comm.rank)].to(param.dtypes.master_dtype)
         return owned.div_(self._remaining_divisor(param)) if param.has_master else owned
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """What is left to divide a reduced sum by, after the division before it was sent."""
+        """Return the divisor that makes a reduced sum the mean; ``predivide_factor`` was applied before it was sent."""
         return self._context.divisor / param.predivide_factor
 
     def is_finite(self) -> bool:
-        """Whether all reduced gradients are finite on every rank. Collective: one byte."""
+        """Return whether all reduced gradients are finite on every rank. Collective: one byte."""
         extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
         values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
@@ -248,6 +253,7 @@ class GradientClipper:
 
 
 def _register_grad_hook(param: ModelParam, function: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Register ``function`` to be called whenever autograd has accumulated the parameter's gradient."""
     handle: RemovableHandle = param.parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     return handle
 

@@ -71,7 +71,7 @@ def initialize(
         return configuration.parse_config(configuration.load_config(config), comm.world_size, device.type)
 
     settings = require_same_on_all_ranks(
-        comm, device, read_settings, lambda read: collect_rank_facts(read, model, training_data)
+        comm, device, read_settings, lambda parsed: collect_rank_facts(parsed, model, training_data)
     )
     loader = None
     if training_data is not None:
@@ -82,7 +82,7 @@ def initialize(
     context, buckets = _make_context(list(model_params.values()), settings, divisor, comm)
     with ExitStack() as undo:  # restores the model if the optimizer is refused
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        undo.callback(_restore_tensors, [(each, each.data, each.detach().clone()) for each in tensors])
+        undo.callback(_restore_tensors, [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors])
         broadcast_tensors(tensors, comm)
         parameters = Parameters(model, model_params, placements, context, buckets)
         undo.callback(parameters.close)
@@ -115,7 +115,7 @@ def initialize(
 def _make_context(
     model_params: list[ModelParam], settings: Settings, divisor: int, comm: Comm
 ) -> tuple[ShardingContext, tuple[Bucket, ...]]:
-    """Make what unsharding and reducing share, and the buckets in which gradients are reduced."""
+    """Make the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
     collectives = ShardCollectives(model_params, comm, divisor)
@@ -136,7 +136,7 @@ def _restore_tensors(saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _restore_param_groups(
     optimizer: torch.optim.Optimizer, saved_params: list[Any], saved_state: dict[Any, Any]
 ) -> None:
-    """Point the optimizer's groups at the model's own parameters again, with the state that it had of them."""
+    """Restore the optimizer's groups and state to those before its parameters were replaced by leaves."""
     for group, params in zip(optimizer.param_groups, saved_params, strict=True):
         group["params"] = params
     optimizer.state.clear()

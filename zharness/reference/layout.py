@@ -1,4 +1,4 @@
-"""What each ZeRO stage shards, and which flat range of a parameter's elements each rank owns."""
+"""The tensors that each ZeRO stage shards, and the flat range of a parameter's elements that each rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.comm import Comm
 
 
 class ShardPlacement(Enum):
-    """Whether every rank holds a full copy, or each rank its own shard."""
+    """The placement of a tensor: every rank has a full copy, or each rank has its own shard."""
 
     REPLICATED = "whole"
     SHARDED = "sharded"
@@ -26,7 +26,8 @@ class ShardPlacement(Enum):
 class StagePlacements:
     """The placements of one ZeRO stage.
 
-    With Adam in fp32 and psi parameters they cost 8, 4 and 4 psi bytes per rank, divided by N where sharded.
+    With Adam in fp32 and psi parameters, optimizer state, gradients and parameters take 8, 4 and 4 psi bytes per rank,
+    divided by N where they are sharded.
     """
 
     optimizer_state: ShardPlacement
@@ -49,8 +50,9 @@ class ShardLayout:
     """How the n elements of a parameter are sharded over N ranks: rank r owns flat elements r*k to (r+1)*k.
 
     k = ceil(n/N), so the last shards are shorter, or empty, if N does not divide n. Collectives need equal lengths, so
-    what is sent is padded to k elements per rank; the padding never reaches an optimizer. ``stride`` is the memory
-    layout of the original parameter. Kernels sum in an order that depends on it, so unsharded tensors have it too.
+    shards are padded to k elements before they are sent; the padding never reaches an optimizer. ``stride`` is the
+    memory layout of the original parameter. Kernels sum in an order that depends on the layout, so unsharded tensors
+    have the same one.
     """
 
     shape: torch.Size
@@ -81,10 +83,10 @@ class ShardLayout:
 class ParamDtypes:
     """The dtypes of one parameter.
 
-    ``param_dtype`` is that of the parameter in the model and of its local gradient, ``reduce_dtype`` that in which the
-    gradient is reduced, ``master_dtype`` that of the master weight, the optimizer state and the reduced gradient.
-    ``unshard_dtype`` is the torch.autocast dtype in which stage 3 all-gathers the parameter; None means
-    ``param_dtype``.
+    ``param_dtype`` is the dtype of the parameter in the model and of its local gradient; ``reduce_dtype`` is the dtype
+    in which the gradient is reduced; ``master_dtype`` is the dtype of the master weight, the optimizer state and the
+    reduced gradient. ``unshard_dtype`` is the torch.autocast dtype in which stage 3 all-gathers the parameter; None
+    means ``param_dtype``.
     """
 
     param_dtype: torch.dtype
@@ -109,7 +111,7 @@ class ModelParam:
 
     @property
     def predivide_factor(self) -> int:
-        """What a gradient is divided by before it is reduced: a power of two >= N if the reduce dtype is fp16, else 1.
+        """The divisor of a gradient before it is reduced: a power of two >= N if the reduce dtype is fp16, else 1.
 
         The sum over ranks then stays finite if the gradients are, so a step overflows only where plain PyTorch's does.
         """
@@ -128,6 +130,7 @@ def collect_model_params(
 
 
 def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
+    """Return the layout of ``parameter`` over ``world_size`` ranks."""
     dense = torch.empty_like(parameter, device="meta")  # keeps permuted strides, but no gaps or overlaps
     return ShardLayout(parameter.shape, dense.stride(), world_size)
 
@@ -139,7 +142,7 @@ def pad_flat(values: Tensor, length: int) -> Tensor:
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row`` (1-D, of the same length on all ranks): shape (N, length). Collective."""
+    """All-gather every rank's ``row`` (1-D, of the same length on all ranks) to shape (N, length). Collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)

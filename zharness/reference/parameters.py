@@ -24,8 +24,8 @@ OWNED_MODULES: WeakSet[nn.Module] = WeakSet()
 
 def refuse_owned_modules(module: nn.Module) -> None:
     """Raise ConfigError if a module of the model belongs to another engine."""
-    for name, each in module.named_modules():
-        if each in OWNED_MODULES:
+    for name, submodule in module.named_modules():
+        if submodule in OWNED_MODULES:
             raise ConfigError(
                 f"module {name!r} of the model belongs to another engine already: close() that engine first; at stage "
                 "3, where its parameters stay shards, pass copy.deepcopy(engine.module) made before close()"
@@ -64,7 +64,7 @@ class Parameters:
             self._class_swap = ModuleClassSwap(module, self._unsharder)
         self.leaves = {name: self.master_weights.get(name, self._make_leaf(p)) for name, p in model_params.items()}
         self._known_versions = {name: model_params[name].parameter._version for name in self.master_weights}
-        self._owned_modules = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
+        self._owned_modules = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
 
     def _materialise_params(self, module: nn.Module) -> Iterator[ModelParam]:
         """Yield each full parameter once. Modules on the meta device are materialised first, one by one. Collective.
@@ -135,7 +135,7 @@ class Parameters:
 
     def _all_gather_shards(self, names: Container[str]) -> None:
         """All-gather the leaves ``names`` of all ranks into the replicated parameters, bucket by bucket. Collective."""
-        for bucket in (each.select(names) for each in self._buckets):
+        for bucket in (bucket.select(names) for bucket in self._buckets):
             if bucket.members:
                 dtype = bucket.members[0].dtypes.param_dtype
                 row = bucket.pack_shards(self.leaves[param.name].to(dtype) for param in bucket.members)
@@ -143,7 +143,7 @@ class Parameters:
                 bucket.unpack_rows(rows, [param.parameter.detach() for param in bucket.members])
 
     def allow_uneven_ranks(self) -> AbstractContextManager[None]:
-        """Let ranks use different parameters inside the block: the part of ``Engine.uneven`` for reads."""
+        """Let ranks read different parameters inside the block, as ``Engine.uneven`` promises."""
         return self._collectives.allow_uneven_ranks()
 
     def check_ready_to_step(self) -> None:
@@ -163,8 +163,8 @@ class Parameters:
     def unshard_for_edit(
         self, selection: Iterable[str | nn.Parameter] | None, source: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Unshard for ``Engine.gathered`` and write the edits back at the end. Collective at both ends."""
-        selected = [self._find_param(each) for each in (self._model_params if selection is None else selection)]
+        """Unshard parameters for ``Engine.gathered`` and write the edits back at the end. Collective at both ends."""
+        selected = [self._find_param(entry) for entry in (self._model_params if selection is None else selection)]
         parameters = [param.parameter for param in selected]
         values = (
             [p.detach() for p in parameters]
@@ -227,10 +227,11 @@ class Parameters:
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
+        """Copy full tensors to the CPU from ``tensors``, which ``placement`` distributes. Collective if sharded."""
         if placement is ShardPlacement.REPLICATED:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return all_gather_full_tensors(
-            {name: (each, self._model_params[name].layout) for name, each in tensors.items()}, self._comm
+            {name: (shard, self._model_params[name].layout) for name, shard in tensors.items()}, self._comm
         )
 
     def close(self) -> None:
@@ -241,7 +242,7 @@ class Parameters:
             OWNED_MODULES.difference_update(self._owned_modules)
 
     def mark_modules_owned(self) -> None:
-        """Let other engines refuse these modules: until ``close``, or for good if the parameters are shards."""
+        """Make other engines refuse these modules until ``close``, or for good if the parameters are shards."""
         OWNED_MODULES.update(self._owned_modules)
 
 

@@ -6,8 +6,8 @@ backward drop that bucket.
 
 The buckets are learned from the order of the reads: when the parameter that began an earlier sequence of reads is read
 again, that whole sequence is gathered. A parameter that has not begun a sequence is gathered with its bucket, its
-neighbours in the model; alone, after half of such a bucket or more was gathered but not used. The ranks read in the
-same order, so they gather the same buckets.
+neighbours in the model. If half of that bucket or more was not used, its parameters are gathered alone from then on.
+The ranks read in the same order, so they gather the same buckets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zharness.reference.torch_func import torch_fallback
 
 @dataclass(frozen=True)
 class PrefetchedBucket:
-    """An all-gathered bucket: each member's shards by name, shape (N, k), and the version of the shard it sent."""
+    """An all-gathered bucket: each member's shards by name, shape (N, k), and the version of this rank's shard."""
 
     bucket: Bucket
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class PrefetchedBucket:
     used_names: set[str] = field(default_factory=set)
 
     def contains(self, param: ModelParam, dtype: torch.dtype) -> bool:
-        """Whether the current version of the parameter was gathered in ``dtype``."""
+        """Return whether the current version of the parameter was gathered in ``dtype``."""
         return dtype == self.dtype and self.shard_versions.get(param.name) == param.parameter._version
 
     def is_mostly_unused(self) -> bool:
-        """Whether at most half of the bucket's elements were read."""
+        """Return whether at most half of the bucket's elements were read."""
         return 2 * self.bucket.select(self.used_names).numel <= self.bucket.numel
 
 
@@ -57,7 +57,7 @@ class ReadSequence:
     elements: int = 0
 
     def can_add(self, param: ModelParam, dtype: torch.dtype, max_elements: int) -> bool:
-        """Whether the sequence stays in one dtype and within ``max_elements`` with this parameter."""
+        """Return whether the sequence stays in one dtype and within ``max_elements`` with this parameter."""
         more = 0 if param.name in self.members else param.layout.numel
         return dtype == self.dtype and self.elements + more <= max_elements
 
@@ -69,7 +69,7 @@ class ReadSequence:
 
 
 class Prefetcher:
-    """Hold one prefetched bucket of at most ``max_elements``; report its bytes to ``report_bytes`` at every change."""
+    """Keep one prefetched bucket of at most ``max_elements``; report its bytes to ``report_bytes`` at every change."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class Prefetcher:
         copy_shards_to_full(current.shards[param.name], full, param.layout)
 
     def _record_read(self, read: tuple[str, bool], param: ModelParam, dtype: torch.dtype) -> None:
+        """Append the parameter to the current sequence, or begin another sequence with ``read``."""
         if self._current_sequence is None or not self._current_sequence.can_add(param, dtype, self._max_elements):
             self._learn_sequence()
             self._current_sequence = ReadSequence(read, dtype)
@@ -113,6 +114,7 @@ class Prefetcher:
             self._learned_buckets[sequence.first_read] = Bucket(tuple(sequence.members.values()))
 
     def _all_gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> PrefetchedBucket:
+        """All-gather the bucket, and keep it as the current one if it has several members. Collective."""
         shards = [member.parameter.detach() for member in bucket.members]
         rows = self._collectives.all_gather_bucket(bucket, bucket.pack_shards(shard.to(dtype) for shard in shards))
         names = [member.name for member in bucket.members]
@@ -143,4 +145,5 @@ class Prefetcher:
 
 
 def _is_in_backward() -> bool:
+    """Return whether a backward runs on this thread."""
     return private.current_graph_task_id() != -1

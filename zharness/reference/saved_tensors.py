@@ -20,11 +20,11 @@ CAST_NODE_NAME = "ToCopyBackward0"
 
 
 def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], first_sequence_number: int) -> None:
-    """Replace what the autograd nodes behind ``output`` saved of ``unsharded_params`` by hooks that unshard again.
+    """Replace the tensors of ``unsharded_params`` that the graph of ``output`` saved by hooks that unshard again.
 
     A saved tensor that is not recognised keeps the full parameter alive until backward; the result is still correct.
     """
-    by_address = {each.storage_address(): each for each in unsharded_params}
+    by_address = {unsharded.storage_address(): unsharded for unsharded in unsharded_params}
     with private.suspend_transforms():
         for node in _graph_nodes(output, first_sequence_number):
             for saved, tensor in private.iter_saved_tensors(node):
@@ -36,9 +36,9 @@ def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], f
 
 
 def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
-    """Find the unsharded parameter of which ``tensor`` is a cast, or a view of a cast, as torch.autocast makes them.
+    """Find the unsharded parameter from which torch.autocast made ``tensor``, a cast or a view of a cast.
 
-    The cast of a part of a parameter gives None: the graph does not tell which part it was.
+    Returns None for the cast of a part of a parameter: the graph does not record which part was cast.
     """
     node = tensor.grad_fn
     while node is not None and node.name() in VIEW_NODE_NAMES:
@@ -84,6 +84,6 @@ def _output_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         items = value
     elif is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, each.name) for each in fields(value)]
+        items = [getattr(value, field.name) for field in fields(value)]
     for item in items:
         yield from _output_tensors(item)

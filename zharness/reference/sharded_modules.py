@@ -139,8 +139,8 @@ class ParamUnsharder:
             return make_grad_placeholder(unsharded_param)
         is_bucketed = torch.is_grad_enabled() and self._context.collectives.is_even
         group = self._params_reduced_with(unsharded_param) if is_bucketed else [unsharded_param]
-        for each, placeholder in zip(group, make_grad_placeholders(group), strict=True):
-            self._grad_placeholders[each.model_param.name, torch.is_grad_enabled()] = placeholder
+        for unsharded, placeholder in zip(group, make_grad_placeholders(group), strict=True):
+            self._grad_placeholders[unsharded.model_param.name, torch.is_grad_enabled()] = placeholder
         return self._grad_placeholders[key]
 
     def _params_reduced_with(self, unsharded_param: UnshardedParam) -> list[UnshardedParam]:
@@ -159,15 +159,15 @@ class ParamUnsharder:
                     trained = self._sharded_params[parameter]
                     self._params_by_bucket.setdefault(id(buckets[trained.name]), []).append(trained)
         members = self._params_by_bucket.get(id(buckets[param.name]), [])
-        group = {each.name: each for each in (*members, param)}
+        group = {member.name: member for member in (*members, param)}
         return [
-            UnshardedParam(each, unsharded_param.dtype, self._context)
-            for each in group.values()
-            if (each.name, True) not in self._grad_placeholders
+            UnshardedParam(member, unsharded_param.dtype, self._context)
+            for member in group.values()
+            if (member.name, True) not in self._grad_placeholders
         ]
 
     def run_forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run ``forward``, the forward of ``module``, and reshard what it unsharded. Returns the module's output."""
+        """Run ``forward``, the forward of ``module``, and reshard its parameters. Returns the module's output."""
         running = self.pre_forward(module)
         try:
             output = forward()
@@ -183,7 +183,7 @@ class ParamUnsharder:
         return running
 
     def _leave_forward(self, running: ModuleForward) -> None:
-        """End a forward, also one that raised: drop its cached tensors, and what the outermost forward prefetched."""
+        """End a forward, also one that raised: drop its tensors, and the prefetched bucket after the outermost one."""
         self._running_forwards.pop()
         running.tensors_by_read.clear()
         if not self._running_forwards:
@@ -199,11 +199,11 @@ class ParamUnsharder:
         """
         self.reshard(running, output)
         if self._running_forwards:
-            alive = [each for each in running.unsharded_params if each.is_alive()]
+            alive = [unsharded for unsharded in running.unsharded_params if unsharded.is_alive()]
             self._running_forwards[-1].unsharded_params.extend(alive)
 
     def reshard(self, running: ModuleForward, output: Any) -> None:
-        """Replace what the graph of ``output`` saved of the unsharded parameters, so that nothing keeps them alive."""
+        """Replace the unsharded parameters that the graph of ``output`` saved, so that it does not keep them alive."""
         if running.unsharded_params:
             replace_saved_tensors(output, running.unsharded_params, running.first_sequence_number)
 
@@ -211,16 +211,16 @@ class ParamUnsharder:
 def _choose_unshard_dtype(model_param: ModelParam, running_module: nn.Module | None) -> torch.dtype:
     """Choose the autocast dtype where torch.autocast would cast the parameter anyway, else the parameter's dtype.
 
-    It halves what is sent and what autograd saves. Only reads in the forward of the module that owns the parameter
-    count: other modules may inspect its dtype, as PEFT's adapters do.
+    The autocast dtype halves the bytes that are sent and that autograd saves. It applies only to reads in the forward
+    of the module that owns the parameter: other modules may inspect the parameter's dtype, as PEFT's adapters do.
     """
     parameter, autocast_dtype = model_param.parameter, model_param.dtypes.unshard_dtype
     device = parameter.device.type
     if autocast_dtype is None or running_module is None:
         return parameter.dtype
-    is_own = any(each is parameter for each in running_module._parameters.values())
+    is_owner = any(member is parameter for member in running_module._parameters.values())
     is_active = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == autocast_dtype
-    return autocast_dtype if is_own and is_active else parameter.dtype
+    return autocast_dtype if is_owner and is_active else parameter.dtype
 
 
 class ModuleClassSwap:
@@ -241,16 +241,16 @@ class ModuleClassSwap:
 
         Raises ConfigError for a module compiled by torch.jit, whose reads cannot be intercepted.
         """
-        for name, each in module.named_modules():
-            base = type(each)
-            if isinstance(each, torch.jit.ScriptModule):
+        for name, submodule in module.named_modules():
+            base = type(submodule)
+            if isinstance(submodule, torch.jit.ScriptModule):
                 raise ConfigError(f"module {name!r} is compiled by torch.jit: stage 3 cannot see it read its weights")
             if base in self._sharded_classes.values():
                 continue
             if base not in self._sharded_classes:
                 self._sharded_classes[base] = _make_sharded_class(base, self._unsharder, self.swap_classes)
-            self._original_classes.append((each, base))
-            each.__class__ = self._sharded_classes[base]
+            self._original_classes.append((submodule, base))
+            submodule.__class__ = self._sharded_classes[base]
 
     def restore_classes(self) -> None:
         """Give every module the class that it had before."""
@@ -293,7 +293,7 @@ def _make_sharded_class(
         "__module__": base.__module__,
     }
     if issubclass(base, nn.RNNBase):
-        # RNNs read their parameters from a list of their own: make it at each read, so that it keeps nothing alive.
+        # RNNs read their parameters from a list: make the list at each read, so that it keeps no tensor alive.
         body["_flat_weights"] = property(
             lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda self, weights: None
         )
@@ -303,9 +303,9 @@ def _make_sharded_class(
 def _deepcopy_with_original_class(module: nn.Module, base: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """Deep-copy ``module`` as an instance of ``base``, its class before the swap, so that reading unshards nothing."""
     if hasattr(base, "__deepcopy__"):
-        made: nn.Module = base.__deepcopy__(module, memo)
-        made.__class__ = base
-        return made
-    made = memo[id(module)] = base.__new__(base)
-    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    return made
+        copied: nn.Module = base.__deepcopy__(module, memo)
+        copied.__class__ = base
+        return copied
+    copied = memo[id(module)] = base.__new__(base)
+    copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return copied

@@ -5,9 +5,9 @@ a module's forward, ``saved_tensors.replace_saved_tensors`` replaces each saved 
 keeps only its shape, and an unpack hook, which all-gathers again in backward (``UnshardedParam.pack_hook`` and
 ``unpack_hook``, through torch's ``SavedTensor.register_hooks``).
 
-No code frees a storage explicitly: it is freed when its last reference goes. That holds for a second backward on a
-retained graph, ``create_graph``, recomputation and torch.func transforms alike. A saved tensor that cannot be replaced
-stays alive, and is counted by the memory tracker, until its graph is freed.
+No code frees a storage explicitly: it is freed when its last reference is dropped. That holds for a second backward on
+a retained graph, ``create_graph``, recomputation and torch.func transforms alike. A saved tensor that cannot be
+replaced stays alive, and is counted by the memory tracker, until its graph is freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zharness.reference.torch_func import torch_fallback
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """What unsharding and reducing need beside the parameter; one for each engine.
+    """The objects of one engine that unsharding and reducing need besides the parameter.
 
     ``divisor`` turns a sum over ranks and micro-batches into the mean. ``reduce_buckets`` maps each parameter's name to
     the bucket in which its gradient is reduced.
@@ -49,7 +49,7 @@ class ShardingContext:
 
 @dataclass(frozen=True)
 class SavedView:
-    """Where a saved tensor lies in the storage of the unsharded parameter: all that is kept of it until backward."""
+    """The place of a saved tensor in the storage of the unsharded parameter, kept in its stead until backward."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -66,7 +66,7 @@ class BackwardGather:
 
 
 class UnshardedParam:
-    """One read of a sharded parameter in a forward: unshard it, and unshard it again for the backward of that read."""
+    """One read of a sharded parameter; it unshards the parameter for the forward, and again for backward."""
 
     def __init__(self, model_param: ModelParam, dtype: torch.dtype, context: ShardingContext) -> None:
         self.model_param = model_param
@@ -86,7 +86,7 @@ class UnshardedParam:
         """
         layout, shard = self.model_param.layout, self.model_param.parameter
         with torch.no_grad(), private.suspend_transforms():
-            # Copy: a backend may keep the buffer of a finished collective alive a moment longer than its caller.
+            # Copy: a backend may keep the buffer of a collective alive for a moment after the collective has returned.
             values = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
             if self.context.collectives.is_even:
                 self.context.prefetcher.fetch_into(self.model_param, values)
@@ -98,15 +98,15 @@ class UnshardedParam:
         return full
 
     def with_dtype(self, dtype: torch.dtype) -> UnshardedParam:
-        """Return the same parameter in another dtype; it is all-gathered only if backward unpacks it."""
+        """Return a read of the same parameter in ``dtype``; it is all-gathered only if backward unpacks it."""
         return UnshardedParam(self.model_param, dtype, self.context)
 
     def is_alive(self) -> bool:
-        """Whether the unsharded storage has not been freed yet."""
+        """Return whether the unsharded storage has not been freed yet."""
         return self._storage is not None and self._storage.is_alive()
 
     def storage_address(self) -> int | None:
-        """The address of the unsharded storage; None if nothing was unsharded."""
+        """Return the address of the unsharded storage; None if nothing was unsharded."""
         return None if self._storage is None else self._storage.address()
 
     def pack_hook(self, tensor: Tensor) -> SavedView:
@@ -139,16 +139,17 @@ class UnshardedParam:
         return gather.unsharded
 
     def post_backward(self) -> None:
-        """Reshard at the end of a backward: drop what was unsharded for it, and what was prefetched."""
+        """Reshard at the end of a backward: drop the unsharded parameter and the prefetched bucket."""
         self._backward_gather = None
         self.context.prefetcher.clear()
 
     def _raise_if_stale(self) -> None:
-        now = self.model_param.parameter._version
-        if now != self._param_version:
+        """Raise StaleGraphError if the parameter was changed since its forward."""
+        version = self.model_param.parameter._version
+        if version != self._param_version:
             raise StaleGraphError(
-                f"backward needs parameter {self.model_param.name!r} as its forward read it, but it was changed since "
-                f"(rank {self.context.comm.rank}: version {now}, expected {self._param_version}); "
+                f"backward needs parameter {self.model_param.name!r} with the values that its forward read, but it was "
+                f"changed since (rank {self.context.comm.rank}: version {version}, expected {self._param_version}); "
                 "run the forward again after step(), or call every backward before it"
             )
 
@@ -156,7 +157,7 @@ class UnshardedParam:
 def make_grad_placeholder(unsharded_param: UnshardedParam) -> Tensor:
     """Make the tensor in which autograd adds up the gradients of all reads of one parameter.
 
-    It has the full shape but no storage for it; its backward is ``reduce_grad``.
+    The tensor has the full shape but no storage for it; its backward is ``ReduceGrad.backward``.
     """
     return _apply_to_param(ReduceGrad, unsharded_param.model_param.parameter, unsharded_param)
 
@@ -164,7 +165,7 @@ def make_grad_placeholder(unsharded_param: UnshardedParam) -> Tensor:
 def make_grad_placeholders(unsharded_params: Sequence[UnshardedParam]) -> tuple[Tensor, ...]:
     """Make the gradient placeholders of several parameters, whose gradients are reduced in one collective."""
     result: tuple[Tensor, ...] = torch_fallback.apply_function(
-        ReduceGradBucket, unsharded_params, *(each.model_param.parameter for each in unsharded_params)
+        ReduceGradBucket, unsharded_params, *(unsharded.model_param.parameter for unsharded in unsharded_params)
     )
     return result
 
@@ -175,12 +176,13 @@ def unshard_param(unsharded_param: UnshardedParam, grad_placeholder: Tensor) -> 
 
 
 def _apply_to_param(function: type[torch.autograd.Function], tensor: Tensor, unsharded_param: UnshardedParam) -> Tensor:
+    """Apply ``function`` to ``tensor``, and return its output for the parameter."""
     result: Tensor = torch_fallback.apply_function(function, tensor, unsharded_param)
     return result
 
 
 class ReduceGrad(torch.autograd.Function):
-    """Shard -> gradient placeholder of the full shape; backward reduce-scatters the full gradient to its mean's shard.
+    """Map a shard to a full-shaped gradient placeholder; backward reduce-scatters the gradient to the mean's shard.
 
     Autograd adds up the gradients of all uses of the placeholder before it runs this backward. So however often a
     forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before it is
@@ -222,8 +224,8 @@ class ReduceGradBucket(torch.autograd.Function):
     def forward(unsharded_params: Sequence[UnshardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
         """Expand one zero for each parameter to its full shape."""
         return tuple(
-            shard.new_zeros(()).expand(each.model_param.layout.shape)
-            for each, shard in zip(unsharded_params, shards, strict=True)
+            shard.new_zeros(()).expand(unsharded.model_param.layout.shape)
+            for unsharded, shard in zip(unsharded_params, shards, strict=True)
         )
 
     @staticmethod
@@ -235,24 +237,26 @@ class ReduceGradBucket(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Reduce the full gradients to this rank's shards of the means. Collective."""
-        pairs = [(each, grad) for each, grad in zip(ctx.unsharded_params, grads, strict=True) if grad is not None]
+        params_and_grads = zip(ctx.unsharded_params, grads, strict=True)
+        pairs = [(unsharded, grad) for unsharded, grad in params_and_grads if grad is not None]
         if (
             torch.is_grad_enabled()
             or private.is_transforming()
             or any(private.is_legacy_batched(grad) for _, grad in pairs)
         ):
-            one_by_one = zip(ctx.unsharded_params, grads, strict=True)
-            return None, *(None if grad is None else _run_grad_collective(grad, each) for each, grad in one_by_one)
+            one_by_one = zip(grads, ctx.unsharded_params, strict=True)
+            return None, *(None if grad is None else _run_grad_collective(grad, param) for grad, param in one_by_one)
         collectives = ctx.unsharded_params[0].context.collectives
-        means = iter(collectives.reduce_grads([each.model_param for each, _ in pairs], [grad for _, grad in pairs]))
+        used_params = [unsharded.model_param for unsharded, _ in pairs]
+        means = iter(collectives.reduce_grads(used_params, [grad for _, grad in pairs]))
         return None, *(None if grad is None else next(means) for grad in grads)
 
 
 class AllGatherParam(torch.autograd.Function):
-    """Gradient placeholder -> full parameter: the all-gather of its shards.
+    """Map a gradient placeholder to the full parameter by an all-gather of its shards.
 
     Backward passes the full gradient on to the placeholder, cast to the shard's dtype before it is reduced, as
-    torch.autocast casts it. It is written as forward without ctx plus setup_context, which torch.func can transform.
+    torch.autocast casts it. The Function has a forward without ctx and a setup_context, so torch.func can transform it.
     """
 
     @staticmethod
@@ -292,7 +296,7 @@ class GradCollective(Enum):
 class GradCollectiveFunction(torch.autograd.Function):
     """One of the two gradient collectives as a differentiable function; its backward is the other one.
 
-    It is the backward of ``ReduceGrad``, and differentiable for ``create_graph``.
+    The backward of ``ReduceGrad`` applies it, so that ``create_graph`` can differentiate that backward.
     """
 
     @staticmethod
@@ -330,5 +334,6 @@ class GradCollectiveFunction(torch.autograd.Function):
 def _run_grad_collective(
     tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective = GradCollective.REDUCE_SCATTER
 ) -> Tensor:
+    """Run a collective on a gradient or its shard as a differentiable function. Collective."""
     result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, tensor, unsharded_param, collective)
     return result

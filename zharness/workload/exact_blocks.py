@@ -42,7 +42,7 @@ class BlocksModel(nn.Module):
         self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
         self.last = nn.Linear(HIDDEN, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, 3)
-        self.dropout = nn.Dropout(0.5)  # its factor is 2
+        self.dropout = nn.Dropout(0.5)  # multiplies the kept elements by 2, which is exact
         make_ternary(self)
 
     def block(self, hidden: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """Return the largest magnitude of a weight, which is 1, without recording a graph."""
+        """Return the largest magnitude in the weight that is read by attribute, which is 1, without a graph."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:

@@ -28,15 +28,15 @@ UNLIMITED_OUTPUTS = 100  # more outputs than any program keeps
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """What an engine allows its caller: how many kept outputs, and whether several backwards before a step."""
+    """The limits of an engine: how many outputs a caller may keep, and whether a step may have several backwards."""
 
     max_outputs: int = UNLIMITED_OUTPUTS
     can_accumulate: bool = True
 
     def allows(self, caller: CallerState, verb: Verb) -> bool:
         """Return whether these limits allow ``verb`` in the state ``caller``."""
-        crowded = verb.act in GRAPH_ACTS and len(caller.outputs) >= self.max_outputs
-        return not crowded and (self.can_accumulate or not is_accumulating(caller, verb))
+        exceeds_outputs = verb.act in GRAPH_ACTS and len(caller.outputs) >= self.max_outputs
+        return not exceeds_outputs and (self.can_accumulate or not is_accumulating(caller, verb))
 
 
 NO_LIMITS = CallerLimits()
@@ -50,23 +50,27 @@ def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
 
 
 def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[list[Layer], ModelShape]:
-    """Return the candidates that fit a model of ``model_shape``, and the shape of the model with them."""
+    """Return the candidates that fit after ``model_shape``, and the shape of the model with them.
+
+    A tied layer without a weight that fits gets a linear layer before it, and blocks lose the inner layers that do not
+    fit.
+    """
     layers = []
     for candidate in candidates:
         if candidate.kind is LayerKind.TIED and model_shape.weights and model_shape.find_tieable_weight() is None:
             layers.append(Layer(LayerKind.LINEAR, (model_shape.weights[-1][1],)))
             model_shape = shape_after_layer(model_shape, layers[-1])
-        fits = fit_block(candidate, model_shape) if candidate.kind in BLOCK_KINDS else candidate
+        layer = fit_block(candidate, model_shape) if candidate.kind in BLOCK_KINDS else candidate
         try:
-            model_shape = shape_after_layer(model_shape, fits)
+            model_shape = shape_after_layer(model_shape, layer)
         except UsageError:
             continue
-        layers.append(fits)
+        layers.append(layer)
     return layers, model_shape
 
 
 def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
-    """Return ``block`` with the inner layers that fit, and a linear layer that restores the width if it has to."""
+    """Return ``block`` with the inner layers that fit; a linear layer restores the width if it must not change."""
     inner, after = fit_layers(block.inner, model_shape)
     if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
         inner.append(Layer(LayerKind.LINEAR, (model_shape.width,)))
@@ -92,10 +96,10 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
     """Yield batches with one cut each, the largest cuts first."""
     if len(batch) > 1:
         yield from ((program,) for program in batch)
-        yield from (batch[:at] + batch[at + 1 :] for at in range(len(batch)))
-    for at, program in enumerate(batch):
-        for less in smaller_programs(program, limits):
-            yield (*batch[:at], less, *batch[at + 1 :])
+        yield from (batch[:index] + batch[index + 1 :] for index in range(len(batch)))
+    for index, program in enumerate(batch):
+        for smaller in smaller_programs(program, limits):
+            yield (*batch[:index], smaller, *batch[index + 1 :])
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
@@ -124,20 +128,20 @@ def program_cuts(program: Program) -> Iterator[Program]:
         length //= 2
     for layers in cut_layers(program.layers):
         yield replace(program, layers=layers)
-    for at, verb in enumerate(verbs):
+    for index, verb in enumerate(verbs):
         for mark in verb.marks:
             unmarked = replace(verb, marks=tuple(other for other in verb.marks if other is not mark))
-            yield replace(program, verbs=(*verbs[:at], unmarked, *verbs[at + 1 :]))
+            yield replace(program, verbs=(*verbs[:index], unmarked, *verbs[index + 1 :]))
 
 
 def cut_layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
     """Yield ``layers`` with one layer removed, replaced by its inner layers, or of smaller sizes."""
-    for at, layer in enumerate(layers):
-        before, after = layers[:at], layers[at + 1 :]
+    for index, layer in enumerate(layers):
+        before, after = layers[:index], layers[index + 1 :]
         yield (*before, *after)
         if layer.kind in BLOCK_KINDS:
             yield (*before, *layer.inner, *after)
             for inner in cut_layers(layer.inner):
                 yield (*before, replace(layer, inner=inner), *after)
-        for sizes in {tuple(1 for _ in layer.sizes), tuple(-(-each // 2) for each in layer.sizes)} - {layer.sizes}:
+        for sizes in {tuple(1 for _ in layer.sizes), tuple(-(-size // 2) for size in layer.sizes)} - {layer.sizes}:
             yield (*before, replace(layer, sizes=sizes), *after)

@@ -1,4 +1,4 @@
-"""A model for mixed precision: layers that torch.autocast lowers and others, buffers, a frozen parameter."""
+"""A model for mixed precision: layers that autocast runs in low precision and others, buffers, a frozen parameter."""
 
 from __future__ import annotations
 

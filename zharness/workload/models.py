@@ -1,4 +1,4 @@
-"""The registry of models: how each is built, how its batches are drawn, and its loss."""
+"""The registry of models: functions that build each model, draw its batches and compute its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 
 
 def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``nested`` mappings, tuples and lists with ``function`` applied to every tensor; other values stay."""
+    """Return ``nested`` mappings, tuples and lists with ``function`` applied to every tensor; keep other values."""
     if isinstance(nested, Tensor):
         return function(nested)
     if isinstance(nested, Mapping):
@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """The number of rows."""
+        """The number of samples: the rows of the first input."""
         return len(collect_tensors(self.inputs)[0])
 
     def feed(self, call: Callable[..., Any]) -> Any:
@@ -83,6 +83,7 @@ class Batch:
             return torch.get_rng_state()
 
     def _call_with_inputs(self, call: Callable[..., Any]) -> Any:
+        """Call ``call`` with the inputs as keyword arguments, positional arguments or a single tensor."""
         if isinstance(self.inputs, Mapping):
             return call(**self.inputs)
         return call(*self.inputs) if isinstance(self.inputs, tuple) else call(self.inputs)
@@ -112,7 +113,7 @@ class ModelSpec:
             return self.build()
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
-        """Draw the micro-batch of ``rank`` at micro-step ``step``; the same numbers in every process."""
+        """Draw the micro-batch of ``rank`` at micro-step ``step``; every process draws the same."""
         key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         return self.batch(generator)
@@ -126,16 +127,20 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _draw_token_batch(generator: torch.Generator) -> Batch:
+    """Draw token ids as inputs; the targets are the next tokens."""
     shape = (SAMPLES, nets.SEQUENCE + 1)
     drawn = torch.randint(nets.VOCABULARY, shape, generator=generator)
     return Batch(drawn[:, :-1], drawn[:, 1:])
 
 
 def _next_token_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the logits over all tokens."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
+    """Return a function that draws normally distributed inputs of ``shape`` per sample, and targets."""
+
     def draw(generator: torch.Generator) -> Batch:
         inputs = torch.randn(SAMPLES, *shape, generator=generator)
         return Batch(inputs, torch.randn(SAMPLES, nets.OUTPUTS, generator=generator))
@@ -150,6 +155,7 @@ def _draw_seeded_batch(generator: torch.Generator) -> Batch:
 
 
 def _draw_ternary_batch(generator: torch.Generator) -> Batch:
+    """Draw inputs and targets from {-1, 0, 1}."""
     inputs = exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator)
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
 
@@ -217,7 +223,7 @@ MODELS: dict[str, ModelSpec] = {
         ),
         ModelSpec(
             name="lookup",
-            summary="an exact model of a table with a sparse gradient, rows of which are looked up several times",
+            summary="an exact model of a table with a sparse gradient, which looks up some rows several times",
             build=exact_blocks.LookupModel,
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,

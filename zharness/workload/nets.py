@@ -125,13 +125,13 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the gradients of forward. Correct only if every sample has the same weight, as in a mean."""
+        """Scale the gradients of forward; this is correct only if every sample has the same weight, as in a mean."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grads[0] * grad_hidden, grads[0][0] * grad_weight
 
 
 class FusedLossNet(nn.Module):
-    """A body, and a head that is never called but whose weight is read: (batch, 12) to losses (batch, 1)."""
+    """A body and a head whose weight is read, but which is never called: (batch, 12) to losses (batch, 1)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class ProgramModelBuilder:
 
 
 class Chain(nn.Module):
-    """Modules in sequence. ``odd``: this micro-batch uses the blocks of kind ``sometimes``."""
+    """Modules in sequence. With ``odd`` the micro-batch also uses the inner layers of blocks of kind ``sometimes``."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Conv(nn.Module):
 
 
 class UnusedParameter(nn.Module):
-    """The identity, with a parameter that the forward does not use."""
+    """An identity module with a parameter that the forward does not use."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -156,16 +156,16 @@ class RepeatedBlock(LayerBlock):
     """Applies the inner chain twice."""
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
-        again: Tensor = self.inner(self.inner(x, odd), odd)
-        return again
+        output: Tensor = self.inner(self.inner(x, odd), odd)
+        return output
 
 
 class AlternatingBlock(LayerBlock):
-    """Applies the inner chain in odd micro-batches; the identity in even ones."""
+    """Applies the inner chain in odd micro-batches, and returns its input in even ones."""
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
-        used: Tensor = self.inner(x, odd) if odd else x
-        return used
+        output: Tensor = self.inner(x, odd) if odd else x
+        return output
 
 
 class CheckpointBlock(LayerBlock):
@@ -174,8 +174,8 @@ class CheckpointBlock(LayerBlock):
     reentrant = False
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
-        recomputed: Tensor = checkpoint(self.inner, x, odd, use_reentrant=self.reentrant)
-        return recomputed
+        output: Tensor = checkpoint(self.inner, x, odd, use_reentrant=self.reentrant)
+        return output
 
 
 class ReentrantCheckpointBlock(CheckpointBlock):

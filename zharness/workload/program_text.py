@@ -60,24 +60,24 @@ def parse_layers(text: str) -> list[Layer]:
     open_blocks: list[LayerKind] = []
     rest = text.strip()
     while rest:
-        found = _LAYER_TOKEN.match(rest)
-        if found is None or (found["close"] and not open_blocks):
+        token = _LAYER_TOKEN.match(rest)
+        if token is None or (token["close"] and not open_blocks):
             raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
-        rest = rest[found.end() :].lstrip()
-        if found["close"]:
+        rest = rest[token.end() :].lstrip()
+        if token["close"]:
             inner = tuple(stack.pop())
             stack[-1].append(Layer(open_blocks.pop(), (), inner))
             continue
-        kind = parse_layer_kind(found["name"])
-        if bool(found["open"]) != (kind in BLOCK_KINDS):
+        kind = parse_layer_kind(token["name"])
+        if bool(token["open"]) != (kind in BLOCK_KINDS):
             raise UsageError(
                 f"not a model: {text!r}; expected [ after {join_words(k.value for k in BLOCK_KINDS)}, and only there"
             )
-        if found["open"]:
+        if token["open"]:
             open_blocks.append(kind)
             stack.append([])
         else:
-            sizes = found["sizes"] or ""
+            sizes = token["sizes"] or ""
             stack[-1].append(Layer(kind, tuple(int(size) for size in sizes.split(",") if size.strip())))
     if open_blocks:
         raise UsageError(f"not a model: {text!r}; expected a ] for every [")
@@ -93,14 +93,14 @@ def parse_layer_kind(name: str) -> LayerKind:
 
 
 def parse_verb(word: str) -> Verb:
-    """Parse one verb with its marks, as in ``b:old,retain``. Raises UsageError for any other word."""
+    """Parse one verb with its marks, as in ``b:old,retain``. Raises UsageError for an unknown verb or mark."""
     name, _, marks = word.partition(":")
     try:
         act = Act(name)
     except ValueError:
         raise UsageError.unknown_name("verb", name, [act.value for act in Act]) from None
-    given = [mark for mark in marks.split(",") if mark]
-    for mark in given:
+    mark_names = [mark for mark in marks.split(",") if mark]
+    for mark in mark_names:
         if mark not in {known.value for known in Mark}:
             raise UsageError.unknown_name(f"mark of {name}", mark, [known.value for known in Mark])
-    return Verb(act, tuple(mark for mark in Mark if mark.value in given))
+    return Verb(act, tuple(mark for mark in Mark if mark.value in mark_names))

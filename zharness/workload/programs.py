@@ -31,10 +31,10 @@ class LayerKind(Enum):
     GELU = "gelu"
     UNUSED = "unused"  # unused(elements): a parameter that the forward does not use
     RESIDUAL = "residual"  # residual[...]: adds the output of the inner layers to their input
-    TWICE = "twice"  # twice[...]: the same modules called twice
-    CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputed in backward
-    REENTRANT = "reentrant"  # reentrant[...]: recomputed by torch's older implementation, use_reentrant=True
-    SOMETIMES = "sometimes"  # sometimes[...]: used only in every second micro-batch
+    TWICE = "twice"  # twice[...]: calls the inner layers twice
+    CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputes the inner layers in backward
+    REENTRANT = "reentrant"  # reentrant[...]: recomputes them by torch's older implementation, use_reentrant=True
+    SOMETIMES = "sometimes"  # sometimes[...]: uses the inner layers only in every second micro-batch
 
 
 SOURCE_KINDS = (LayerKind.INPUTS, LayerKind.TOKENS)
@@ -56,7 +56,7 @@ SIZE_COUNTS = {LayerKind.TOKENS: 2, LayerKind.INPUTS: 1, **dict.fromkeys(SIZED_K
 
 
 class Act(Enum):
-    """What a caller does. Every forward takes a new micro-batch."""
+    """The calls that a program can make. Every forward takes a new micro-batch."""
 
     FORWARD = "f"  # a forward whose output is kept
     BACKWARD = "b"  # a backward from the newest kept output
@@ -78,8 +78,8 @@ class Act(Enum):
     LOAD = "load"  # load the last checkpoint
 
 
-GRAPH_ACTS = (Act.FORWARD, Act.NO_SYNC)  # make a graph beside those of the kept outputs
-MICRO_BATCH_ACTS = (  # take a micro-batch
+GRAPH_ACTS = (Act.FORWARD, Act.NO_SYNC)  # acts that make a graph in addition to those of the kept outputs
+MICRO_BATCH_ACTS = (  # acts that take a micro-batch
     *(Act.FORWARD, Act.NO_SYNC, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD),
     *(Act.INPUT_GRAD, Act.TRANSFORM, Act.FAILED_FORWARD, Act.FAILED_BACKWARD),
 )
@@ -89,11 +89,11 @@ BETWEEN_STEPS_ACTS = (
     Act.LOAD,
     Act.EDIT,
     Act.IDLE,
-)  # need that no output is kept and no gradient waits for a step
+)  # acts that are legal only if no output is kept and no gradient waits for a step
 
 
 class Mark(Enum):
-    """How an act differs from its default.
+    """The ways in which an act can differ from its default.
 
     By default a backward is ``engine.backward`` of the mean squared error of the newest output, a forward takes the
     whole micro-batch as a positional argument, and a load reads the last checkpoint.
@@ -142,7 +142,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verb:
-    """One act and its marks, in the order of Mark; ALLOWED_MARKS says which an act may have."""
+    """One act and its marks, in the order of Mark; ALLOWED_MARKS has the marks that an act may have."""
 
     act: Act
     marks: tuple[Mark, ...] = ()
@@ -156,9 +156,9 @@ class Program:
     """A model, the calls on it, and the settings of the engine.
 
     - ``layers`` begin with a source. If empty, the model is that of the law that runs the program.
-    - ``optimizer`` is a key of ``zharness.law_kit.program_executor.OPTIMIZERS``.
+    - ``optimizer`` is a key of ``zharness.law_kit.program_steps.OPTIMIZERS``.
     - ``clip`` is the norm to which gradients are clipped.
-    - ``window`` is the number of micro-batches per step that the engine counts and divides by.
+    - ``window`` is the number of micro-batches per step; the engine counts them and divides by their number.
     - ``reduction`` is ``mean`` or ``sum``.
     """
 
@@ -240,7 +240,7 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
 
 
 def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
-    """Return the model's shape with a block appended. Raises UsageError if it does not fit."""
+    """Return the model's shape with a block appended. Raises UsageError if the block does not fit."""
     after = model_shape
     for layer in block.inner:
         after = shape_after_layer(after, layer)
@@ -252,7 +252,7 @@ def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
         raise UsageError(
             f"{block}: no layer before it is trained, so torch's reentrant checkpoint would give it no gradients"
         )
-    # Layers that only every second micro-batch uses do not count: the others would have no gradient.
+    # Layers that only every second micro-batch uses do not count: the other micro-batches would have no gradient.
     return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after
 
 
@@ -269,8 +269,8 @@ class PendingGradients(Enum):
 class CallerState:
     """The state of a caller between two verbs.
 
-    ``outputs`` are the kept outputs by the number of their micro-batch. ``window`` micro-batches make a step, of which
-    the engine has counted ``micro_batches_counted``.
+    ``outputs`` has the micro-batch number of each kept output. ``window`` micro-batches make a step, and the engine has
+    counted ``micro_batches_counted`` of them. ``micro_batches_drawn`` counts all micro-batches of the program.
     """
 
     outputs: tuple[int, ...] = ()
@@ -298,9 +298,9 @@ class CallerState:
 def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Verb) -> str:
     """Return why ``verb`` is illegal in the state ``caller``; empty if plain PyTorch allows it."""
     act = verb.act
-    unfit = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
-    if unfit:
-        return f"it cannot have the mark {', '.join(unfit)}"
+    forbidden = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
+    if forbidden:
+        return f"it cannot have the mark {', '.join(forbidden)}"
     if {Mark.TENSOR, Mark.SCALE} <= {*verb.marks}:
         return "it cannot have both marks tensor and scale"
     if Mark.TENSOR in verb.marks and caller.window > 1:
@@ -336,7 +336,7 @@ def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
-    """Return whether ``verb`` adds gradients to earlier ones without an accumulation window of the engine."""
+    """Return whether ``verb`` adds gradients to earlier gradients outside an accumulation window of the engine."""
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 
@@ -371,7 +371,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
 
 
 def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
-    """Yield each verb with its number, from 1, and the state of the caller before it."""
+    """Yield the number of each verb, from 1, the verb, and the state of the caller before it."""
     caller = CallerState(window=program.window)
     for number, verb in enumerate(program.verbs, start=1):
         yield number, verb, caller

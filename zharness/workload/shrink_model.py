@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# The smallest value of each key of a transformers configuration, by the names that its attribute maps have in common.
+# The smallest value of each size in a transformers configuration, by the key that most configurations accept for it.
 MIN_SIZES = {
     "num_hidden_layers": 1,
     "num_decoder_layers": 1,
@@ -27,7 +27,7 @@ Changes = Mapping[str, str]
 
 
 def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
-    """Return a factory's result with a smaller model.
+    """Return a factory's result with a smaller copy of its model.
 
     ``changes`` maps configuration keys to values, and paths of modules to OMITTED.
     """
@@ -40,7 +40,10 @@ def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
 
 
 def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
-    """Build a model of the same class with ``sizes``, the same PEFT adapter and activation checkpointing."""
+    """Build a model of the same class with the configuration values ``sizes``.
+
+    It has the same dtype, frozen parameters, PEFT adapter and activation checkpointing.
+    """
     base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
     for key, value in sizes.items():
@@ -73,11 +76,11 @@ def unwrap_peft(model: Any) -> Any:
 def omit_module(model: nn.Module, path: str) -> None:
     """Delete a module of a ModuleList, or replace any other by nn.Identity. Other modules keep their names."""
     parent, _, name = path.rpartition(".")
-    holder = model.get_submodule(parent)
-    if isinstance(holder, nn.ModuleList):
-        delattr(holder, name)
+    container = model.get_submodule(parent)
+    if isinstance(container, nn.ModuleList):
+        delattr(container, name)
     else:
-        holder.register_module(name, nn.Identity())
+        container.register_module(name, nn.Identity())
 
 
 def shrink_candidates(model: nn.Module) -> Iterator[dict[str, str]]:
@@ -89,21 +92,21 @@ def shrink_candidates(model: nn.Module) -> Iterator[dict[str, str]]:
         yield {key: str(MIN_SIZES[key]) for key in above}
         yield from ({key: str(MIN_SIZES[key])} for key in above)
         yield from ({key: str(size // 2)} for key, size in above.items() if size // 2 > MIN_SIZES[key])
-    for path, holder in model.named_modules():
-        if isinstance(holder, (nn.Sequential, nn.ModuleList)) and config is None:
-            names = [name for name, child in holder.named_children() if not isinstance(child, nn.Identity)]
+    for path, container in model.named_modules():
+        if isinstance(container, (nn.Sequential, nn.ModuleList)) and config is None:
+            names = [name for name, child in container.named_children() if not isinstance(child, nn.Identity)]
             yield from module_runs(path, names)
 
 
 def paths_with_parameters(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that have parameters, also in submodules; outer modules first."""
+    """Yield the paths of modules that have parameters, themselves or in submodules; outer modules first."""
     for path, module in model.named_modules():
         if path and any(True for _ in module.parameters()):
             yield path
 
 
 def module_runs(path: str, names: list[str]) -> Iterator[dict[str, str]]:
-    """Yield changes that omit consecutive modules of a sequence, the longest runs first; one module remains."""
+    """Yield changes that omit consecutive modules of a sequence, the longest runs first; at least one remains."""
     prefix = f"{path}." if path else ""
     length = len(names) - 1
     while length > 0:

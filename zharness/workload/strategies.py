@@ -34,7 +34,10 @@ MAX_DEPTH = 2  # nested blocks
 
 @dataclass(frozen=True)
 class Repertoire:
-    """What programs for an engine may use at one stage. Hypothesis shrinks to the first of each."""
+    """The layers, acts, marks and settings that programs for an engine may use at one stage.
+
+    Hypothesis shrinks to the first member of each tuple.
+    """
 
     kinds: tuple[LayerKind, ...] = tuple(LayerKind)
     acts: tuple[Act, ...] = tuple(Act)
@@ -50,31 +53,31 @@ def program_batches(
 ) -> tuple[Program, ...]:
     """Draw ``programs`` programs for the same ranks, with one stage, world size, dtype and optimizer.
 
-    ``repertoires`` are by stage.
+    ``repertoires`` maps each stage to its repertoire.
     """
     stage = draw(st.sampled_from(sorted(repertoires)))
     world_size = draw(st.sampled_from(list(world_sizes)))
     repertoire = repertoires[stage]
     setting = draw(st.tuples(st.sampled_from(repertoire.dtypes), st.sampled_from(repertoire.optimizers)))
-    texts = st.tuples(
+    models_and_verbs = st.tuples(
         legal_models(repertoire),
         st.lists(verb_phrases(repertoire), min_size=2, max_size=MAX_PHRASES).map(flatten_phrases),
     )
     return tuple(
         Program(tuple(layers), legal_verbs(layers, verbs, repertoire.limits), stage, world_size, *setting)
-        for layers, verbs in draw(st.lists(texts, min_size=programs, max_size=programs))
+        for layers, verbs in draw(st.lists(models_and_verbs, min_size=programs, max_size=programs))
     )
 
 
 def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
-    """Draw a source and layers after it, at least one of them trained."""
+    """Return a strategy that draws a source and layers after it, at least one of them trained."""
     sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
     inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
 
 
 def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
-    """Draw any layer except a source, with blocks nested at most ``depth`` deep."""
+    """Return a strategy that draws any layer except a source, with blocks nested at most ``depth`` deep."""
     leaves = [
         leaf_layer(kind) for kind in LayerKind if kind in repertoire.kinds and kind not in (*SOURCE_KINDS, *BLOCK_KINDS)
     ]
@@ -87,7 +90,7 @@ def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
 
 
 def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
-    """Draw a layer of ``kind``, which is no block, with sizes."""
+    """Return a strategy that draws a layer of ``kind``, which is not a block, with its sizes."""
     if kind is LayerKind.TIED or kind not in (*SIZED_KINDS, *SOURCE_KINDS):
         return st.just(Layer(kind))
     size = st.integers(1, MAX_CHANNELS if kind is LayerKind.CONV else MAX_WIDTH)
@@ -95,7 +98,7 @@ def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
 
 
 FORWARD_TO_STEP = (Act.FORWARD, Act.BACKWARD, Act.STEP)
-# Common sequences of verbs. Drawn verb by verb, few programs would reach a second step.
+# Common sequences of verbs. If programs were drawn verb by verb, few of them would reach a second step.
 VERB_PHRASES = (
     (Act.FORWARD,),
     (Act.BACKWARD,),
@@ -106,7 +109,7 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """Draw a verb with any marks, or a sequence of VERB_PHRASES, from a repertoire."""
+    """Return a strategy that draws a verb with any marks, or a sequence of VERB_PHRASES, from a repertoire."""
     phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]
@@ -121,6 +124,8 @@ def flatten_phrases(parts: Sequence[list[Verb]]) -> list[Verb]:
 
 
 def make_verb(act: Act, marks: set[Mark]) -> Verb:
-    """Return a verb with its marks in order, without those that it cannot have."""
-    unfit = {Mark.SCALE} if Mark.TENSOR in marks else set()
-    return Verb(act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in unfit))
+    """Return a verb with its marks in order, without the marks that it cannot have."""
+    forbidden = {Mark.SCALE} if Mark.TENSOR in marks else set()
+    return Verb(
+        act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in forbidden)
+    )

@@ -17,25 +17,25 @@ DrawInputs = Callable[[torch.Generator], Any]
 def find_draw(model: nn.Module, samples: int) -> DrawInputs | None:
     """Return a function that draws ``samples`` rows of inputs and labels.
 
-    None for a model that is not of the transformers package, or that computes no loss.
+    Returns None for a model that is not of the transformers package, or that computes no loss.
     """
-    base: Any = getattr(model, "get_base_model", None)  # a method of PEFT's wrappers
-    inner: Any = base() if base is not None else model
-    config, main = getattr(inner, "config", None), getattr(inner, "main_input_name", "")
-    takes = inspect.signature(inner.forward).parameters
-    if config is None or not ({"labels", "start_positions"} & set(takes)):
+    get_base_model: Any = getattr(model, "get_base_model", None)  # a method of PEFT's wrappers
+    inner: Any = get_base_model() if get_base_model is not None else model
+    config, main_input = getattr(inner, "config", None), getattr(inner, "main_input_name", "")
+    arguments = inspect.signature(inner.forward).parameters
+    if config is None or not ({"labels", "start_positions"} & set(arguments)):
         return None
 
     def draw(generator: torch.Generator) -> dict[str, Tensor]:
-        if main == "pixel_values":
-            side = image_height_width(config.image_size)
-            pixels = torch.randn(samples, config.num_channels, *side, generator=generator)
+        if main_input == "pixel_values":
+            height_width = image_height_width(config.image_size)
+            pixels = torch.randn(samples, config.num_channels, *height_width, generator=generator)
             return {"pixel_values": pixels, "labels": random_integers(config.num_labels, (samples,), generator)}
         length = min([MAX_TOKENS, *(getattr(config, key) for key in POSITION_LIMIT_KEYS if getattr(config, key, None))])
         ids = random_integers(config.vocab_size, (samples, length), generator)
         return {"input_ids": ids, **draw_labels(type(inner).__name__, config, samples, length, generator)}
 
-    return draw if main in ("input_ids", "pixel_values") else None
+    return draw if main_input in ("input_ids", "pixel_values") else None
 
 
 def draw_labels(

@@ -65,9 +65,9 @@ def unregister_factory(name: str) -> None:
 
 @lru_cache(maxsize=8)
 def user_model_spec(name: str) -> ModelSpec:
-    """Return the ModelSpec of the factory ``name``, which is imported and not called yet.
+    """Return the ModelSpec of the factory ``name``, which is imported now and called when the model is built.
 
-    Raises UsageError if it cannot be imported.
+    Raises UsageError if the factory cannot be imported.
     """
     user_model = UserModel(name, resolve_factory(name))
     return ModelSpec(name, f"the model of {name}", user_model.build, user_model.batch, user_model.loss)
@@ -111,10 +111,10 @@ class UserModel:
     def get_parts(self, seed: int | None = None) -> UserModelParts:
         """Call the factory with torch's generator at ``seed``, or return the cached result.
 
-        None takes the cached result whatever its seed was.
+        With ``seed`` None it returns the cached result of any seed.
         """
         if self._cached_parts is None or seed not in (None, self._cached_parts[0]):
-            self._cached_parts = None  # freed before the next one is made
+            self._cached_parts = None  # free the model before the next one is built
             seed = 0 if seed is None else seed
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
@@ -154,7 +154,7 @@ class UserModel:
 
 
 def import_factory(name: str) -> Factory:
-    """Import the factory at the path ``name``, also from the current directory. Raises UsageError if it cannot."""
+    """Import the factory at the path ``name``, also from the current directory. Raises UsageError if that fails."""
     module, _, attribute = name.partition(":")
     if module == IN_PROCESS_PACKAGE:
         raise UsageError(
@@ -182,14 +182,14 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     Raises UsageError if it raises, or returns anything but EXPECTED_RETURN.
     """
     try:
-        made = factory()
+        result = factory()
     except Exception as error:  # a user's factory may raise anything
         raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
     model, draw, score = (
-        (*made, None, None)[:3] if isinstance(made, tuple) and 1 <= len(made) <= 3 else (made, None, None)
+        (*result, None, None)[:3] if isinstance(result, tuple) and 1 <= len(result) <= 3 else (result, None, None)
     )
     if not isinstance(model, nn.Module) or not all(part is None or callable(part) for part in (draw, score)):
-        raise UsageError(f"the factory {name} returned {describe_value(made)}; expected {EXPECTED_RETURN}")
+        raise UsageError(f"the factory {name} returned {describe_value(result)}; expected {EXPECTED_RETURN}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected one that trains")
     return UserModelParts(model, draw or default_draw(name, model), score or default_loss)

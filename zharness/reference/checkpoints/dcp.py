@@ -1,8 +1,8 @@
 """Write and read a checkpoint's tensors with torch.distributed.checkpoint, without running code from a file.
 
 Import it only when a checkpoint is saved or loaded: torch.distributed.checkpoint and DTensor take more than a second to
-import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; here only names on a
-list are allowed.
+import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; this module allows
+only the names in ``ALLOWED_METADATA_NAMES``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TensorReader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             # torch's planner reads other entries with weights_only=False, which runs code.
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{self.path} holds {key!r}, which is not a tensor: refused")
+                raise CheckpointError(f"{self.path} contains {key!r}, which is not a tensor: refused")
         stray = {info.relative_path for info in metadata.storage_data.values()} - self._allowed_files
         if stray:
             raise CheckpointError(f"{self.path} refers to files outside the checkpoint: {sorted(stray)}")
@@ -111,5 +111,6 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: fro
 
 
 def _make_checkpoint_error(verb: str, path: Path, error: CheckpointException) -> CheckpointError:
+    """Return the CheckpointError for a checkpoint that could not be written or read (``verb``), with all causes."""
     causes = "; ".join(f"{type(e).__name__}: {e} (rank {rank})" for rank, (e, _) in error.failures.items())
     return CheckpointError(f"{path} could not be {verb}: {causes}")

@@ -1,6 +1,6 @@
 """Checkpoints on disk, in torch.distributed.checkpoint's format, written and read completely or not at all.
 
-``folder/tag/`` holds each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
+``folder/tag/`` contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
 common to all ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of
 every file. ``folder/latest`` has the newest tag. All ranks have to share the file system.
 """
@@ -105,11 +105,13 @@ def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoin
             raise CheckpointError(
                 f"{path} is not a checkpoint of format {FORMAT_VERSION}, the only one that this engine reads"
             )
-        own = path / (_rank_state_file(comm.rank) if _rank_state_file(comm.rank) in files else _rank_state_file(0))
-        return SavedCheckpoint(path, frozenset(files), common_state, unpickling.load_safely(own, str(own)))
+        rank_file = path / _rank_state_file(comm.rank if _rank_state_file(comm.rank) in files else 0)
+        rank_state = unpickling.load_safely(rank_file, str(rank_file))
+        return SavedCheckpoint(path, frozenset(files), common_state, rank_state)
 
 
 def _rank_state_file(rank: int) -> str:
+    """Return the name of the file with the state of ``rank``."""
     return f"rank_{rank}.pt"
 
 

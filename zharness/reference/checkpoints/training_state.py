@@ -1,8 +1,8 @@
-"""The training state of an engine under the model's names: what a checkpoint keeps, and how it is loaded.
+"""The training state of an engine under the model's names: collect it for a checkpoint, and load it from one.
 
 Each tensor is kept flat. If the optimizer state is sharded, a rank has its range of the elements, else all of them.
 They are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or world size needs. A
-state that is one number for a whole parameter, as its step count, is not a tensor here but part of the contents.
+state that is one number for a whole parameter, such as its step count, is not a tensor here but part of the contents.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class CheckpointContents:
 
 
 def weight_key(name: str) -> str:
-    """The checkpoint key of a parameter's leaf (its master weight, if it has one)."""
+    """Return the checkpoint key of a parameter's leaf (its master weight, if it has one)."""
     return f"weights/{name}"
 
 
 def moment_key(name: str, key: str) -> str:
-    """The checkpoint key of one elementwise optimizer state of a parameter."""
+    """Return the checkpoint key of one elementwise optimizer state of a parameter."""
     return f"optimizer/{name}/{key}"
 
 
 def buffer_key(name: str, rank: int) -> str:
-    """The checkpoint key of a rank's buffer; running statistics differ from rank to rank."""
+    """Return the checkpoint key of a rank's buffer; running statistics differ from rank to rank."""
     return f"buffers/{rank}/{name}"
 
 
@@ -104,10 +104,10 @@ class TrainingState:
 
         Raises CheckpointError for an optimizer state that cannot be sharded, and for a schedule without state_dict.
         """
-        for key, each in self._stateful.items():
-            if not all(callable(getattr(each, verb, None)) for verb in ("state_dict", "load_state_dict")):
+        for key, stateful in self._stateful.items():
+            if not all(callable(getattr(stateful, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise CheckpointError(
-                    f"the {key}, a {type(each).__name__}, has no state_dict and load_state_dict, so it cannot be "
+                    f"the {key}, a {type(stateful).__name__}, has no state_dict and load_state_dict, so it cannot be "
                     "saved; define both"
                 )
         moments: dict[str, dict[str, torch.dtype]] = {}
@@ -132,15 +132,15 @@ class TrainingState:
             moments,
             counts,
             self._named_param_groups(),
-            {key: (type(each).__name__, each.state_dict()) for key, each in self._stateful.items()},
+            {key: (type(stateful).__name__, stateful.state_dict()) for key, stateful in self._stateful.items()},
         )
 
     def check_compatible(
         self, contents: CheckpointContents, extra_state: Mapping[str, Any], module_only: bool = False
     ) -> None:
         """Raise CheckpointError with the first difference unless the checkpoint fits this model and optimizer."""
-        own = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
-        _check_same_shapes("parameter", contents.parameters, own)
+        shapes = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
+        _check_same_shapes("parameter", contents.parameters, shapes)
         _check_same_shapes(
             "buffer", contents.buffers, {name: tuple(b.shape) for name, b in self._persistent_buffers().items()}
         )
@@ -163,7 +163,7 @@ class TrainingState:
             raise CheckpointError(
                 f"the checkpoint's parameter groups are {saved_groups}, this engine's {expected_groups}"
             )
-        kinds = {key: type(each).__name__ for key, each in self._stateful.items()}
+        kinds = {key: type(stateful).__name__ for key, stateful in self._stateful.items()}
         saved = {key: kind for key, (kind, _) in contents.stateful.items()}
         if kinds != saved:
             raise CheckpointError(
@@ -196,7 +196,7 @@ class TrainingState:
         return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter requires gradients."""
+        """Return whether the parameter requires gradients."""
         return self._model_params[name].parameter.requires_grad
 
     def state_dict_names(self) -> set[str]:
@@ -209,7 +209,7 @@ class TrainingState:
         return self.make_dtensor(name, full.reshape(-1)[start:stop].clone() if self._is_sharded else full)
 
     def make_dtensor(self, name: str, values: Tensor) -> DTensor:
-        """Make the DTensor of the flat parameter ``name`` of which ``values`` (any shape) is this rank's part."""
+        """Make a DTensor of the flat parameter ``name`` from ``values`` (any shape), this rank's part of it."""
         from zharness.reference.checkpoints.dcp import DTensor, Replicate, Shard
 
         placement = Shard(0) if self._is_sharded else Replicate()
@@ -253,8 +253,8 @@ class TrainingState:
         numbers = itertools.count()
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in contents.groups]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
-        for key, each in self._stateful.items():
-            each.load_state_dict(contents.stateful[key][1])
+        for key, stateful in self._stateful.items():
+            stateful.load_state_dict(contents.stateful[key][1])
 
     def _ordered_param_names(self) -> list[str]:
         """List the optimizer's parameters by name in the order in which torch.optim numbers them."""
@@ -282,7 +282,7 @@ class TrainingState:
 
 
 def _is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether the state has one element for each of the parameter's.
+    """Return whether an optimizer state has one element for each element of the parameter.
 
     The shape alone cannot decide that for a parameter with one element, hence the known scalar keys.
     """

@@ -1,10 +1,10 @@
 """Read DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, into this engine.
 
-``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter: converted from
-stage 1 or 2 in its shape, with its tensor-parallel layout and ``step.pt``; from stage 3 flat. The optimizer's global
-state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters, the schedule, and
-stage
-3's frozen weights. Settings of the configuration, such as clipping, are not read.
+``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter. From stages 1
+and 2 they have the parameter's shape and tensor-parallel layout, and a ``step.pt`` beside them; from stage 3 they are
+flat.
+The optimizer's global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters,
+the schedule, and the frozen weights of stage 3. Settings of the configuration, such as clipping, are not read.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class UniversalCheckpoint:
 
 @dataclass(frozen=True)
 class TensorParallelSlice:
-    """The tensor-parallel rank and size: which slice of each parameter this rank's model has."""
+    """The tensor-parallel rank and size, which determine the slice of each parameter that this rank's model has."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> TensorParallelSlice:
-        """Read rank and size from a model-parallel unit (any of its method names); None warns and means size 1."""
+        """Read rank and size from a model-parallel unit, under any of its method names; None warns and means size 1."""
         if mpu is None:
             warnings.warn("no mpu is given: assuming tensor-parallel size 1", stacklevel=4)
             return cls()
@@ -89,20 +89,19 @@ class TensorParallelSlice:
 
 
 def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> UniversalCheckpoint:
-    """Read the checkpoint in ``path``, or in the folder that its ``latest_universal`` names. Every rank reads all of
-    it.
+    """Read the checkpoint in ``path``, or in the folder that its ``latest_universal`` names.
 
-    Raises CheckpointError for a checkpoint that is missing, incomplete or damaged, contains code, or belongs to another
-    model.
+    Every rank reads the whole checkpoint. Raises CheckpointError for a checkpoint that is missing, incomplete or
+    damaged, contains code, or belongs to another model.
     """
     parallel, folder = TensorParallelSlice.from_mpu(mpu), _resolve_universal_folder(path)
-    own = state.collect_contents(0, 0)
+    engine_contents = state.collect_contents(0, 0)
     global_state = _OptimizerGlobalState.load(folder / "zero" / "optimizer_state.pt")
     models = _load_model_files(folder, parallel)
     _check_param_names(folder / "zero", state)
-    groups = global_state.merge_param_groups(own.groups)
-    local_tensors, steps = _read_buffers(own, models[0]), {}
-    for name, shape in own.parameters.items():
+    groups = global_state.merge_param_groups(engine_contents.groups)
+    local_tensors, steps = _read_buffers(engine_contents, models[0]), {}
+    for name, shape in engine_contents.parameters.items():
         values = _read_parameter(folder / "zero" / name, name, shape, global_state, models, state.is_trained(name))
         for key, (full, metadata) in values.items():
             sliced = parallel.slice_param(name, full, metadata, shape)
@@ -111,14 +110,14 @@ def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> Uni
         if values.keys() >= MOMENTS:
             steps[name] = global_state.step if global_state.step is not None else _read_step(folder / "zero" / name)
     contents = replace(
-        own,
+        engine_contents,
         world_size=1,
         steps=int(models[0]["global_steps"]),
         skipped_steps=int(models[0]["skipped_steps"]),
         groups=groups,
         moments={name: dict.fromkeys(MOMENTS, torch.float32) for name in steps},
-        counts=_collect_step_counts(groups, steps, own),
-        stateful=_merge_stateful(own, global_state.loss_scale, models[0]["lr_scheduler"]),
+        counts=_collect_step_counts(groups, steps, engine_contents),
+        stateful=_merge_stateful(engine_contents, global_state.loss_scale, models[0]["lr_scheduler"]),
     )
     return UniversalCheckpoint(
         contents,
@@ -130,7 +129,10 @@ def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> Uni
 
 @dataclass(frozen=True)
 class _OptimizerGlobalState:
-    """The optimizer state that is common to all parameters; ``step`` is None if each parameter has its own (1, 2)."""
+    """The optimizer state that is common to all parameters.
+
+    ``step`` is None if each parameter has its own step count, as at stages 1 and 2.
+    """
 
     groups: list[dict[str, Any]]
     stage: int
@@ -161,11 +163,11 @@ class _OptimizerGlobalState:
                 f"the checkpoint has {len(self.groups)} parameter groups, this engine {len(engine_groups)}"
             )
         groups = [
-            {**own, **{key: value for key, value in saved.items() if key != "params"}}
-            for own, saved in zip(engine_groups, self.groups, strict=True)
+            {**engine_group, **{key: value for key, value in saved.items() if key != "params"}}
+            for engine_group, saved in zip(engine_groups, self.groups, strict=True)
         ]
-        for own, group in zip(engine_groups, groups, strict=True):
-            if "betas" not in own or group.get("amsgrad"):
+        for engine_group, group in zip(engine_groups, groups, strict=True):
+            if "betas" not in engine_group or group.get("amsgrad"):
                 raise CheckpointError("a universal checkpoint has exp_avg and exp_avg_sq: use Adam without amsgrad")
         return groups
 
@@ -182,15 +184,16 @@ def _resolve_universal_folder(path: Path) -> Path:
 
 
 def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mapping[str, Any]]:
-    """Load the model files of this tensor-parallel rank: one, or at stage 3 one for each rank, in rank order."""
+    """Load the model files of this tensor-parallel rank: one file, or at stage 3 the files of all ranks in order."""
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
-    found = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
-    models = [unpickling.load_deepspeed_file(file) for _, file in found]
-    # Stage 3 writes one for each rank, the other stages one for all.
-    written = models[0].get("dp_world_size", 1) if found and found[0][1].name.startswith("zero_pp") else 1
-    if [rank for rank, _ in found] != list(range(written)):
+    rank_files = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
+    models = [unpickling.load_deepspeed_file(file) for _, file in rank_files]
+    # Stage 3 writes one file for each rank, the other stages write one file for all ranks.
+    is_stage_3 = bool(rank_files) and rank_files[0][1].name.startswith("zero_pp")
+    expected_count = models[0].get("dp_world_size", 1) if is_stage_3 else 1
+    if [rank for rank, _ in rank_files] != list(range(expected_count)):
         raise CheckpointError(f"the files *mp_rank_{parallel.rank:02d}_model_states.pt in {folder} are not complete")
-    for (_, file), model in zip(found, models, strict=True):
+    for (_, file), model in zip(rank_files, models, strict=True):
         missing = {"module", "global_steps", "skipped_steps", "lr_scheduler"} - set(model)
         if missing:
             raise CheckpointError(f"{file} lacks {sorted(missing)}")
@@ -201,7 +204,7 @@ def _check_param_names(zero: Path, state: TrainingState) -> None:
     """Raise CheckpointError if the checkpoint has a parameter that this model does not have."""
     unknown = sorted({item.name for item in zero.iterdir() if item.is_dir()} - state.state_dict_names())
     if unknown:
-        raise CheckpointError(f"checkpoint of another model: it has parameter {unknown[0]!r}, which this model has not")
+        raise CheckpointError(f"checkpoint of another model: this model does not have its parameter {unknown[0]!r}")
 
 
 def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -216,6 +219,7 @@ def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any])
 
 
 def _read_extra_state(state: TrainingState, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the modules' extra state from a model file. Raises CheckpointError for a missing one."""
     missing = state.extra_state().keys() - model["module"].keys()
     if missing:
         raise CheckpointError(f"checkpoint of another model: it has no extra state {sorted(missing)}")
@@ -243,7 +247,7 @@ def _read_parameter(
 
 
 def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Read a tensor with its metadata; stage 3's are flat and have none."""
+    """Read a tensor with its metadata; a tensor of stage 3 is flat and has no metadata."""
     saved = unpickling.load_safely(file, str(file))
     metadata = saved if isinstance(saved, dict) else {"param": saved}
     tensor = metadata.get("param")
@@ -273,16 +277,16 @@ def _read_step(folder: Path) -> Any:
 def _collect_step_counts(
     groups: list[dict[str, Any]], steps: Mapping[str, Any], engine_contents: CheckpointContents
 ) -> dict[str, dict[str, Any]]:
-    """Return the step count of each parameter; this engine's own if the checkpoint has none.
+    """Return the step count of each parameter from the checkpoint, or from this engine if the checkpoint has none.
 
-    Raises CheckpointError if the counts of one group differ, and if neither side has a count.
+    Raises CheckpointError if the counts of one group differ, and if neither has a count for a parameter.
     """
     counts: dict[str, dict[str, Any]] = {}
     for group in groups:
         names = [name for name in group["params"] if name in steps]
         saved_steps = [steps[name] if steps[name] is None else float(steps[name]) for name in names]
         if any(step != saved_steps[0] for step in saved_steps):
-            raise CheckpointError(f"steps {saved_steps} of the parameters {names}, one group's, are not equal")
+            raise CheckpointError(f"steps {saved_steps} of the parameters {names} in one group are not equal")
         for name, step in zip(names, saved_steps, strict=True):
             counts[name] = dict(engine_contents.counts.get(name, {})) if step is None else {STEP: torch.tensor(step)}
             if not counts[name]:

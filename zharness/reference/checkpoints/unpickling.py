@@ -21,14 +21,14 @@ from zharness.torch_private import safe_globals
 
 
 class LossScaler:
-    """Replaces deepspeed.runtime.fp16.loss_scaler.LossScaler when loading: its attributes without its behaviour."""
+    """The replacement for deepspeed.runtime.fp16.loss_scaler.LossScaler in loaded files: its attributes only."""
 
     __module__ = "deepspeed.runtime.fp16.loss_scaler"  # files and torch's list of safe globals name the class by it
     cur_scale: float
 
 
 class ZeroStageEnum(IntEnum):
-    """Replaces deepspeed.runtime.zero.config.ZeroStageEnum when loading."""
+    """The replacement for deepspeed.runtime.zero.config.ZeroStageEnum in loaded files."""
 
     __module__ = "deepspeed.runtime.zero.config"
 
@@ -46,7 +46,7 @@ def load_safely(file: Path | io.BytesIO, description: str) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # Do not show torch's message, which recommends weights_only=False; only the refused name in it.
+        # Show only the refused name from torch's message, because the message recommends weights_only=False.
         refused = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it contains {refused[1]}" if refused else "it is damaged"
         allowed = "tensors, numbers, strings, and lists, tuples, sets and dicts of them"

@@ -1,1 +1,1 @@
-"""What the caller of ``initialize`` brings: optimizer and schedule, data set, and models built on the meta device."""
+"""Handle the caller's arguments of ``initialize``: optimizer, schedule, data set, and models on the meta device."""

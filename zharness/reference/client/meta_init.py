@@ -58,9 +58,9 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
     for a module without ``reset_parameters``.
     """
     return [
-        _make_deferred_module(each)
-        for each in _children_first(model, set())
-        if any(t.is_meta for t in _direct_tensors(each).values())
+        _make_deferred_module(module)
+        for module in _children_first(model, set())
+        if any(t.is_meta for t in _direct_tensors(module).values())
     ]
 
 
@@ -74,15 +74,16 @@ def infer_device(model: nn.Module, comm: Comm) -> torch.device:
 
 
 def _make_deferred_module(module: nn.Module) -> DeferredModule:
-    own = _direct_tensors(module)
+    """Describe a module with meta tensors. Raises ConfigError if it has no method that initializes them."""
+    tensors = _direct_tensors(module)
     # nn.MultiheadAttention calls it _reset_parameters.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ConfigError(
-            f"{type(module).__name__} has {', '.join(own)} on the meta device and no reset_parameters() to give them "
-            "values; write that method, or build the model on a real device"
+            f"{type(module).__name__} has {', '.join(tensors)} on the meta device and no reset_parameters() to give "
+            "them values; write that method, or build the model on a real device"
         )
-    return DeferredModule(module, reset, {name: tensor.shape for name, tensor in own.items()})
+    return DeferredModule(module, reset, {name: tensor.shape for name, tensor in tensors.items()})
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -91,6 +92,7 @@ def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _children_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    """Iterate over the modules of a model, each once, children before parents."""
     if module not in visited:
         visited.add(module)
         for child in module.children():

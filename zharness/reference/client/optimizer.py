@@ -45,6 +45,7 @@ class LeafSubstitution:
 
 
 def _as_list(params: Any) -> list[Any]:
+    """Return the parameters of a group as a list; torch.optim allows a single tensor too."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -94,14 +95,14 @@ def build_optimizer(
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer state was made before the first step, as Adagrad's."""
+    """Return whether an optimizer state was made before the first step, as Adagrad's is."""
     return "step" in state and not state["step"]
 
 
 def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
-    """Raise ConfigError for an optimizer that cannot update shards, or that is not known to be able to."""
-    for each in optimizer_class.__mro__:
-        refuse_non_elementwise(each.__name__)
+    """Raise ConfigError for an optimizer that cannot update shards, and for one outside torch.optim unless allowed."""
+    for base_class in optimizer_class.__mro__:
+        refuse_non_elementwise(base_class.__name__)
     if (
         settings.stage
         and not settings.allow_untested_optimizer
@@ -119,27 +120,27 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
 
     Raises ConfigError for a schedule that cannot be used.
     """
-    made = schedule(optimizer) if callable(schedule) else schedule
-    if made is None and choice is not None:
+    built = schedule(optimizer) if callable(schedule) else schedule
+    if built is None and choice is not None:
         try:
-            made = choice.target_class(optimizer, **choice.kwargs)
+            built = choice.target_class(optimizer, **choice.kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"scheduler.params {dict(choice.kwargs)}: {choice.target_class.__name__}: {error}"
             ) from None
-    if made is None:
+    if built is None:
         return None
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau needs a metric at each step, which the engine does not have; step it yourself"
         )
-    if not callable(getattr(made, "step", None)):
+    if not callable(getattr(built, "step", None)):
         raise ConfigError(
-            f"lr_scheduler is a {type(made).__name__}; expected a scheduler, or a callable that makes one"
+            f"lr_scheduler is a {type(built).__name__}; expected a scheduler, or a callable that makes one"
         )
-    if getattr(made, "optimizer", optimizer) is not optimizer:
+    if getattr(built, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler belongs to another optimizer than the engine's; pass a callable that makes one")
-    return made
+    return built
 
 
 def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
@@ -173,7 +174,7 @@ def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> Rem
 
 
 def check_only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
-    """Raise ConfigError if the optimizer holds a tensor that is not a leaf, as it would never get a gradient."""
+    """Raise ConfigError if the optimizer has a tensor that is not a leaf, which would never get a gradient."""
     known = {id(leaf) for leaf in leaves.values()}
     for group in optimizer.param_groups:
         for tensor in group["params"]:

@@ -129,15 +129,15 @@ def choice_parser(*allowed: Any) -> ValueParser:
 
 def parse_dtype(path: str, value: Any) -> torch.dtype:
     """Parse one of DeepSpeed's names for float32, bfloat16 or float16."""
-    for found, names in _DTYPES.items():
+    for dtype, names in _DTYPES.items():
         if str(value).removeprefix("torch.").lower() in names:
-            return found
+            return dtype
     raise ConfigError.unknown_name(path, value, [names[0] for names in _DTYPES.values()])
 
 
 def parse_names(path: str, value: Any) -> tuple[str, ...]:
     """Parse a list of strings."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{path} is {value!r}; expected a list of names")
     return tuple(value)
 

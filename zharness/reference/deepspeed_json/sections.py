@@ -26,7 +26,7 @@ NO_QUANTIZATION = FixedKey(False, "nothing is quantized")
 
 OFFLOAD = Section(
     supported_keys={"device": Key(choice_parser("none", "cpu"), "none")},
-    # They choose the memory and the size of the pieces in which it is copied.
+    # These keys choose the memory for offloaded tensors, and the size of the pieces in which they are copied.
     ignored_keys=frozenset(
         {"buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read", "pipeline_write"}
     ),
@@ -43,8 +43,8 @@ ZERO_OPTIMIZATION = Section(
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },
-    # They choose how many elements are communicated together, when, and by which calls, where and how long they are
-    # kept, what is printed, and what a file of weights contains. None of them changes a computed number.
+    # These keys choose how many elements are communicated together, when, and by which calls, where and how long
+    # elements are kept, what is printed, and what a file of weights contains. None of them changes a computed number.
     ignored_keys=frozenset(
         {
             "allgather_bucket_size",
@@ -109,7 +109,7 @@ BF16 = Section(
         "bf16_master_weights_and_grads": Key(parse_flag, False),
         "bf16_optimizer_states": Key(parse_flag, False),
     },
-    ignored_keys=frozenset({"immediate_grad_update"}),  # when a gradient is copied, not how it is accumulated
+    ignored_keys=frozenset({"immediate_grad_update"}),  # chooses when a gradient is copied, not how it is accumulated
 )
 TORCH_AUTOCAST = Section(
     supported_keys={
@@ -139,7 +139,7 @@ CHECKPOINT = Section(
     supported_keys={},
     ignored_keys=frozenset(
         {"tag_validation"}
-    ),  # whether different tags on the ranks are a warning or an error; here always an error
+    ),  # chooses whether different tags on the ranks are a warning or an error; this engine always raises an error
     fixed_keys={
         "load_universal": FixedKey(False, "call load_universal_checkpoint"),
         "use_node_local_storage": FixedKey(False, "all ranks share one file system"),
@@ -168,7 +168,7 @@ TOP_LEVEL = Section(
         "bf16": Key(BF16, {}),
         "torch_autocast": Key(TORCH_AUTOCAST, {}),
     },
-    # They choose what is printed or measured, and how often.
+    # These keys choose what is printed or measured, and how often.
     ignored_keys=frozenset(
         {
             "disable_python_gc",

@@ -21,7 +21,7 @@ from zharness.reference.mixed_precision.precision import AutocastConfig, OnOverf
 
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OPTIM = torch.optim
-# They update each element by itself, so the update of a shard is the shard of the full update.
+# These optimizers update each element by itself, so the update of a shard is the shard of the full update.
 OPTIMIZERS: dict[str, type[_OPTIM.Optimizer]] = {
     kind.__name__.lower(): kind
     for kind in (
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, type[_OPTIM.Optimizer]] = {
         *(_OPTIM.RAdam, _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.SGD),
     )
 }
-# They need a full parameter, or all of them. Some releases of torch lack some of these classes.
+# These optimizers need a full parameter, or all parameters. Some releases of torch lack some of these classes.
 NOT_ELEMENTWISE = {
     "Adafactor": "it factors a matrix into rows and columns",
     "LBFGS": "it needs inner products over all parameters, and a closure",
@@ -125,7 +125,10 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
 
 
 def _parse_batch_sizes(values: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Compute micro-batch size and accumulation steps from two of DeepSpeed's three sizes (or one, and 1)."""
+    """Compute micro-batch size and accumulation steps from those of DeepSpeed's three sizes that are given.
+
+    If only one size is given, the accumulation steps are 1. Raises ConfigError if the sizes do not fit together.
+    """
     train, micro = values["train_batch_size"], values["train_micro_batch_size_per_gpu"]
     steps = values["gradient_accumulation_steps"]
     if train is None and micro is None:
@@ -158,6 +161,7 @@ def _parse_precision(values: Mapping[str, Any]) -> Precision:
 
 
 def _parse_bf16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
+    """Return the precision of an enabled section bf16."""
     return Precision(
         param_dtype=torch.bfloat16,
         master_dtype=torch.bfloat16 if section["bf16_master_weights_and_grads"] else torch.float32,
@@ -167,6 +171,7 @@ def _parse_bf16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) ->
 
 
 def _parse_fp16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
+    """Return the precision of an enabled section fp16."""
     static_scale = section["loss_scale"]
     scaling = LossScaleConfig(
         initial_scale=static_scale or 2.0 ** section["initial_scale_power"],
@@ -186,6 +191,7 @@ def _parse_fp16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) ->
 
 
 def _parse_autocast(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
+    """Return the precision of an enabled section torch_autocast. Raises ConfigError for fp32."""
     dtype = section["dtype"]
     if dtype == torch.float32:
         raise ConfigError("torch_autocast.dtype is fp32, not a lower precision; use bf16 or fp16, or disable it")
@@ -241,8 +247,8 @@ def _check_master_weights(values: Mapping[str, Any]) -> None:
 def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Precision, stage: int) -> None:
     """Raise ConfigError unless the dtype is the one in which micro-batches add up at this stage.
 
-    It is the parameters' at stages 0 and 1, where unreduced gradients add up, and the master weights' at stages 2 and
-    3.
+    It is the parameters' dtype at stages 0 and 1, where unreduced gradients add up, and the master weights' dtype at
+    stages 2 and 3.
     """
     accum_dtype = (precision.param_dtype if stage < 2 else precision.master_dtype) or torch.float32
     if grad_accum_dtype not in (None, accum_dtype):
@@ -254,10 +260,10 @@ def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Pre
 
 
 def _parse_optimizer(section: Mapping[str, Any] | None) -> ClassChoice | None:
-    """Find torch's optimizer for DeepSpeed's name of it. Raises ConfigError for an unknown one.
+    """Find torch's optimizer for DeepSpeed's name of it. Raises ConfigError for an unknown name.
 
-    DeepSpeed's "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false; so does this one. ``torch_adam``,
-    which selects torch's implementation in DeepSpeed, is ignored, since there is no other one here.
+    "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false, as in DeepSpeed. ``torch_adam``, which selects
+    torch's implementation in DeepSpeed, is ignored, since this engine has no other implementation.
     """
     if section is None:
         return None
@@ -284,6 +290,7 @@ def refuse_non_elementwise(name: str) -> None:
 
 
 def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
+    """Find torch's scheduler of the name in the section. Raises ConfigError for an unknown name."""
     if section is None:
         return None
     name = section["type"]

@@ -1,1 +1,1 @@
-"""Beside training: the bytes that ranks hold, and full tensors copied to the CPU for callers."""
+"""Inspect an engine: count the bytes of tensors on a rank, and copy full tensors to the CPU for callers."""

@@ -1,6 +1,6 @@
 """Collectives on many tensors at once: a collective on one element costs as much as one on many.
 
-They copy full tensors to the CPU for callers, and broadcast rank 0's values. Training itself uses ``buckets``.
+They copy full tensors to the CPU for callers, and broadcast one rank's values. Training itself uses ``buckets``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
         rows = all_gather_rows(torch.cat([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
         for key, part in zip(keys, torch.split(rows, [lengths[key] for key in keys], dim=1), strict=True):
             layout = shards[key][1]
-            whole = part.reshape(-1)[: layout.numel].view(layout.shape)
+            full_tensor = part.reshape(-1)[: layout.numel].view(layout.shape)
             # Without memory_format a part one element wide, a column of the rows, would keep the rows' stride.
-            full[key] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            full[key] = full_tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return {key: full[key] for key in shards}
 
 
@@ -45,8 +45,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
     by_index = dict(enumerate(tensors))
     lengths = {key: tensor.numel() for key, tensor in by_index.items()}
     for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
-        # Copy even a single tensor: gloo releases what it sent a moment later, and a borrowed tensor would be counted
-        # as unsharded memory until then.
+        # Copy even a single tensor: gloo releases the tensor that it sent a moment later, and the caller's tensor would
+        # be counted as unsharded memory until then.
         flat = torch.cat([by_index[key].detach().reshape(-1) for key in keys])
         if flat.numel():
             comm.broadcast(flat, source)
@@ -55,7 +55,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
 
 
 def _coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
-    """Group the keys of tensors for one collective each: of one dtype and device, with at most ``max_elements``.
+    """Yield groups of keys for one collective each: tensors of one dtype and device, at most ``max_elements`` in all.
 
     A tensor with more elements is a group by itself. ``lengths`` must be the same on all ranks, as the groups follow
     from them.

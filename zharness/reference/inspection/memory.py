@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: of stored tensors, and at stage 3 of unsharded parameters, with their peak."""
+"""Count the bytes of tensors on a rank, and at stage 3 those of unsharded parameters, with their peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def storage_bytes_by_dtype(values: Iterable[Any]) -> dict[str, int]:
 class UnshardedMemoryTracker:
     """Count the bytes of all unsharded storages that are alive, and record their peak.
 
-    It holds weak references only, so tracking a tensor does not keep it alive.
+    It keeps weak references only, so tracking a tensor does not keep it alive.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class LossScale:
         return self._scale if self._external_scale is None else self._external_scale
 
     def is_needed(self) -> bool:
-        """Whether losses have to be scaled."""
+        """Return whether losses have to be scaled."""
         return self._config is not None or self._external_scale is not None
 
     def override(self, scale: float | None) -> None:
@@ -99,7 +99,7 @@ class LossScale:
         return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
-        """Raise UsageError in a backward of an unscaled loss; the hook of every parameter."""
+        """Raise UsageError in a backward of an unscaled loss; every parameter calls this hook."""
         if self._external_scale is None and self._scaled_graph_task_id is None:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "
@@ -112,7 +112,7 @@ class LossScale:
         self._scaled_graph_task_id = None
 
     def update(self, overflow: bool) -> None:
-        """Update the loss scale after a step. ``overflow``: a gradient of any rank overflowed.
+        """Update the loss scale after a step; ``overflow`` says whether a gradient of any rank was not finite.
 
         Raises NonFiniteError on every rank for an overflow at the smallest scale that is configured.
         """

@@ -16,7 +16,7 @@ from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
-    """What a step does if a gradient is not finite on some rank."""
+    """The action of a step if a gradient is not finite on some rank."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"
@@ -32,12 +32,12 @@ class AutocastConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes that the sections fp16, bf16, torch_autocast and communication_data_type result in.
+    """The dtypes that follow from the sections fp16, bf16 and torch_autocast and the key communication_data_type.
 
     ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch;
-    ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is that of fp16's
-    auto_cast. Only trained parameters are converted; buffers and frozen parameters keep their dtype (a model that mixes
-    them in one operation has to convert them itself beforehand).
+    ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is the dtype to
+    which fp16.auto_cast casts the inputs. Only trained parameters are converted; buffers and frozen parameters keep
+    their dtype (a model that mixes them in one operation has to convert them itself beforehand).
 
     A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the torch_autocast
     section is enabled: then that section applies in the forward. Inside the forward the innermost block always applies.
@@ -53,17 +53,18 @@ class Precision:
 
     def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
         """Return the dtypes of every parameter. The autocast dtype of a safe module precedes ``reduce_dtype``."""
-        low = self._low_precision_params(module)
-        return {p: self._assign_param_dtypes(p, p in low) for p in module.parameters()}
+        low_precision = self._low_precision_params(module)
+        return {p: self._assign_param_dtypes(p, p in low_precision) for p in module.parameters()}
 
     def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
-        own = parameter.dtype
-        is_converted = parameter.requires_grad and own.is_floating_point
-        param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else own
+        """Return the dtypes of one parameter; a low-precision one is unsharded and reduced in the autocast dtype."""
+        original_dtype = parameter.dtype
+        is_converted = parameter.requires_grad and original_dtype.is_floating_point
+        param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else original_dtype
         master_dtype = self.master_dtype if is_converted and self.master_dtype is not None else param_dtype
         unshard_dtype = self.autocast.dtype if self.autocast is not None and is_low_precision else None
         reduce_dtype = unshard_dtype or self.reduce_dtype
-        if reduce_dtype is None or not own.is_floating_point:
+        if reduce_dtype is None or not original_dtype.is_floating_point:
             reduce_dtype = param_dtype
         return ParamDtypes(param_dtype, reduce_dtype, master_dtype, unshard_dtype)
 
@@ -74,10 +75,11 @@ class Precision:
         """
         if self.autocast is None:
             return set()
-        owned: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
-        for each in module.modules():
-            owned[type(each) in self.autocast.safe_modules].update(each.parameters(recurse=False))
-        return {p for p in owned[True] - owned[False] if p.dtype == torch.float32}
+        params_by_safety: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
+        for submodule in module.modules():
+            is_safe = type(submodule) in self.autocast.safe_modules
+            params_by_safety[is_safe].update(submodule.parameters(recurse=False))
+        return {p for p in params_by_safety[True] - params_by_safety[False] if p.dtype == torch.float32}
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which the model's forward runs."""
@@ -92,7 +94,7 @@ class Precision:
         if isinstance(value, Tensor):
             return value.to(self.input_dtype) if value.is_floating_point() else value
         if isinstance(value, Mapping):
-            return {key: self.cast_inputs(each) for key, each in value.items()}
+            return {key: self.cast_inputs(entry) for key, entry in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.cast_inputs(each) for each in value)
+            return type(value)(self.cast_inputs(entry) for entry in value)
         return value

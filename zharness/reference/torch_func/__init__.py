@@ -1,1 +1,1 @@
-"""Beside the engine: autograd Functions for torch.func, and the fallbacks for torch releases that lack an API."""
+"""ZeRO-3's linear layer as an autograd Function for torch.func, and fallbacks for torch releases that lack an API."""

@@ -46,10 +46,10 @@ class EndOfBackward:
 
     A backward is a graph task. A reentrant checkpoint's backward, and a backward that a Function calls in its forward,
     are graph tasks of their own, which run inside or before the outer one. So ``callback`` must be correct at the end
-    of each of them: it processes what is new, and may not assume that it is the last call.
+    of each of them: it processes the new gradients, and may not assume that it is the last call.
 
-    A graph task that ended with an exception never calls back. With graph task ids, later ones are not affected;
-    ``reset`` forgets it.
+    A graph task that ended with an exception never calls ``callback``. If torch has graph task ids, later graph tasks
+    are not affected; ``reset`` forgets the failed one.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], callback: Callable[[], None]) -> None:
@@ -69,13 +69,14 @@ class EndOfBackward:
             private.queue_backward_callback(partial(self._end, task))
 
     def _end(self, task: int) -> None:
+        """Call ``callback`` at the end of the graph task with the id ``task``, and forget that graph task."""
         try:
             self._callback()
         finally:
             self._phases.pop(task, None)
 
     def _count_grad(self, parameter: nn.Parameter) -> None:
-        """Without ``queue_callback``: end the graph task when all gradients that it will make have come.
+        """Record one gradient without ``queue_callback``; call ``callback`` when the graph task has made all of them.
 
         All parameters are examined once per graph task: at its first gradient, which was not expected.
         """
@@ -93,7 +94,7 @@ class EndOfBackward:
 
 @cache
 def make_legacy_function(function: type) -> type:
-    """Rewrite ``function`` (forward without ctx plus setup_context) as ``forward(ctx, ...)``, as for torch < 2.0."""
+    """Rewrite ``function`` (forward without ctx plus setup_context) as ``forward(ctx, ...)``, torch's older form."""
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = function.forward(*inputs)  # type: ignore[attr-defined]
@@ -108,8 +109,8 @@ def make_legacy_function(function: type) -> type:
 def apply_function(function: type, *inputs: Any) -> Any:
     """Call ``function.apply(*inputs)``, in the legacy form unless a torch.func transform is running.
 
-    The legacy form is faster: for the other one torch inspects the signature of ``forward`` at every call, which is a
-    third of what a read at stage 3 costs.
+    The legacy form is faster: for the other one torch inspects the signature of ``forward`` at every call, which takes
+    a third of the time of a read at stage 3.
     """
     is_legacy = not (private.has_setup_context() and private.is_transforming())
     form = make_legacy_function(function) if is_legacy else function

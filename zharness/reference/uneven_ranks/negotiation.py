@@ -26,7 +26,7 @@ class CollectiveMode(Enum):
     """How this rank's collectives run."""
 
     DIRECT = "immediately: all ranks run the same collectives in the same order"
-    NEGOTIATED = "in rounds: every rank announces what it needs, then all take part in all of it"
+    NEGOTIATED = "in rounds: every rank announces a collective, then all ranks run every announced one"
 
 
 class RequestKind(IntEnum):
@@ -40,7 +40,7 @@ class RequestKind(IntEnum):
 
 
 # Ranks exchange a dtype as its index in this list, which is the same on every rank.
-ALL_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +80,7 @@ class CollectiveNegotiation:
     def allow_uneven_ranks(self) -> Iterator[None]:
         """Let ranks request different collectives inside the block. Collective at its end.
 
-        Raises UsageError inside another such block, and where another rank raised in it.
+        Raises UsageError inside another such block, and if another rank raised in this block.
         """
         self.require_even("another uneven()")
         self.mode = CollectiveMode.NEGOTIATED
@@ -116,8 +116,8 @@ class CollectiveNegotiation:
             if request.kind is RequestKind.FAILED:
                 return {}
             raise UsageError(f"rank {failed_ranks[0]} raised inside uneven(), so the other ranks cannot continue")
-        needed = sorted(set(requests) - {CollectiveRequest(RequestKind.NOTHING)})
-        return {each: self._take_part(each, local_tensor if each == request else None) for each in needed}
+        announced = sorted(set(requests) - {CollectiveRequest(RequestKind.NOTHING)})
+        return {other: self._take_part(other, local_tensor if other == request else None) for other in announced}
 
     def _take_part(self, request: CollectiveRequest, local_tensor: Tensor | None) -> Tensor:
         """Run one collective; ``local_tensor`` is None on a rank that did not request it."""
@@ -132,7 +132,7 @@ class CollectiveNegotiation:
 
 
 def _make_contribution(request: CollectiveRequest, param: ModelParam) -> Tensor:
-    """Make what a rank sends in a collective that it did not request: its shard of a parameter, else zeros."""
+    """Make the tensor that a rank sends in a collective that it did not request: its parameter shard, else zeros."""
     if request.kind is RequestKind.ALL_GATHER_PARAM:
         return param.parameter.detach().to(request.dtype)
     shape = (param.layout.shard_length,) if request.kind is RequestKind.ALL_GATHER_GRAD else param.layout.shape

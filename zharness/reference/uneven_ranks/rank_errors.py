@@ -32,8 +32,8 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_own = isinstance(error, ZHarnessError)
-        _raise_if_any_failed(str(error) if is_own else f"{type(error).__name__}: {error}", comm)
+        has_message = isinstance(error, ZHarnessError)
+        _raise_if_any_failed(str(error) if has_message else f"{type(error).__name__}: {error}", comm)
         raise
     _raise_if_any_failed("", comm)
 
@@ -72,7 +72,10 @@ def require_same_on_all_ranks(
 
 
 def _is_same_on_all_ranks(facts: Mapping[str, str], comm: Comm, device: torch.device) -> bool:
-    """Whether all ranks have the same ``facts``, by their digest: gathering objects takes several collectives."""
+    """Return whether all ranks have the same ``facts``. Collective.
+
+    Compares digests in one collective, as gathering objects would take several.
+    """
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
     local = torch.tensor([*digest], dtype=torch.uint8, device=device)
     rows = comm.all_gather(local.new_empty(comm.world_size * len(digest)), local).view(comm.world_size, -1)

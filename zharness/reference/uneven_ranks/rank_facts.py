@@ -13,12 +13,12 @@ from zharness.reference.deepspeed_json.settings import Settings
 
 
 def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Dataset[Any] | None) -> dict[str, str]:
-    """Describe everything that must be the same on all ranks, by name, before anything is done to the model.
+    """Describe by name all facts that must be the same on all ranks, before the model is changed.
 
     Raises ConfigError for a parameter that cannot be trained, and for a ``grad_accum_dtype`` that is not the dtype in
     which micro-batches add up.
     """
-    facts = {f"configuration: {each.name}": repr(getattr(settings, each.name)) for each in fields(settings)}
+    facts = {f"configuration: {field.name}": repr(getattr(settings, field.name)) for field in fields(settings)}
     dtypes = settings.precision.assign_dtypes(model)
     for name, p in model.named_parameters():
         if not p.is_floating_point() and p.requires_grad:
@@ -30,11 +30,12 @@ def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Data
                 f"micro-batches add up in {accum_dtype}; leave the key out, or enable bf16 or fp16 at stage 2 or 3"
             )
         facts[f"parameter {name!r}"] = f"{p.dtype} {tuple(p.shape)}, {'trained' if p.requires_grad else 'frozen'}"
-    facts |= {f"buffer {name!r}": f"{each.dtype} {tuple(each.shape)}" for name, each in model.named_buffers()}
+    facts |= {f"buffer {name!r}": f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()}
     return facts | {"training_data": _describe_data(training_data)}
 
 
 def _describe_data(training_data: Dataset[Any] | None) -> str:
+    """Describe a data set by its number of samples."""
     if training_data is None:
         return "none"
     return f"{len(training_data)} samples" if hasattr(training_data, "__len__") else "?"
