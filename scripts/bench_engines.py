@@ -40,9 +40,9 @@ only: check the load that is printed first, and the quartiles.
   python scripts/bench_engines.py --part time --engine reference   without the other engines
 """
 
-# The issue's bars: the median step over plain PyTorch's, by stage of the reference engine.
+# Limits on the ratio of the median step to plain PyTorch's, by stage of the reference engine.
 BARS: Mapping[int, float] = {0: 1.08, 1: 1.15, 2: 1.15, 3: 1.35}
-NEAR = 1.02  # the largest ratio of held and sent bytes to their formulas
+NEAR = 1.02  # limit on the ratio of held and sent bytes to their formulas
 WORLDS = (1, 2, 4, 8)
 PARTS = ("time", "bytes", "growth")
 STEPS = {"5M": 3, "50M": 1}  # steps in a round; one of the large model takes as long as a dozen of the small one
@@ -66,7 +66,8 @@ def time_engines(names: list[str], plan: Plan, cap: float) -> dict[Key, dict[str
 def compute_ratios(engine: list[list[float]], plain: list[list[float]]) -> dict[str, float]:
     """Return the median, the quartiles and the minimum of an engine's step time over the plain model's."""
     by_round = sorted(
-        statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(engine, plain, strict=True)
+        statistics.median(engine_steps) / statistics.median(plain_steps)
+        for engine_steps, plain_steps in zip(engine, plain, strict=True)
     )
     low, middle, high = statistics.quantiles(by_round, n=4) if len(by_round) > 1 else by_round * 3
     fastest = min(map(min, engine)) / min(map(min, plain))
@@ -85,9 +86,9 @@ def find_excess_bytes(rows: list[dict[str, float]]) -> Iterator[str]:
     """Yield a message for each byte count that exceeds its formula or limit."""
     for row in rows:
         where = f"stage {row['stage']:.0f}, {row['ranks']:.0f} ranks, {row['micro-batches']:.0f} micro-batches"
-        for got, bar in (("held", "formula"), ("sent", "volume")):
-            if row[got] > NEAR * row[bar]:
-                yield f"{where}: {got} {row[got]:.0f} bytes, formula {row[bar]:.0f}"
+        for measured, formula in (("held", "formula"), ("sent", "volume")):
+            if row[measured] > NEAR * row[formula]:
+                yield f"{where}: {measured} {row[measured]:.0f} bytes, formula {row[formula]:.0f}"
         if row["gathered at rest"] or row["gathered peak"] > row["gathered allowed"]:
             yield f"{where}: gathered {row['gathered at rest']:.0f} at rest, {row['gathered peak']:.0f} at the peak"
 
@@ -130,10 +131,12 @@ def render_byte_table(rows: list[dict[str, float]]) -> str:
 
 
 def parse_world_sizes(text: str) -> list[int]:
+    """Return the numbers of a list such as ``1,2,4``."""
     return [int(number) for number in text.split(",")]
 
 
 def list_installed_engines() -> list[str]:
+    """Return the engines that can be timed; DeepSpeed only if it is installed."""
     return ["reference", "ddp", "fsdp2", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
 
 
@@ -152,11 +155,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps in a round (default 3, of the large model 1)")
     parser.add_argument("--fused", action="store_true", help="use torch's fused AdamW instead of its default")
     parser.add_argument("--cap", type=float, default=1800.0, help="seconds for one group of engines (default 1800)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Measure the requested parts, print their tables, and exit with 1 if a limit is exceeded."""
     arguments = parse_arguments()
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {os.cpu_count()} cores, load {load}\n")

@@ -2,12 +2,12 @@
 
     python scripts/bench_model.py [--model PATH] [--engine reference] [--stage 3] [--jobs 0]
 
-Prints the seconds of the whole run, and (whole - engine - baseline) / engine over the cells, run one after another:
-whole is observing and judging; engine is the same calls of the engine with nothing recorded; baseline is the forwards
-and backwards of the plain model within the judge. These are CPU seconds of all processes, which other load on the
+Prints the seconds of the whole run, and (whole - engine - baseline) / engine over the cells, run one after another.
+Here "whole" is observing and judging, "engine" the same calls of the engine without recording, and "baseline" the
+forwards and backwards of the plain model in the judge. These are CPU seconds of all processes, which other load on the
 machine changes little. Targets: 90 s, and 30 %. Micro-batches are 4 rows of 128 tokens, the model's full length;
-`--model scripts.bench_model:of_32_tokens` uses the shorter random batches of a model without a batch function, with
-which the engine computes less but as much is compared.
+`--model scripts.bench_model:of_32_tokens` uses the shorter random batches of a model without a batch function: the
+engine computes less, while the number of compared elements stays the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zharness.workload.models import SAMPLES
 from zharness.world import Group, Isolation, RankTask
 
 TIMEOUT = 600.0
-AIM = 0.3
+AIM = 0.3  # largest cost of verifying, as a share of the engine's CPU time
 
 
 def of_32_tokens() -> Any:
@@ -57,6 +57,7 @@ def gpt2() -> Any:
     """Build the same GPT-2, with micro-batches as long as its number of positions."""
 
     def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Return random token ids, which are inputs and labels."""
         ids = torch.randint(8192, (SAMPLES, 128), generator=generator)
         return {"input_ids": ids, "labels": ids}
 
@@ -113,7 +114,9 @@ def time_engine(cell: Cell, claims: Capabilities) -> float:
 
 
 def time_judge(cell: Cell, folder: str, claims: Capabilities) -> tuple[float, float]:
-    """Judge a cell; return the CPU seconds, and those of the plain model's runs. Raises HarnessFault for a fail."""
+    """Judge a cell; return the CPU seconds, and those of the plain model's runs. Raises HarnessFault if a law is
+    broken.
+    """
     RUN_SECONDS.clear()
     plain = observe_and_judge.build_baseline(cell, 0, claims)
     timed = TimedBaseline(**{name: getattr(plain, name) for name in plain.__dataclass_fields__})
@@ -135,14 +138,16 @@ def measure_cell(runner: Runner, cell: Cell, folder: str) -> tuple[float, float,
     claims = runner.claims(cell.engine, cell.stage)
 
     def run_on_ranks(function: Any, *args: Any) -> float:
+        """Return the sum of the numbers that ``function`` returns on the ranks."""
         task = RankTask(function, args, cell.world_size, TIMEOUT, Group.REUSED, Isolation.POOLED, "bench")
         return sum(runner._servers[cell.engine].submit(task).values())
 
     def run_on_judge(function: Any, *args: Any) -> Any:
+        """Return the result of ``function`` in the judge's process."""
         task = RankTask(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
         return runner._judge_server.submit(task).values()[0]
 
-    run_on_ranks(time_engine, cell, claims)  # the first run of a pool imports, and builds the model
+    run_on_ranks(time_engine, cell, claims)  # the first run in a pool includes imports and the build of the model
     run_on_judge(build_model, cell, claims)
     engine = run_on_ranks(time_engine, cell, claims)
     observing = run_on_ranks(time_observe, cell, folder, claims)

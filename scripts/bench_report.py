@@ -32,7 +32,7 @@ def main() -> int:
     """Write the page, load it several times and print the figures; return 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=10_000)
-    parser.add_argument("--evidence", type=float, default=0.02, help="the share of records that fail, with evidence")
+    parser.add_argument("--evidence", type=float, default=0.02, help="share of records that fail and have evidence")
     parser.add_argument("--loads", type=int, default=5)
     options = parser.parse_args()
     if missing():
@@ -40,16 +40,18 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
-        made = records(options.records, options.evidence)
+        sample = records(options.records, options.evidence)
         began = time.perf_counter()
-        write_page(made, 1.0, path)
-        took, size = time.perf_counter() - began, path.stat().st_size
+        write_page(sample, 1.0, path)
+        write_seconds, size = time.perf_counter() - began, path.stat().st_size
         with sync_playwright() as tool:
             launched = tool.chromium.launch(executable_path=browser(), args=ARGUMENTS)
             measured = [load(launched, path) for _ in range(options.loads)]
             launched.close()
-    shown = sum(record.as_json()["evidence"] is not None for record in made)
-    print(f"{len(made)} records, {shown} with evidence: {size / 1e6:.2f} MB, written in {took:.1f} s")
+    with_evidence = sum(record.as_json()["evidence"] is not None for record in sample)
+    print(
+        f"{len(sample)} records, {with_evidence} with evidence: {size / 1e6:.2f} MB, written in {write_seconds:.1f} s"
+    )
     loads, busy = zip(*measured, strict=True)
     median, spread = statistics.median(loads), f"{min(loads):.2f} to {max(loads):.2f}"
     print(

@@ -23,8 +23,8 @@ from zharness.mutants import MUTANTS
 
 SECONDS, MODULES = 60.0, 3
 SEARCH = 45.0  # seconds of the search, the command's default; starting ranks and the final run take the rest
-# Mutants of each correct engine, and for each kind of fault: a factor, a loss, shards, clipping, the optimizer, graphs,
-# parameters.
+# These mutants cover each engine that they are built on, and each kind of fault: a factor, a loss, shards, clipping,
+# the optimizer, graphs, parameters.
 CHOSEN = (
     "never_reduces",
     "leaves_out_the_last_rank",
@@ -55,23 +55,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SEARCH, help="Limit of each search.")
     parser.add_argument("--jsonl", type=Path)
     arguments = parser.parse_args()
-    missed = 0
+    missed_count = 0
     lines = []
     for name in tqdm(arguments.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
         cell, began = get_target_cell(name), time.monotonic()
         result = shrink_failure(cell, 0, build_rank_environment(cell.engine), 30.0, arguments.seconds)
         seconds, size = time.monotonic() - began, result.module_count
-        missed += seconds > SECONDS or size > MODULES
-        shown = result.record.cell.id if result.program is None else str(result.program)
-        print(f"{seconds:6.1f} s  {size} modules  {result.attempts:3} tried  {cell.id}\n{'':9}{shown}", flush=True)
+        missed_count += seconds > SECONDS or size > MODULES
+        smallest = result.record.cell.id if result.program is None else str(result.program)
+        print(f"{seconds:6.1f} s  {size} modules  {result.attempts:3} tried  {cell.id}\n{'':9}{smallest}", flush=True)
         lines.append(
-            {"case": cell.id, "seconds": round(seconds, 2), "modules": size, "tried": result.attempts, "to": shown}
+            {"case": cell.id, "seconds": round(seconds, 2), "modules": size, "tried": result.attempts, "to": smallest}
         )
     if arguments.jsonl is not None:
         arguments.jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     count = len(arguments.mutants)
-    print(f"{count - missed} of {count} within {SECONDS:.0f} s and {MODULES} modules")
-    return int(missed > 0)
+    print(f"{count - missed_count} of {count} within {SECONDS:.0f} s and {MODULES} modules")
+    return int(missed_count > 0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python scripts/compare_records.py --before old/*.jsonl --after new/*.jsonl
 
 Reads the files that ``zharness check --jsonl`` and ``zharness mutants --jsonl`` write. Prints each difference and
-exits with 1 when there is one. Times, versions and the spelling of a message are not compared.
+exits with 1 if there is one. Times, versions and the spelling of a message are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# What a cell concluded, and the numbers that it concluded it from. Messages, seconds and versions may differ.
+# A record's verdict and the numbers that led to it. Messages, seconds and versions may differ.
 COMPARED = (
     *("verdict", "excuse", "stale", "documented", "withheld", "tier", "ratio", "smallest"),
     *("wrong_elements", "elements", "undetermined", "modules"),
@@ -38,7 +38,7 @@ LOCATION = (
 
 
 def read_records(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Read JSON lines and return the records by cell id. The last record of a cell is the one that counts."""
+    """Read JSON lines and return the records by cell id; of several records of a cell the last one counts."""
     records: dict[str, dict[str, Any]] = {}
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -48,14 +48,14 @@ def read_records(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def conclusion(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``record`` that a change of names must not change."""
+    """Return the fields of ``record`` that have to be equal in both runs."""
     divergence = record.get("divergence") or {}
-    found = {name: record.get(name) for name in COMPARED}
-    return found | {f"divergence.{name}": divergence.get(name) for name in LOCATION}
+    fields = {name: record.get(name) for name in COMPARED}
+    return fields | {f"divergence.{name}": divergence.get(name) for name in LOCATION}
 
 
 def differences(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe every cell that one run lacks, and every field in which the two runs differ."""
+    """Describe every cell that one run lacks, and every compared field in which the runs differ."""
     lines = [f"only before: {name}" for name in before.keys() - after.keys()]
     lines += [f"only after: {name}" for name in after.keys() - before.keys()]
     for name in before.keys() & after.keys():
@@ -72,7 +72,7 @@ def main() -> int:
     arguments = parser.parse_args()
     pair = len(arguments.files) == 2 and not (arguments.before or arguments.after)
     if not pair and not (arguments.before and arguments.after and not arguments.files):
-        parser.error("got neither two files nor --before and --after; give one of the two")
+        parser.error("expected either two files, or --before and --after")
     before = read_records(arguments.files[:1] if pair else arguments.before)
     after = read_records(arguments.files[1:] if pair else arguments.after)
     lines = differences(before, after)

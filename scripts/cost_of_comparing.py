@@ -2,13 +2,13 @@
 
     python scripts/cost_of_comparing.py
 
-The engine's run is the time of its slowest rank to observe a cell: build the model and the engine, draw batches, run
-forwards, backwards and steps, and gather full gradients, weights and state by the engine's own functions. Not part of
-it is what this package does there to compare: check that the engine left the model unchanged, copy what it returned,
-look for replaced functions of torch, and write the evidence. The baseline's run is the time to build and run the plain
-model in the cell's dtype, or nothing if the process has cached it from another cell. The rest is cost too: certificates
-in float64, reading and judging, and messages to and from ranks and judge. Cells run one after another on pooled ranks
-and a pooled judge.
+The engine's run is the time that its slowest rank needs to observe a cell: build the model and the engine, draw
+batches, run forwards, backwards and steps, and gather full gradients, weights and state by the engine's own functions.
+It excludes what zharness does there for the comparison: check that the engine left the model unchanged, copy what it
+returned, look for replaced functions of torch, and write the evidence. The baseline's run is the time to build and run
+the plain model in the cell's dtype, or nothing if the process has cached it from another cell. All other time is cost:
+certificates in float64, reading and judging, and messages to and from ranks and judge. Cells run one after another on
+pooled ranks and a pooled judge.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from zharness.world import Group, Isolation, RankServer
 from zharness.world.cores import assign_cores
 from zharness.world.task import RankTask
 
-BAR = 0.30
+BAR = 0.30  # limit on the median cost
 
 Parts = tuple[tuple[Any, str], ...]  # functions, by their module or class and their name
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The seconds of one cell: in all, of the engine's slowest rank, of the plain model's runs, and of the judge."""
+    """The seconds of one cell: the whole cell, the engine's slowest rank, the plain model's runs, and the judge."""
 
     cell: Cell
     whole: float
@@ -60,12 +60,12 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """Return the cost of comparing, as a fraction of the engine's run."""
+        """The cost of comparing, as a fraction of the engine's run."""
         return (self.whole - self.engine - self.plain) / self.engine
 
 
 def time_observe(*arguments: Any) -> float:
-    """Observe a cell and return the seconds without those of comparing; runs on a rank."""
+    """Observe a cell and return the seconds, without those spent on comparing; runs on a rank."""
     whole, comparing = time_parts(COMPARING, observe_and_judge.observe, arguments)
     return whole - comparing
 
@@ -86,7 +86,7 @@ def time_parts(parts: Parts, function: Callable[..., Any], arguments: tuple[Any,
         return time.perf_counter() - began, stopwatch.seconds
 
 
-# Functions that run on a rank and are not the engine's.
+# Functions of zharness that run on a rank in addition to the engine's.
 COMPARING: Parts = (
     (observe_and_judge, "open_evidence_writer"),
     (snapshot.EvidenceWriter, "write_snapshot"),
@@ -96,7 +96,7 @@ COMPARING: Parts = (
     (construction.ModelSnapshot, "capture"),
     (construction.ModelSnapshot, "require_unchanged"),
 )
-# Runs of the plain model in the cell's dtype; further runs in float64 are certificates, so part of comparing.
+# Runs of the plain model in the cell's dtype; further runs in float64 are certificates, so they are part of comparing.
 PLAIN: Parts = (
     *((Baseline, name) for name in ("build_module", "batch", "run_rank")),
     (scenarios, "run_plain_scenario"),
@@ -111,7 +111,7 @@ class Stopwatch:
         self._depth = 0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its calls timed, except those with torch.float64 among the arguments."""
+        """Return ``function`` with its calls timed, except calls with torch.float64 among the arguments."""
 
         @wraps(function)
         def timed_function(*args: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def measure_cost(ranks: RankServer, judges: RankServer, cell: Cell, claims: Capa
 def submit(
     server: RankServer, function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, **options: Any
 ) -> list[Any]:
-    """Run ``function(*arguments)`` on ranks of the server; return what every rank returned."""
+    """Run ``function(*arguments)`` on ranks of the server; return the results of all ranks."""
     return server.submit(RankTask(function, arguments, ranks, **options)).values()
 
 
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--engine", default="reference", help="(%(default)s)")
     parser.add_argument("--every", type=int, default=1, help="run every n-th cell only (%(default)s)")
     options = parser.parse_args()
-    importlib.import_module("torch._dynamo")  # once here, or again in every process
+    importlib.import_module("torch._dynamo")  # imported here, or else every process imports it
     claimed = {stage: engines.capabilities(options.engine, stage) for stage in range(4)}
     cells = [
         planned.cell
@@ -161,7 +161,7 @@ def main() -> int:
     ][:: options.every]
     with RankServer(get_release_environment(options.engine)) as ranks, RankServer() as judges:
         for server in (ranks, judges):
-            server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # like one of as many lanes as there are cores
+            server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # like one of several lanes
         folder = tempfile.mkdtemp(dir=judges.scratch_dir)
         for cell in {cell.stage: cell for cell in cells}.values():
             measure_cost(ranks, judges, cell, claimed[cell.stage], folder)  # starts the ranks of the stage

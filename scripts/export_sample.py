@@ -2,7 +2,7 @@
 
     python scripts/export_sample.py two.jsonl torch.jsonl --verdict fail,crash --each 1
 
-It takes the first few records (`zharness check --jsonl FILE`) with these verdicts of every law and engine, and prints a
+It exports the first records (`zharness check --jsonl FILE`) of every law and engine with these verdicts, and prints a
 line for each: the cell, the result of its script, its lines and seconds. The exit code is 1 if a script does not
 reproduce its cell.
 """
@@ -42,13 +42,14 @@ def sample_records(files: list[Path], verdicts: set[str], each: int, pattern: st
 
 
 def get_claims(record: Record) -> engines.Capabilities:
+    """Return the claims of the record's engine, which may be a mutant."""
     cell = record.cell
     known = engines.capabilities(cell.engine, cell.stage)
     return known or MUTANTS[cell.engine.partition(":")[2]].claims(cell.stage)
 
 
 def export_and_run(record: Record, folder: Path) -> tuple[str, ScriptResult | None, int]:
-    """Return why the cell cannot be exported (else ""), the result of its script, and the script's lines."""
+    """Return why the cell cannot be exported ("" if it can), the result of its script, and its number of lines."""
     cell = record.cell
     try:
         script = render_cell_script(record, get_claims(record), "script.py")
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--verdict", default=",".join(v.value for v in (Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT)))
     parser.add_argument("--each", type=int, default=1)
-    parser.add_argument("--only", default="", help="Part of the case ids.")
+    parser.add_argument("--only", default="", help="Text that the cell ids have to contain.")
     arguments = parser.parse_args()
     records = sample_records(arguments.files, set(arguments.verdict.split(",")), arguments.each, arguments.only)
     counts: Counter[str] = Counter()

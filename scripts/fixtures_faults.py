@@ -22,8 +22,8 @@ EPILOG = """
 Every fault runs in a pytest process of its own, in a file of four tests on 2 ranks: a healthy one, the fault of rank 1,
 two healthy ones. Verdict, culprit and cause are read from what a user sees: the outcome that pytest reported for the
 faulty test, and strings in pytest's output. Orphans are processes of the run that are alive 5 s after pytest ended,
-found by a tag in their environment. The exit status is 1 if zharness misses a requirement: the right verdict in time,
-culprit and cause named, no process left, the tests after the fault pass.
+identified by a tag in their environment. The exit status is 1 if zharness misses a requirement: the right verdict in
+time, culprit and cause named, no process left, the tests after the fault pass.
 
   python scripts/fixtures_faults.py                                every fault, every fixture: a quarter of an hour
   python scripts/fixtures_faults.py --only hang --fixture process
@@ -33,12 +33,12 @@ culprit and cause named, no process left, the tests after the fault pass.
 """
 
 PATIENCE = 5.0  # seconds for a session's processes to end after pytest
-QUICK, HANGING = 2.0, RANK_TIMEOUT + 3.0  # the issue's bars for a verdict
+QUICK, HANGING = 2.0, RANK_TIMEOUT + 3.0  # limits in seconds on the time until a verdict
 COMPARED = ("fresh", "pooled", "process", "continuous")
 # torch's defaults are 300 s for a test and, in MultiProcContinuousTest, 120 s for the group. Here both are divided by
 # 10, not more: the limit of MultiProcessTestCase includes the start of its processes, 10 s on a busy machine.
 TORCH_TIMEOUTS = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "30", "FIXTURES_GROUP_TIMEOUT": "12"}
-ATTEMPTS = 3  # runs, since one in which the healthy test before the fault fails cannot be judged
+ATTEMPTS = 3  # runs: a run in which the healthy test before the fault fails cannot be judged
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Fault:
 
 SIGNAL = r"SIG{0}\b|exit ?code:? -{1}\b|Exited with -{1}\b|got -{1}\b|signal {1}\b"
 STATUS = r"(?i)exit\w*( with)?( code| status)?:?( \d but got)? 3\b"
-# Lines that name ranks and types independently of the fault: log lines, warnings at exit, source that pytest quotes.
+# Lines that name ranks and types without regard to the fault: log lines, warnings at exit, source quoted by pytest.
 CHATTER = r"^\[Gloo\]|^(\[rank\d+\]:)?\[W\d|Started process \d|^>|^    "
 FAULTS = {
     "raise": Fault("exception, peer in a collective", ("ValueError: the halves do not fit",)),
@@ -66,12 +66,12 @@ FAULTS = {
     "killed": Fault("SIGKILL", (SIGNAL.format("KILL", 9),)),
     "exit": Fault("os._exit(3) in the body", (STATUS,)),
     "exit-after": Fault("exit with 3 after the body", (STATUS,)),
-    "hang": Fault("hang in Python", (r"\bhang_here\b", r"\bmeet\b"), alone=False, bar=HANGING),
+    "hang": Fault("hang in Python", (r"\bhang_here\b", r"\breduce_with_peer\b"), alone=False, bar=HANGING),
     "collectives": Fault("different collectives", (r"(?i)all_?reduce", r"(?i)all_?gather"), alone=False),
     "shapes": Fault("different shapes", (r"\b1117\b", r"\b1223\b"), alone=False),
     "dtypes": Fault("different dtypes", (r"float32|\bFloat\b", r"float64|\bDouble\b"), alone=False),
     "skip": Fault("skip on one rank, peer in a collective", ("no such device here",)),
-    "unpicklable": Fault("exception that pickle refuses", ("Unsendable: a lock travels badly",)),
+    "unpicklable": Fault("exception that pickle refuses", ("Unpicklable: an exception with a lock",)),
     "set-up": Fault("failure in set-up on one rank", ("OSError: the data set is gone",)),
     "child": Fault("a child process left behind", (), expected=("passed", "failed")),
     "pytest-killed": Fault("SIGKILL of pytest itself", (), expected=("none",)),
@@ -141,9 +141,9 @@ def run_fault(
 
 def start_session(fixture: Fixture, fault: str, folder: Path, environment: dict[str, str]) -> Session:
     """Start the pytest session of one fault; ``environment`` is set for torch's fixtures only."""
-    own = {"FIXTURES_RANKS": "2", "FIXTURES_FAULT": fault, "FIXTURES_MARKS": str(folder)}
+    variables = {"FIXTURES_RANKS": "2", "FIXTURES_FAULT": fault, "FIXTURES_MARKS": str(folder)}
     limits = ("--rank-timeout", str(RANK_TIMEOUT)) if fixture.ours else ()
-    return Session(fixture, folder, own if fixture.ours else own | TORCH_TIMEOUTS | environment, limits)
+    return Session(fixture, folder, variables if fixture.ours else variables | TORCH_TIMEOUTS | environment, limits)
 
 
 def judge(session: Session, name: str, fixture: str, ended: bool, orphans: int) -> Finding:
@@ -174,7 +174,7 @@ def extract_failures(output: str) -> str:
 
 
 def judge_culprit(output: str, alone: bool) -> str:
-    """Return ``yes`` if the output names rank 1 first or, unless it is at fault ``alone``, both ranks; else why not."""
+    """Return ``yes`` if the output names rank 1 first (for ``alone``) or both ranks; else what it names instead."""
     ranks = re.findall(r"(?i)\b(?:rank|process)\W{0,2}(\d+)\b", output)
     if ranks[:1] == ["1"] if alone else {"0", "1"} <= set(ranks):
         return "yes"
@@ -216,17 +216,17 @@ def render_totals(findings: list[Finding]) -> str:
     """Return a table with one row per fixture: how many faults it reported right."""
     rows = []
     for fixture in dict.fromkeys(finding.fixture for finding in findings):
-        mine = [finding for finding in findings if finding.fixture == fixture]
-        with_verdict = [f for f in mine if f.fault not in NO_VERDICT]
-        followed = [f for f in mine if f.fault != "pytest-killed"]
+        fixture_findings = [finding for finding in findings if finding.fixture == fixture]
+        with_verdict = [f for f in fixture_findings if f.fault not in NO_VERDICT]
+        followed = [f for f in fixture_findings if f.fault != "pytest-killed"]
         rows.append(
             [
                 FIXTURES[fixture].title,
                 f"{sum(f.right for f in with_verdict)} of {len(with_verdict)}",
                 f"{sum(f.culprit == 'yes' for f in with_verdict)} of {len(with_verdict)}",
                 f"{sum(f.cause == 'yes' for f in with_verdict)} of {len(with_verdict)}",
-                f"{sum(not f.ended for f in mine)} of {len(mine)}",
-                sum(f.orphans for f in mine),
+                f"{sum(not f.ended for f in fixture_findings)} of {len(fixture_findings)}",
+                sum(f.orphans for f in fixture_findings),
                 f"{sum(f.after == 2 for f in followed)} of {len(followed)}",
             ]
         )
@@ -235,13 +235,13 @@ def render_totals(findings: list[Finding]) -> str:
 
 
 def render_caption(arguments: argparse.Namespace) -> str:
-    """Return the caption of the table: how it was made."""
+    """Return the caption of the tables: versions and limits."""
     detail = "; TORCH_DISTRIBUTED_DEBUG=DETAIL for torch's fixtures" if arguments.detail else ""
     return (
         f"2 ranks, gloo, torch {torch.__version__}, Python {platform.python_version()}. Rank 1 is at fault. Limit of a "
         f"test: {RANK_TIMEOUT} s under zharness; torch's defaults divided by 10, which are 30 s and, for the group of "
         f"the continuous fixture, 12 s: such seconds mean that the limit was reached{detail}. A session is killed "
-        f"after {arguments.cap:g} s. Seconds run from the start of the test, the start of its ranks included. "
+        f"after {arguments.cap:g} s. Seconds start with the test and include the start of its ranks. "
         "Bold: wrong."
     )
 
@@ -254,8 +254,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cap", type=float, default=90.0, help="seconds until a session is killed (default 90)")
     parser.add_argument("--jobs", type=int, default=1, help="sessions at a time (default 1)")
     parser.add_argument("--detail", action="store_true", help="give torch's fixtures TORCH_DISTRIBUTED_DEBUG=DETAIL")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep every session's output there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep every session's output in FOLDER")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
     return parser.parse_args()
 
 

@@ -32,7 +32,7 @@ row of its own. The exit status is 1 if a figure of zharness exceeds its limit.
   python scripts/fixtures_speed.py --ranks "" --scale 64,256     large worlds only
 """
 
-# The issue's bars, in seconds for the median test (fixture, ranks) or the one test (ranks).
+# Limits in seconds: for the median test by fixture and ranks, and for the only test by ranks.
 BARS: Mapping[tuple[str, int], tuple[float, str]] = {
     ("fresh", 2): (0.10, "fresh test overhead, 2 ranks, at most 0.10 s median"),
     ("fresh", 4): (0.20, "fresh test overhead, 4 ranks, at most 0.20 s median"),
@@ -43,14 +43,14 @@ SCALE_BARS: Mapping[int, tuple[float, str]] = {
     64: (3.0, "world size 64, one all_reduce test, at most 3 s"),
     256: (15.0, "world size 256, one all_reduce test, at most 15 s"),
 }
-TIMES_BELOW = 25  # "at least 25x below MultiProcessTestCase"
-# Tests per round: many of a cheap test, few of one that takes seconds.
+TIMES_BELOW = 25  # a fresh test has to be at least this many times faster than under MultiProcessTestCase
+# Tests per round: many for a fast fixture, few for one whose test takes seconds.
 TESTS = {"fresh": 30, "pooled": 30, "pooled-checked": 30, "pooled-new": 30, "process": 5, "continuous": 10, "spawn": 5}
 
 
 @dataclass
 class Figure:
-    """The seconds of a fixture's tests at one world size, without those of ``failed`` tests."""
+    """The seconds of a fixture's passed tests at one world size, and the number of ``failed`` tests."""
 
     fixture: str
     ranks: int
@@ -65,7 +65,7 @@ class Figure:
 
 
 def measure(name: str, ranks: int, tests: int, folder: Path, cap: float) -> tuple[list[float], int, float]:
-    """Return the seconds of each test that passed, how many did not, and the seconds of the whole pytest process."""
+    """Return the seconds of each passed test, the number of other tests, and the seconds of the pytest process."""
     start, arguments = monotonic(), ("--rank-timeout", "120") if FIXTURES[name].ours else ()
     session = Session(FIXTURES[name], folder, {"FIXTURES_RANKS": str(ranks), "FIXTURES_TESTS": str(tests)}, arguments)
     session.wait(cap)
@@ -108,10 +108,10 @@ def find_misses(figures: list[Figure], large: list[Figure]) -> Iterator[str]:
         if key in medians:
             yield from describe_excess(medians[key], bar, title)
     for world in {figure.ranks for figure in figures}:
-        theirs, ours = medians.get(("process", world)), medians.get(("fresh", world))
-        if theirs is not None and ("fresh", world) in medians:
+        torch_median, fresh_median = medians.get(("process", world)), medians.get(("fresh", world))
+        if torch_median is not None and ("fresh", world) in medians:
             title = f"fresh, {world} ranks, at least {TIMES_BELOW}x below MultiProcessTestCase"
-            yield from describe_excess(ours, theirs / TIMES_BELOW, title)
+            yield from describe_excess(fresh_median, torch_median / TIMES_BELOW, title)
     for figure in large:
         if figure.ranks in SCALE_BARS:
             yield from describe_excess(figure.first[0] if figure.first else None, *SCALE_BARS[figure.ranks])
@@ -153,6 +153,7 @@ def render_scale_table(figures: list[Figure]) -> str:
 
 
 def parse_world_sizes(text: str) -> list[int]:
+    """Return the numbers of a list such as ``2,4``; an empty text gives none."""
     return [int(number) for number in text.split(",") if number.strip()]
 
 
@@ -168,7 +169,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fixture", action="append", choices=list(TESTS), help="only this fixture; repeatable")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each fixture (default 2)")
     parser.add_argument("--cap", type=float, default=300.0, help="seconds for one pytest process (default 300)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single duration there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every duration to FILE")
     return parser.parse_args()
 
 

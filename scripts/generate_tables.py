@@ -4,9 +4,9 @@
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
-Options may be combined. ``--records`` takes what ``zharness check --jsonl`` wrote, ``--kills`` what ``zharness
-mutants --jsonl`` wrote. Each table replaces the content of the ``<details>`` block with its title. When a command
-fails, README.md is left as it was, and the exit code is 1.
+Options may be combined. ``--records`` takes files of ``zharness check --jsonl``, ``--kills`` a file of ``zharness
+mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title. If a command
+fails, README.md is not changed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KILLS = "who is killed, by what is wrong"
 
 
 def run_zharness(*arguments: str) -> str:
-    """Run a command of zharness and return what it printed. Raises CalledProcessError for a usage or harness error."""
+    """Run a command of zharness and return its output. Raises CalledProcessError for a usage or harness error."""
     command = [sys.executable, "-m", "zharness", *arguments]
     print(f"running: zharness {' '.join(arguments)}", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -36,7 +36,7 @@ def run_zharness(*arguments: str) -> str:
 
 
 def markdown_table(text: str) -> str:
-    """Return the first Markdown table in ``text``, without padding. Raises ValueError when there is none."""
+    """Return the first Markdown table in ``text``, without padding. Raises ValueError if there is none."""
     match = re.search(r"^\|.*\|\n\|[ :|-]+\|\n(?:\|.*\|\n?)*", text, re.MULTILINE)
     if match is None:
         raise ValueError(f"expected a Markdown table, got {text[:200]!r}")
@@ -73,9 +73,9 @@ def generate(records: Sequence[Path], kills: Path | None, bugs: bool) -> dict[st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--records", nargs="+", type=Path, default=[], metavar="FILE", help="of `zharness check --jsonl`"
+        "--records", nargs="+", type=Path, default=[], metavar="FILE", help="files of `zharness check --jsonl`"
     )
-    parser.add_argument("--kills", type=Path, metavar="FILE", help="of `zharness mutants --jsonl`")
+    parser.add_argument("--kills", type=Path, metavar="FILE", help="file of `zharness mutants --jsonl`")
     parser.add_argument("--bugs", action="store_true", help="run every reproduction on its releases")
     arguments = parser.parse_args()
     missing = [str(path) for path in (*arguments.records, *filter(None, [arguments.kills])) if not path.is_file()]
@@ -84,7 +84,7 @@ def main() -> int:
     try:
         tables = generate(arguments.records, arguments.kills, arguments.bugs)
     except (subprocess.CalledProcessError, ValueError) as error:
-        print(f"README.md is left as it was: {error}", file=sys.stderr)
+        print(f"README.md is not changed: {error}", file=sys.stderr)
         return 1
     page = README.read_text(encoding="utf-8")
     for title, table in tables.items():

@@ -31,6 +31,7 @@ class Block(nn.Module):
 
 
 def model(width: int, depth: int) -> nn.Module:
+    """Build the model whose bytes are measured."""
     blocks = [Block(width) for _ in range(depth)]
     return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 
@@ -71,10 +72,12 @@ def main() -> None:
             ("gradients", 4, owners.gradients),
             ("optimizer_state", 8, owners.optimizer_state),
         ):
-            most = max(held[kind] for held in ranks)
+            measured = max(rank_bytes[kind] for rank_bytes in ranks)
             formula = bytes_each * psi / (arguments.world_size if owner is ShardPlacement.SHARDED else 1)
-            rows.append([stage, kind.replace("_", " "), owner.value, most, formula, most / formula])
-        rows.append([stage, "gathered, at the peak", "", max(held["gathered peak"] for held in ranks), None, None])
+            rows.append([stage, kind.replace("_", " "), owner.value, measured, formula, measured / formula])
+        rows.append(
+            [stage, "gathered, at the peak", "", max(rank_bytes["gathered peak"] for rank_bytes in ranks), None, None]
+        )
     print(f"{psi:,} parameters in {len(sizes)} tensors, {arguments.world_size} ranks, fp32, AdamW; largest of any rank")
     headers = ["stage", "what", "owner", "measured bytes", "formula bytes", "ratio"]
     print(tabulate(rows, headers, floatfmt=("", "", "", ",.0f", ",.0f", ".4f"), intfmt=",", missingval="-"))

@@ -1,4 +1,4 @@
-"""Plant a fault into DeepSpeed under a checkpointed GPT-2 with LoRA; find it, shrink it and reproduce it by a script.
+"""Plant a fault into DeepSpeed that trains a checkpointed GPT-2 with LoRA; find it, shrink it and export a script.
 
     python scripts/planted_chain.py [--seconds 45]
 
@@ -52,7 +52,7 @@ def main() -> int:
         size = re.search(r"^  training.*\((\d+) modules", shrink.stderr, re.MULTILINE)
         require(size is not None and int(size[1]) <= MODULES, f"more than {MODULES} modules are left", shrink)
         ranks = re.search(r"--nproc_per_node=(\d+)", script.read_text())
-        require(ranks is not None, "the script does not say how it is run", shrink)
+        require(ranks is not None, "the script does not name its torchrun command", shrink)
         assert ranks is not None, "checked by require"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks[1]}"]
         shown = run_step("torchrun", [*launch, str(script)])

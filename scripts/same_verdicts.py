@@ -42,7 +42,7 @@ SETTINGS = (
 
 
 def describe_verdict(record: Record) -> str:
-    """Return what has to be the same: verdict, expected failure and first wrong number.
+    """Return the text that has to be the same in all runs: verdict, expected failure and first wrong number.
 
     The message of a crash is left out: which rank reports it first depends on timing.
     """
@@ -56,8 +56,10 @@ def main() -> int:
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="laws, groups or globs; all laws")
     parser.add_argument("--engine", action="append", default=[], help="may be repeated (reference)")
     parser.add_argument("--dtype", action="append", default=[], help="may be repeated (fp32)")
-    parser.add_argument("--stage", action="append", type=int, default=[], help="may be repeated; all the engine has")
-    parser.add_argument("--jobs", type=int, default=0, help="cells at a time; one for each core")
+    parser.add_argument(
+        "--stage", action="append", type=int, default=[], help="may be repeated (all stages of the engine)"
+    )
+    parser.add_argument("--jobs", type=int, default=0, help="cells at a time (0: one for each core)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     arguments = parser.parse_args()
     request = Request(

@@ -1,4 +1,4 @@
-"""Long runs that should find nothing: `cells` counts false alarms of laws, `groups` measures leaks of ranks."""
+"""Run long tests that should find nothing: `cells` counts false alarms of laws, `groups` measures leaks of ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from soaking import cells, groups
 
 
 def main() -> int:
+    """Run the test that the command line names and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     kinds = parser.add_subparsers(title="what to soak", required=True, metavar="KIND")
     for name, module in {"cells": cells, "groups": groups}.items():

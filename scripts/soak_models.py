@@ -1,4 +1,4 @@
-"""Run every law for user models on every architecture of suites/model and every engine.
+"""Run every law that applies to user models on every architecture of suites/model and every engine.
 
     python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--stage N ...] [--jsonl FILE]
 
@@ -35,9 +35,9 @@ ENGINES = {"reference": (0, 1, 2, 3), "deepspeed": (1, 2, 3), "fsdp2": (2, 3)}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated; all of them")
-    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; all of them")
-    parser.add_argument("--stage", action="append", type=int, help="may be repeated; those of each engine")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated (all engines)")
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (all models)")
+    parser.add_argument("--stage", action="append", type=int, help="may be repeated (all stages of each engine)")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=0)

@@ -1,1 +1,1 @@
-"""What ``bench_engines.py`` measures on ranks: seconds, bytes held, bytes sent, bytes gathered, growth."""
+"""The measurements of ``bench_engines.py`` on ranks: seconds, bytes held, bytes sent, bytes gathered, growth."""

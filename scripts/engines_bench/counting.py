@@ -1,4 +1,4 @@
-"""Count the bytes that the reference engine holds, sends and gathers, and measure what grows over many steps."""
+"""Count the bytes that the reference engine holds, sends and gathers, and its tensors, threads and files over steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines_bench.work import SIZES, Model, Size, batch, build, loss, train
 from zharness.engines import AccumulationOwner, Engine
 from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
 
-SAMPLES, LENGTH = 1, 16  # the byte counts do not depend on them
+SAMPLES, LENGTH = 1, 16  # the size of a micro-batch, on which the byte counts do not depend
 
 
 def count_bytes(size: Size) -> list[dict[str, float]]:
@@ -58,11 +58,13 @@ def count_stage_bytes(size: Size, stage: int, ids: torch.Tensor) -> Iterator[dic
 
 
 def train_micro(engine: Engine, ids: torch.Tensor) -> None:
+    """Run forward, backward and ``step`` of one micro-batch."""
     engine.backward(loss(engine, ids))
     engine.step()
 
 
 def count_parameter_bytes(size: Size) -> int:
+    """Return the bytes of all parameters in fp32."""
     return 4 * sum(p.numel() for p in build_meta_model(size).parameters())
 
 
@@ -84,7 +86,7 @@ def expected_volume(stage: int, steps: int, psi: float) -> float:
 
 
 def allowed_gathered_bytes(size: Size) -> float:
-    """Return the bytes of the two largest modules and of one all-gather bucket."""
+    """Return the limit on gathered bytes: the two largest modules and one all-gather bucket."""
     sizes = sorted(sum(4 * p.numel() for p in m.parameters(recurse=False)) for m in build_meta_model(size).modules())
     return sum(sizes[-2:]) + 4 * DEFAULT_BUCKET_SIZE
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from engines_bench.work import Size, batch, build, train
 
 PLAIN = ("plain", 0)
-# Engines that share a process. DeepSpeed's stage 3 runs alone: it replaces torch.nn.functional.linear process-wide.
+# Groups of engines that share their processes. DeepSpeed's stage 3 runs alone: it replaces torch.nn.functional.linear
+# process-wide.
 TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("reference", 0), ("reference", 1), ("reference", 2), ("reference", 3)),
     (("ddp", 0), ("fsdp2", 3)),
@@ -23,7 +24,10 @@ TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
 
 @dataclass(frozen=True)
 class Plan:
-    """``rounds`` of ``steps`` steps for each engine, with ``samples`` x ``length`` tokens per rank and step."""
+    """The plan of a measurement: ``rounds`` rounds of ``steps`` steps for each engine.
+
+    Each rank trains on ``samples`` x ``length`` tokens per step.
+    """
 
     size: Size
     rounds: int

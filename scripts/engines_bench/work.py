@@ -49,21 +49,23 @@ class Model(nn.Module):
 
 
 def model(size: Size) -> Model:
+    """Build the model with the same initial weights on every rank."""
     torch.manual_seed(0)
     return Model(size)
 
 
 def batch(size: Size, samples: int, length: int) -> Tensor:
-    """Return random token ids (samples, length + 1): the inputs, and shifted by one the targets."""
+    """Return random token ids (samples, length + 1), which are the inputs and, shifted by one, the targets."""
     return torch.randint(size.vocabulary, (samples, length + 1))
 
 
 def loss(call: Callable[..., Any], ids: Tensor) -> Tensor:
+    """Return the cross-entropy of the next tokens."""
     return nn.functional.cross_entropy(call(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(engine: Engine, ids: Tensor) -> None:
-    """Run forward and backward of one micro-batch, then ``step``, which acts at the accumulation boundary only."""
+    """Run forward, backward, ``step`` and ``zero_grad`` of one micro-batch."""
     engine.backward(loss(engine, ids))
     engine.step()
     engine.zero_grad()

@@ -41,7 +41,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (%(default)s)")
-    parser.add_argument("--jsonl", type=Path, required=True, help="records, read before they are written")
+    parser.add_argument(
+        "--jsonl", type=Path, required=True, help="records; cells that are in the file already are not run again"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         for record in known:
             file.add(record)
         matrix = plan_matrix(options, runners[0])
-        pin_runners_to_cores(runners, matrix[: options.per_seed])  # one seed runs as many cells at a time
+        pin_runners_to_cores(runners, matrix[: options.per_seed])  # as many cells run at a time as one seed has
         known.extend(soak(options, matrix, runners, known, file))
     summary = make_clean_record(known)
     print(summary.describe())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 @pytest.mark.world_size({world_size})
 @pytest.mark.parametrize("number", range({groups}))
 def test_sum(number, rank, world_size):
-    # A message of another or an earlier group would change the sum.
+    # A message from another group, or from an earlier one, would change the sum.
     total = torch.tensor([float(1000 * number + rank)])
     dist.all_reduce(total)
     assert total.item() == world_size * 1000 * number + sum(range(world_size))
@@ -56,7 +56,7 @@ def pytest_runtest_logfinish(nodeid, location):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
-    parser.add_argument("--groups", type=int, default=1000, help="tests, each with a group of its own (%(default)s)")
+    parser.add_argument("--groups", type=int, default=1000, help="number of tests, each with a new group (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="pytest -n (%(default)s)")
     parser.add_argument("--world-size", type=int, default=2, help="ranks of a group (%(default)s)")
     parser.add_argument("--isolation", choices=["fresh", "pooled"], default="fresh")
@@ -72,16 +72,16 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     """Run all groups and print the table; return 1 if a test failed or a count grew, else 0."""
     (folder / "test_soak.py").write_text(TESTS.format(groups=options.groups, world_size=options.world_size))
     (folder / "conftest.py").write_text(CONFTEST)
-    seen = folder / "seen"
-    seen.mkdir()
+    counts_folder = folder / "seen"
+    counts_folder.mkdir()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(options.workers)]
     command += ["--isolation", options.isolation, "--rootdir", str(folder), str(folder)]
     began = time.monotonic()
-    environment = {**os.environ, "SOAK": str(seen)}
+    environment = {**os.environ, "SOAK": str(counts_folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began
     print(done.stdout.strip().splitlines()[-1])
-    counts = [row for path in sorted(seen.iterdir()) for row in read_counts(path)]
+    counts = [row for path in sorted(counts_folder.iterdir()) for row in read_counts(path)]
     print(tabulate(counts, headers=["worker", "what", "after the first", "in the middle", "after the last"]))
     print(f"{options.groups} groups of {options.world_size} ranks in {seconds:.1f} s, {options.workers} at a time")
     is_flat = all(row[4] <= row[3] for row in counts)

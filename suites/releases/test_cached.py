@@ -63,7 +63,7 @@ def test_what_this_package_did_not_make_is_left_alone(cache: Path) -> None:
 def test_a_release_that_is_being_built_is_left_alone(cache: Path) -> None:
     (place,) = (entry.path for entry in cache_entries.list_entries() if entry.subject == "made_up==1.0")
     with overlay.build_lock(place):
-        assert "left alone: another process is building it" in cleaned(("made_up==1.0",))
+        assert "not removed: another process is building it" in cleaned(("made_up==1.0",))
         done = CliRunner().invoke(cli, ["releases", "--clean", "made_up==1.0"], standalone_mode=False)
         assert done.return_value == 3
     assert "made_up==1.0" in subjects()
@@ -71,7 +71,7 @@ def test_a_release_that_is_being_built_is_left_alone(cache: Path) -> None:
 
 def test_a_release_that_a_process_runs_on_is_left_alone() -> None:
     overlay.ensure_overlay("made_up", "1.0")
-    assert cleaned(()).splitlines()[0].endswith("left alone: a process runs on it")
+    assert cleaned(()).splitlines()[0].endswith("not removed: a process uses it")
     assert subjects() == ["made_up==1.0"]
 
 

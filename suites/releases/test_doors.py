@@ -64,7 +64,7 @@ def invoke_cli(*arguments: str) -> Result:
         ("bisect deepspeed 12345678 --good 0.19.8 --bad 0.18.8", "unknown reproduction '12345678'"),
         ("compare deepspeed@nowhere deepspeed", "expected a source checkout"),
         ("repro --on deepspeed==0.18.8", "no reproduction was named"),
-        ("repro 7352 --on fsdp2", "reproduction 7352 is of deepspeed, not of fsdp2"),
+        ("repro 7352 --on fsdp2", "reproduction 7352 runs on deepspeed, not on fsdp2"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: str, complaint: str, cache: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_unknown_release_names_the_newest_ones(cache: Path) -> None:
 def test_without_a_network_it_says_what_to_try(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(
-        UsageError, match=r"deepspeed==0\.18\.7 cannot be fetched: .*no network.*python -m pip download"
+        UsageError, match=r"deepspeed==0\.18\.7 cannot be downloaded: .*no network.*python -m pip download"
     ):
         overlay.ensure_overlay("deepspeed", "0.18.7")
     assert left_in(cache) == []
@@ -142,7 +142,7 @@ def test_who_waits_for_another_install_is_told_so(
         overlay.build_lock(tmp_path / "place"),
     ):
         pass
-    assert "waiting for another process, which builds place" in capsys.readouterr().err
+    assert "waiting for another process that builds place" in capsys.readouterr().err
 
 
 def test_a_cache_that_is_no_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_release_that_another_one_hides_is_not_kept(cache: Path, monkeypatch: 
         made_up(folder, wanted, "__version__ = '0.9'\n__file__ = 'elsewhere'")
 
     monkeypatch.setattr(overlay, "_install", other)
-    with pytest.raises(UsageError, match="remove what shadows it"):
+    with pytest.raises(UsageError, match="remove the folder that shadows it"):
         overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 

@@ -146,7 +146,7 @@ def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
     assert Engine({"1": {CASE: PASS, OTHER: PASS}}).matrix("1", known=known) == 0
     assert "1: 1 cells compared, 1 only before, 1 only now" in capsys.readouterr().out
     engine = Engine({"1": {OTHER: PASS}, "2": {CASE: PASS}})
-    with pytest.raises(UsageError, match="nothing was compared: of 2 cells before and 1 now none is the same"):
+    with pytest.raises(UsageError, match="nothing was compared: of 2 cells before and 1 now, none is in both"):
         engine.matrix("1", known=known)
     with pytest.raises(UsageError, match="nothing was compared: of 1 cells before and 1 now"):
         compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
@@ -207,7 +207,7 @@ def test_what_fails_once_and_not_again_is_told_and_breaks_nothing(capsys: pytest
     assert compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), measure, ()) == 0
     assert asked[2:] == [(replace(CASE, engine=f"deepspeed=={release}").id,) for release in "12"]
     out = capsys.readouterr().out
-    assert f"SEEN ONCE {replace(CASE, engine='deepspeed==2').id}: hang, not when both were run again" in out
+    assert f"SEEN ONCE {replace(CASE, engine='deepspeed==2').id}: hang, not in the second run of both" in out
     assert "2 cells compared, 0 only before, 0 only now: the change breaks 0" in out
 
 

@@ -122,7 +122,7 @@ def test_what_needs_cuda_is_not_run_without_it(tmp_path: Path, monkeypatch: pyte
     made_up = script(tmp_path, header=HEADER.replace("ranks: 1", "ranks: 1\nneeds: cuda"))
     found = repros.run_repro(made_up, "deepspeed", HERE)
     assert found.verdict is ReproVerdict.UNSUPPORTED
-    assert found.evidence == "needs CUDA, and there is none here"
+    assert found.evidence == "needs CUDA, and this machine has none"
     assert repro_table.exit_code([found]) == 0
 
 
@@ -135,10 +135,10 @@ def test_a_release_that_cannot_be_had_leaves_the_others_running(
     monkeypatch.setattr(repros, "run_repro", lambda *_: result(made_up, "0.19.8", ReproVerdict.NOT_REPRODUCED))
     gone, here = repro_runs.run_repros([ReproRun(made_up, "deepspeed==0.18.8"), ReproRun(made_up, "deepspeed")])
     assert gone.verdict is ReproVerdict.NOT_RUN
-    assert "deepspeed==0.18.8 cannot be fetched" in gone.evidence
+    assert "deepspeed==0.18.8 cannot be downloaded" in gone.evidence
     assert here.verdict is ReproVerdict.NOT_REPRODUCED, here.output
     assert repro_table.exit_code([gone, here]) == 3
-    with pytest.raises(UsageError, match=r"deepspeed==0\.18\.8 cannot be fetched"):
+    with pytest.raises(UsageError, match=r"deepspeed==0\.18\.8 cannot be downloaded"):
         repro_runs.run_repros([ReproRun(made_up, "deepspeed==0.18.8")])
 
 
@@ -162,7 +162,7 @@ def test_the_releases_asked_for_take_the_place_of_the_headers(tmp_path: Path) ->
     on = ("deepspeed==0.19.0", "deepspeed", "deepspeed==0.19.0")
     assert [run.engine for run in select_runs(("7913",), False, on)] == ["deepspeed==0.19.0", "deepspeed"]
     assert {run.repro.engine for run in select_runs((), True, on)} == {"deepspeed"}
-    with pytest.raises(UsageError, match="reproduction 7913 is of deepspeed, not of fsdp2"):
+    with pytest.raises(UsageError, match="reproduction 7913 runs on deepspeed, not on fsdp2"):
         select_runs(("7913",), False, ("fsdp2",))
     with pytest.raises(UsageError, match="no reproduction was named"):
         select_runs((), False, on)

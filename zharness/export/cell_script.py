@@ -73,17 +73,17 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
 
 
 def render_model(name: str, writing: ScriptWriter) -> str:
-    """Return the text that defines SPEC."""
+    """Return the text that defines SPEC, the model of the script."""
     return render_user_model(writing, name) if is_user_model(name) else render_registered_model(writing, name)
 
 
 def has_junctions(cell: Cell, claims: Capabilities) -> bool:
-    """Return whether the plain model gets the engine's junctions in its autograd graph."""
+    """Return whether the plain model needs the engine's junctions in its autograd graph."""
     return claims.junctions is not None and is_user_model(cell.model)
 
 
 def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities) -> ScriptSettings:
-    """Return the constants of a cell's script; ``salt`` is that of the seed."""
+    """Return the constants of a cell's script; ``salt`` is the salt of the cell's seed."""
     zeros = claims.refusal(Feature.NO_GRADIENT) is not None
     if steps.scenario is not None:
         zeros = zeros and steps.scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED
@@ -114,11 +114,10 @@ MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
 
 
 def extract_signature(record: Record, is_judged: bool = False) -> str:
-    """Return the part of the script's output that identifies the failure: exception message or name of the wrong
-    tensor.
+    """Return the text in the script's output that identifies the failure: exception message or wrong tensor's name.
 
-    Without either, as for a violated protocol, any wrong number identifies it. ``is_judged``: the script has the law's
-    own judge, so an exception raised by the judge counts too.
+    If the record has neither, as for a violated protocol, any wrong number identifies it. With ``is_judged`` the script
+    contains the law's own judge, so an exception that the judge raises counts too.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     wrong = record.divergence
@@ -128,12 +127,12 @@ def extract_signature(record: Record, is_judged: bool = False) -> str:
         return re.split(r'["\\]', stem[:70])[0].strip() or message.partition(":")[0]
     if wrong is None:
         return MISMATCH_PHRASE if is_judged else WRONG_NUMBER_PHRASE
-    # Without the part of the step, because a script does not attribute a mismatch to a part.
+    # The part of the step is left out, because a script does not attribute a mismatch to a part.
     return f": {wrong.parameter}{'[' if wrong.index else ' ('}" if is_judged else wrong.parameter
 
 
 def render_registered_model(writing: ScriptWriter, name: str) -> str:
-    """Return the definition of a model of the registry, with its batches and its loss."""
+    """Return the definition of a registered model, with its batches and its loss."""
     module = models.__name__
     writing.add_definition(ModelSpec)
     writing.collection.add(module, "SAMPLES")
@@ -154,15 +153,15 @@ def render_user_model(writing: ScriptWriter, name: str) -> str:
     path, changes = parse_user_model_name(name)
     module, _, factory = path.partition(":")
     text = writing.read_part("user_model")
-    found = f'importlib.import_module("{module}").{factory}'
+    factory_text = f'importlib.import_module("{module}").{factory}'
     if changes:
         called = writing.add_definition(shrink_factory_result)
-        found = f"lambda: {called}({found}(), {changes!r})"
-    return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {found}\n\n\n{text}'
+        factory_text = f"lambda: {called}({factory_text}(), {changes!r})"
+    return f'sys.path.insert(0, os.getcwd())\nNAME, FACTORY = "{name}", {factory_text}\n\n\n{text}'
 
 
 def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Capabilities) -> Iterator[str]:
-    """Yield the text of the law's steps."""
+    """Yield the pieces of text that define the law's steps."""
     function = steps.function
     writing.add_definition(function)
     if steps.kind in (StepsKind.OBSERVER, StepsKind.SELF_COMPARISON):
@@ -190,7 +189,10 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
 
 
 def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
-    """Return whether the script compares bitwise: integer sums are exact, a mean only over a power of two of ranks."""
+    """Return whether the script compares bitwise.
+
+    Sums of integers are exact, and their mean is exact if the number of ranks is a power of two.
+    """
     scenario = steps.scenario
     if (
         scenario

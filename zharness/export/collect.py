@@ -1,5 +1,6 @@
-"""Collect definitions of this package as source text, with all that they use, so that a script works without the
-package.
+"""Collect definitions of this package, and all definitions that they use, as the source text of a script.
+
+The script then works without the package.
 
 A definition is a function, a class or an assignment at module level. What it uses is read from its syntax tree: names
 of its own module, names imported from this package, and attributes of imported modules of this package. Other packages
@@ -32,28 +33,28 @@ class ModuleSource:
     module: str
     text: str
     definitions: Mapping[str, ast.stmt]
-    imports: Mapping[str, str]  # of other packages: the import statement
-    # Of this package: module and name in it; the name is empty if the module itself is bound.
+    imports: Mapping[str, str]  # import statements of other packages
+    # Imports of this package, as module and name in it; the name is empty if the import binds the module itself.
     package_imports: Mapping[str, tuple[str, str]]
 
 
 @cache
 def read_source(module: str) -> ModuleSource:
-    """Read and parse a module."""
+    """Import, read and parse a module."""
     imported: ModuleType = importlib.import_module(module)
     text = inspect.getsource(imported)
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
-    ours: dict[str, tuple[str, str]] = {}
+    package_imports: dict[str, tuple[str, str]] = {}
     for statement in top_level_statements(text):
         for name in defined_names(statement):
             definitions[name] = statement
         for name, origin, spelled in imported_names(statement):
             if origin[0].split(".")[0] == PACKAGE:
-                ours[name] = origin
+                package_imports[name] = origin
             else:
                 imports[name] = spelled
-    return ModuleSource(module, text, definitions, imports, ours)
+    return ModuleSource(module, text, definitions, imports, package_imports)
 
 
 def top_level_statements(text: str) -> Iterator[ast.stmt]:
@@ -75,9 +76,7 @@ def defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
-    """Yield for each name that an import binds: the name, (module, name in it), and a statement that
-    imports it alone.
-    """
+    """Yield each name that an import binds, its (module, name in it), and a statement that imports it alone."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             name = alias.asname or alias.name.partition(".")[0]
@@ -94,9 +93,9 @@ def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], 
 class DefinitionCollection:
     """Definitions in dependency order, with the imports that they need.
 
-    ``provided`` are names that the script defines itself: they are not collected. ``import_overrides`` are imports that
-    replace a definition, by its name. ``reserved`` are names of the script that no collected definition may take.
-    Raises HarnessFault if two definitions would need the same name.
+    ``provided`` are names that the script's fixed parts define; they are not collected. ``import_overrides`` maps the
+    names of definitions to imports that replace them. ``reserved`` are names of the script that no collected definition
+    may take. Raises HarnessFault if two definitions would need the same name.
     """
 
     provided: frozenset[str] = frozenset()
@@ -111,8 +110,8 @@ class DefinitionCollection:
     def add(self, module: str, name: str) -> str:
         """Collect the definition ``name`` of ``module`` and all that it uses; return its name in the script.
 
-        That is its own name, or, if another module's definition has taken it, one prefixed with its module's name (and
-        a number if that is taken too).
+        The name stays the same unless another module's definition has it; then it is prefixed with the module's name,
+        and numbered if that name exists too.
         """
         if name in self.provided:
             return name
@@ -138,14 +137,14 @@ class DefinitionCollection:
         """Return the key of a definition's text, and the name that ``name`` gets in the script."""
         names = [*defined_names(statement)]
         key = "/".join(names)
-        others = {self._definition_sites.get(each, (module, key)) for each in names} - {(module, key)}
+        others = {self._definition_sites.get(defined, (module, key)) for defined in names} - {(module, key)}
         if not others and (self.reserved | self.imports.keys()).isdisjoint(names):
             self._definition_sites.update(dict.fromkeys(names, (module, key)))
             return key, name
         if isinstance(statement, (ast.Assign, ast.AnnAssign)) and self._is_same_assignment(module, key, statement):
             return key, name
         if key != name:
-            elsewhere = " and ".join(sorted(where for where, _ in others)) or "the script"
+            elsewhere = " and ".join(sorted(other for other, _ in others)) or "the script"
             raise HarnessFault(f"{key} is defined in {module} and in {elsewhere}: one script cannot hold both")
         alias = self._make_alias(module, name, statement)
         return alias, alias
@@ -157,7 +156,7 @@ class DefinitionCollection:
         """
         if key not in self.texts or (module, statement) in self._aliases:
             return False
-        if (module, key) in self._in_progress:  # recursive: its text depends on the result of this comparison
+        if (module, key) in self._in_progress:  # a recursive call: the text depends on the result of this comparison
             return False
         self._in_progress.add((module, key))
         is_same = self.render_expression(module, statement) == self.texts[key]
@@ -165,7 +164,7 @@ class DefinitionCollection:
         return is_same
 
     def _make_alias(self, module: str, name: str, statement: ast.stmt) -> str:
-        """Return the alias of a definition whose name is taken; the same one at every call."""
+        """Return the alias of a definition whose name another one has; every call returns the same alias."""
         if (module, statement) not in self._aliases:
             known = (
                 self.provided
@@ -189,7 +188,7 @@ class DefinitionCollection:
         original = replace_nodes(here.text, node, [])
         changes = [*self._find_replacements(here, node, find_free_names(original))]
         text = replace_nodes(here.text, node, [(used, called) for used, _, called in changes])
-        # An inner variable with the old name would be renamed too; one with the new name would hide the definition.
+        # An inner variable with the old name would be renamed too, and one with the new name would hide the definition.
         mistaken = find_bound_names(original) & {name for _, name, _ in changes}
         mistaken |= find_bound_names(text) & {called for *_, called in changes}
         if mistaken:
@@ -201,9 +200,9 @@ class DefinitionCollection:
     def _find_replacements(
         self, module_source: ModuleSource, node: ast.AST, free_names: frozenset[str]
     ) -> Iterator[tuple[ast.AST, str, str]]:
-        """Yield each node that gets another name in the script, with its name here and there.
+        """Yield each node that gets another name in the script, its name in the module, and its name in the script.
 
-        ``free_names`` are the names that ``node`` takes from its module; their definitions are collected.
+        ``free_names`` are the names that ``node`` reads from its module; their definitions are collected.
         """
         modules: set[ast.AST] = set()
         for used in ast.walk(node):  # ast.walk yields an attribute before the name in it
@@ -232,7 +231,7 @@ class DefinitionCollection:
         return name
 
     def _add_import(self, name: str, statement: str) -> None:
-        """Add an import. Raises HarnessFault if the script uses its name for something else."""
+        """Add an import. Raises HarnessFault if the script uses the imported name for something else."""
         if name in self._definition_sites:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
@@ -254,7 +253,7 @@ def resolve_definition(module: str, name: str) -> tuple[str, str]:
 
 
 def resolve_module_attribute(module_source: ModuleSource, value: str, name: str) -> tuple[str, str] | None:
-    """Return the module and name to which ``nets.MLP`` refers if ``nets`` is a module of this package, else None."""
+    """Return the module and name that ``value.name`` denotes if ``value`` is a module of this package, else None."""
     if value not in module_source.package_imports:
         return None
     module, inner = module_source.package_imports[value]
@@ -267,7 +266,7 @@ def resolve_module_attribute(module_source: ModuleSource, value: str, name: str)
 
 
 def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, str]]) -> str:
-    """Return the source of ``node``, with its decorators, after replacing some nodes in it by other text."""
+    """Return the source of ``node``, including decorators, with some nodes inside it replaced by other text."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -275,10 +274,11 @@ def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, st
     whole = text.encode()
 
     def byte_offset(line: int, column: int) -> int:
+        """Return the position of a node in ``whole``; ast counts columns in bytes."""
         return starts[line - 1] + column
 
     decorators = getattr(node, "decorator_list", [])
-    first = min([node, *decorators], key=lambda each: each.lineno)
+    first = min([node, *decorators], key=lambda part: part.lineno)
     begin = byte_offset(first.lineno, 0 if decorators else node.col_offset)  # type: ignore[attr-defined]
     end = byte_offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
     for changed, new_text in sorted(replacements, key=lambda change: -change[0].col_offset - 10_000 * change[0].lineno):  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ EXPORTABLE_VERDICTS = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRA
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Salt of the seed, time-out of the cell in seconds, and the script's path (None: standard output)."""
+    """The salt of the cell's seed, its time-out in seconds, and the script's path (None: standard output)."""
 
     seed: int = 0
     timeout: float = 60.0
@@ -60,10 +60,10 @@ def export(text: str, options: ExportOptions, get_environment: GetEnvironment, r
 
 
 def write_and_verify(script: Script, record: Record, output: Path | None, run_script: RunScript | None) -> int:
-    """Write the script of ``record`` and run it; return 1 if it does not show the record's verdict."""
+    """Write the script of ``record`` and run it; return 1 if it does not show the record's verdict, else 0."""
     write_script_text(script.text, output)
     if run_script is None:
-        click.echo("not run: whether the script shows the cell is unknown", err=True)
+        click.echo("the script was not run, so it may not show the cell's verdict", err=True)
         return 0
     with tempfile.TemporaryDirectory() as folder, show_progress("running the script"):
         path = Path(folder) / "script.py"
@@ -115,36 +115,36 @@ def shrink(
     get_environment: GetEnvironment,
     get_run_script: Callable[[str], RunScript] | None,
 ) -> int:
-    """Print the smallest failure that matches the cell ``text``, and write its script.
+    """Find and print the smallest failure of the same kind as that of the cell ``text``, and write its script.
 
-    The script is that of the program, unless only the cell has a short one. ``get_run_script(engine)`` returns the
-    function that runs scripts. Raises UsageError for a cell that does not fail.
+    The script runs the smallest program, or the smallest cell if only that has a short script.
+    ``get_run_script(engine)`` returns the function that runs scripts. Raises UsageError for a cell that does not fail.
     """
     cell = Cell.parse(text)
     get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
     with show_progress("shrinking"):
-        found = shrink_failure(cell, options.seed, get_environment(cell.engine), options.timeout, seconds)
-    click.echo(describe_shrink_result(found), err=True)
-    last = found.record.cell
-    if found.record.verdict not in EXPORTABLE_VERDICTS:
+        result = shrink_failure(cell, options.seed, get_environment(cell.engine), options.timeout, seconds)
+    click.echo(describe_shrink_result(result), err=True)
+    last = result.record.cell
+    if result.record.verdict not in EXPORTABLE_VERDICTS:
         click.echo(
-            f"no script is written, because it would not end: {found.record.verdict.value}",
+            f"no script is written, because it would not end: {result.record.verdict.value}",
             err=True,
         )
         return 0
-    if found.program is not None and (has_short_script(found.program) or is_judged_by_law(last, found.claims)):
-        version = found.record.engine_version
-        script = render_program_script(cell.engine, version, found.program, found.outcome, found.claims)
-        record = replace(found.record, verdict=found.outcome.verdict, cause=found.outcome.cause)
+    if result.program is not None and (has_short_script(result.program) or is_judged_by_law(last, result.claims)):
+        version = result.record.engine_version
+        script = render_program_script(cell.engine, version, result.program, result.outcome, result.claims)
+        record = replace(result.record, verdict=result.outcome.verdict, cause=result.outcome.cause)
         return write_and_verify(script, record, options.output, get_run_script and get_run_script(cell.engine))
-    script = render_cell_script(found.record, found.claims, "script.py")
-    return write_and_verify(script, found.record, options.output, get_run_script and get_run_script(cell.engine))
+    script = render_cell_script(result.record, result.claims, "script.py")
+    return write_and_verify(script, result.record, options.output, get_run_script and get_run_script(cell.engine))
 
 
 def describe_shrink_result(result: ShrinkResult) -> str:
-    """Describe the smallest cell, the smallest program, and the commands that show them again."""
+    """Describe the smallest cell, the smallest program, and the commands that run them again."""
     lines = [f"{result.attempts} cells and programs tried; the smallest cell that fails in the same way:"]
     lines += [
         f"  {result.record.cell.id} ({result.cell_module_count} modules with parameters)",

@@ -77,8 +77,8 @@ def render_docstring(
     )
     needs = " and ".join(["torch", *filter(None, [package])])
     ending = (
-        'It ends with the line above under "ok" and exit code 0 where the law holds; with a line that starts with '
-        '"repro: REPRODUCED" and exit code 1 where it does not. Any other output decides nothing.'
+        'If the law holds, the script ends with the line above after "ok:" and exit code 0. If the law is broken, it '
+        'ends with a line that starts with "repro: REPRODUCED" and exit code 1. Any other output decides nothing.'
     )
     paragraphs = [
         title,

@@ -1,7 +1,8 @@
 """Render the long script of a cell or program: the law's own observer and judge with everything that they use.
 
-It is many times as long as a short script (``zharness.export.cell_script``). It is needed if the law records more than
-values, gradients, weights and optimizer state, or if dtype and options need more than the short script's plain side.
+A long script has many times the lines of a short one (``zharness.export.cell_script``). It is needed if the law records
+more than values, gradients, weights and optimizer state, or if the plain PyTorch of a short script does not support the
+dtype or the options.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ from zharness.workload.program_model import program_model_spec
 from zharness.workload.programs import Program
 from zharness.workload.user_model import is_user_model
 
-# Defined by the part "judge", by the cell's constants, or used by annotations only.
+# Names that the part "judge" or the cell's constants define, or that only annotations use.
 JUDGE_SCRIPT_NAMES = frozenset(
-    {"SPEC", *(each.__name__ for each in (EvidenceWriter, read_process_conditions, attribute_mismatch, Law))}
+    {
+        "SPEC",
+        *(definition.__name__ for definition in (EvidenceWriter, read_process_conditions, attribute_mismatch, Law)),
+    }
 )
 # Names of the cell's constants.
 CONSTANT_NAMES = frozenset(
@@ -74,16 +78,16 @@ CONSTANT_NAMES = frozenset(
 ROOT_DEFINITIONS = (RankContext, JudgeContext, Baseline, RankEvidence, ProcessConditions, EngineContractError)
 
 
-RenderText = Callable[[ScriptWriter], str]  # collects what a text takes, and returns the text
+RenderText = Callable[[ScriptWriter], str]  # collects the definitions that a text needs, and returns the text
 
 
 @dataclass(frozen=True)
 class JudgeScriptSpec:
-    """What a long script runs, and how it is judged.
+    """The cell or program of a long script, and how it is judged.
 
-    ``model`` renders the text that defines SPEC, ``baseline_model`` an expression for the plain model's, ``observe``
-    and ``judge`` expressions for these functions. ``reduce_dtype`` is as in JudgeContext; ``autocast`` is that of a
-    user's configuration.
+    ``model`` renders the text that defines SPEC; ``baseline_model`` renders an expression for the plain model's
+    ModelSpec, ``observe`` and ``judge`` render expressions for the two functions. ``reduce_dtype`` is as in
+    JudgeContext; ``autocast`` is the dtype of autocast in a user's configuration.
     """
 
     engine: str
@@ -128,7 +132,7 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
 
 
 def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) -> str:
-    """Return the constants: the cell, its configuration and its engine's claims."""
+    """Return the text of the constants: the cell, its configuration and its engine's claims."""
 
     def text(value: Any) -> str:
         return render_literal(value, writing.collection, writing.imports)
@@ -152,7 +156,7 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
 
 
 def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: RenderText) -> JudgeScriptSpec:
-    """Return the spec of a law's cell; ``salt`` is that of the seed."""
+    """Return the script spec of a law's cell; ``salt`` is the salt of the cell's seed."""
     law, configuration, options = (
         get_law(cell.law),
         configuration_for(cell.engine_variant),
@@ -178,13 +182,15 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
 
 
 def build_program_script_spec(engine: str, program: Program, claims: Capabilities) -> JudgeScriptSpec:
-    """Return the spec of a program, which is run and judged as by the laws ``any_order``."""
+    """Return the script spec of a program, which the script runs and judges as the laws ``any_order`` do."""
     scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
 
     def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
+        """Return a lambda that calls ``function`` with the context and the program."""
         return f"lambda ctx: {writing.add_definition(function)}(ctx, PROGRAM)"
 
-    def model(writing: ScriptWriter) -> str:
+    def render_model(writing: ScriptWriter) -> str:
+        """Return the text that defines PROGRAM and SPEC."""
         called = writing.add_definition(program_model_spec)
         literal = render_literal(program, writing.collection, writing.imports)
         return f"PROGRAM = {literal}\nSPEC = {called}(PROGRAM.layers)"
@@ -194,7 +200,7 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
         claims=claims,
         seed=SEED,
         config=EngineConfig(program.stage, program.dtype, loss_scale=scale),
-        model=model,
+        model=render_model,
         baseline_model=lambda _: "SPEC",
         observe=partial(render_lambda, observe_program),
         judge=partial(render_lambda, judge_program),
@@ -203,7 +209,7 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
 
 
 def render_factory(writing: ScriptWriter, engine: str) -> str:
-    """Return an expression for the engine's factory; that of a built-in adapter is collected."""
+    """Return an expression for the engine's factory, and collect the adapter if it is built in."""
     if engine_name(engine) not in WRITTEN_ENGINES:
         return factory_expression(engine)
     module, _, factory = registry.require(engine).target.partition(":")
@@ -219,7 +225,7 @@ def render_baseline_model(cell: Cell, claims: Capabilities, writing: ScriptWrite
 
 
 def render_function(law_function: Callable[..., Any], writing: ScriptWriter) -> str:
-    """Return an expression for a law's observer or judge: a function, or a call of the function that made it."""
+    """Return an expression for a law's observer or judge: its name, or a call of the function that returns it."""
     outer, _, inner = law_function.__qualname__.partition(".")
     called = writing.collection.add(law_function.__module__, outer)
     if not inner:

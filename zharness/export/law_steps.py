@@ -1,4 +1,4 @@
-"""Which laws have a short script, and why another law's script is long."""
+"""Decide which laws have a short script, and explain why another law's script is long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zharness.engines import registry
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.laws import Law
 
-ENGINES_WITHOUT_SAVE = ("ddp", "zero1")  # saving is their caller's
+ENGINES_WITHOUT_SAVE = ("ddp", "zero1")  # engines that leave saving to their caller
 
 
 def is_self_comparison(steps: LawSteps | None) -> bool:
@@ -17,7 +17,7 @@ def is_self_comparison(steps: LawSteps | None) -> bool:
 def explain_long_script(law: Law, dtype: str, engine: str = "") -> str:
     """Return why a script of ``law`` in ``dtype`` on ``engine`` contains the law's own judge, which is long.
 
-    Empty where a few lines of plain PyTorch are enough, on some engine.
+    Return "" if a few lines of plain PyTorch are enough. If ``engine`` is empty, it must hold on some engine.
     """
     if law.steps is None:
         return "it compares more than values, gradients, weights and an optimizer's state"

@@ -16,7 +16,7 @@ from zharness.export.collect import PACKAGE, DefinitionCollection
 
 
 def render_literal(value: Any, collection: DefinitionCollection, imports: list[str]) -> str:
-    """Return an expression for ``value``; definitions of this package go to ``collection``, others to ``imports``.
+    """Return an expression for ``value``; add definitions of this package to ``collection``, others to ``imports``.
 
     Raises UsageError for a value that has no expression.
     """
@@ -34,9 +34,9 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
         return render_name(value, collection, imports)
     if is_dataclass(value):
         given = [
-            f"{one.name}={render_inner(getattr(value, one.name))}"
-            for one in fields(value)
-            if not is_default(value, one)
+            f"{field.name}={render_inner(getattr(value, field.name))}"
+            for field in fields(value)
+            if not is_default(value, field)
         ]
         return f"{render_name(type(value), collection, imports)}({', '.join(given)})"
     if isinstance(value, Mapping):
@@ -61,7 +61,9 @@ def render_name(thing: Any, collection: DefinitionCollection, imports: list[str]
     """Return the name of a module-level class or function. Raises UsageError for a nested one."""
     module, name = thing.__module__, thing.__qualname__
     if not name.isidentifier():
-        raise UsageError(f"cannot export: a script cannot name {name} of {module}, which is defined inside another")
+        raise UsageError(
+            f"cannot export: a script cannot name {name} of {module}, which is defined inside a function or class"
+        )
     if module.partition(".")[0] == PACKAGE:
         return collection.add(module, name)
     imports.append(f"from {module} import {name}")

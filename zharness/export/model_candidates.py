@@ -21,31 +21,36 @@ def smaller_models(name: str) -> list[str]:
     """Return the names of smaller variants of ``name``, smallest first. Runs in a child process."""
     path, changes = parse_user_model_name(name)
     steps = islice(shrink_candidates(model_spec(name).model(0)), MAX_CANDIDATES)
-    found = (format_user_model_name(path, {**changes, **step}) for step in steps)
-    return [each for each in found if can_train(each)]
+    candidates = (format_user_model_name(path, {**changes, **step}) for step in steps)
+    return [candidate for candidate in candidates if can_train(candidate)]
 
 
 def models_without_modules(name: str) -> list[str]:
-    """Return ``name`` without all removable modules, and without each one of them. Runs in a child process."""
+    """Return names of variants of ``name`` without removable modules: without all of them, then without each.
+
+    Runs in a child process.
+    """
     path, changes = parse_user_model_name(name)
 
     def remove_modules(modules: Sequence[str]) -> str:
         return format_user_model_name(path, {**changes, **dict.fromkeys(modules, OMITTED)})
 
     removable: list[str] = []
-    for each in islice(paths_with_parameters(model_spec(name).model(0)), MAX_CANDIDATES):
-        inside = any(each.startswith(f"{outer}.") for outer in removable)
-        if not inside and can_train(remove_modules([*removable, each])):
-            removable.append(each)
+    for module_path in islice(paths_with_parameters(model_spec(name).model(0)), MAX_CANDIDATES):
+        inside = any(module_path.startswith(f"{outer}.") for outer in removable)
+        if not inside and can_train(remove_modules([*removable, module_path])):
+            removable.append(module_path)
     return [
-        remove_modules(some)
-        for some in ([removable, *([each] for each in removable)] if len(removable) > 1 else [removable])
-        if some
+        remove_modules(modules)
+        for modules in ([removable, *([path] for path in removable)] if len(removable) > 1 else [removable])
+        if modules
     ]
 
 
 def can_train(name: str) -> bool:
-    """Return whether plain PyTorch runs a forward and a backward of the model, which may lack modules that it needs."""
+    """Return whether plain PyTorch runs a forward and a backward of the variant ``name``, which may lack modules that
+    it needs.
+    """
     try:
         with raise_as_usage_error(name):
             spec = model_spec(name)
@@ -65,8 +70,9 @@ def count_parameter_owners(name: str) -> int:
     seen: set[int] = set()
 
     def count_owners(module: nn.Module) -> int:
+        """Return the number of owners in ``module``, and mark their parameters as seen."""
         adapter = isinstance(getattr(module, "base_layer", None), nn.Module)
-        new = {id(each) for each in module.parameters(recurse=adapter)} - seen
+        new = {id(parameter) for parameter in module.parameters(recurse=adapter)} - seen
         seen.update(new)
         return bool(new) + (0 if adapter else sum(count_owners(child) for child in module.children()))
 

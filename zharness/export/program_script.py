@@ -1,6 +1,4 @@
-"""Render a program (``zharness.workload.programs``) as a script: its model as torch modules, its verbs as lines of
-code.
-"""
+"""Render a program (``zharness.workload.programs``) as a script: its model as torch modules, its verbs as calls."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ GRADLESS_FORWARDS = {Act.NO_GRAD: "torch.no_grad()", Act.INFERENCE: "torch.infer
 
 
 def has_short_script(program: Program) -> bool:
-    """Return whether each verb is a line or two of user code, in fp32 with an optimizer and no other settings."""
+    """Return whether one or two lines of user code express each verb; it needs fp32 and default settings."""
     layers = not any(layer.kind in UNWRITTEN_LAYERS for layer in program.walk())
     verbs = all(verb.act in WRITTEN_ACTS and set(verb.marks) <= set(WRITTEN_MARKS) for verb in program.verbs)
     plain = program.with_default_settings == program and program.optimizer in TRAJECTORY_OPTIMIZERS
@@ -65,7 +63,7 @@ def has_short_script(program: Program) -> bool:
 def render_program_script(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities
 ) -> Script:
-    """Return the script that shows ``outcome`` of ``program``; with the program's judge if user code is not enough."""
+    """Return the script that shows ``outcome`` of ``program``; it contains the judge if user code is not enough."""
     if not has_short_script(program):
         return render_judged_program_script(engine, version, program, outcome, claims)
     writing = ScriptWriter(engine)
@@ -97,7 +95,7 @@ def render_judged_program_script(
 def render_program_header(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, signature: str
 ) -> tuple[str, str]:
-    """Return the docstring, and the line that the script prints if nothing is wrong."""
+    """Return the script's docstring, and the line that the script prints for success."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     head = render_docstring(
         title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks.",
@@ -111,7 +109,7 @@ def render_program_header(
         name="script.py",
         notes=[
             f"The program: {program}",
-            "Every verb is compared with plain PyTorch's, starting from the engine's weights before it.",
+            "Every verb is compared with plain PyTorch, which starts from the engine's weights before that verb.",
             f"Written from: {format_program_command(engine, [program])}",
         ],
     )
@@ -156,14 +154,14 @@ SPEC = ModelSpec({quote(program.model)}, "the model of a program", model, micro_
 
 
 def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str:
-    """Return the expression that builds one layer."""
+    """Return the expression that builds ``layer`` after layers of shape ``widths``."""
     width, size = widths.width, (0, *layer.sizes)[-1]
     if layer.kind in BLOCK_CLASSES:
         name, chain = writing.add_definition(BLOCK_CLASSES[layer.kind]), writing.add_definition(Chain)
         inner = []
-        for each in layer.inner:
-            inner.append(render_layer(writing, each, widths))
-            widths = shape_after_layer(widths, each)
+        for inner_layer in layer.inner:
+            inner.append(render_layer(writing, inner_layer, widths))
+            widths = shape_after_layer(widths, inner_layer)
         return f"{name}({chain}([{', '.join(inner)}]))"
     if layer.kind in PACKAGE_LAYERS:
         sizes = (width, size) if layer.kind in (LayerKind.FROZEN, LayerKind.READ) else (size,)
@@ -197,7 +195,7 @@ def render_observe(writing: ScriptWriter, program: Program) -> str:
 
 
 def render_verb(verb: Verb, state: CallerState, position: int) -> Iterator[str]:
-    """Yield the lines of one verb; after a backward that reduces, gradients are recorded."""
+    """Yield the lines of one verb; those of a backward that reduces also record the gradients."""
     drawn = state.micro_batches_drawn
     batch = f"ctx.batch({drawn})"
     if verb.act is Act.FORWARD:

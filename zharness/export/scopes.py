@@ -13,7 +13,7 @@ _READS_BEFORE_BINDING = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDe
 
 @cache
 def find_free_names(text: str) -> frozenset[str]:
-    """Return the names that ``text``, a statement or an expression, reads from its module."""
+    """Return the names that ``text``, a statement or an expression, reads from its module's scope."""
     found: set[str] = set()
     for table in iter_symbol_tables(text):
         if table.get_type() == "module":  # since Python 3.12 comprehension variables belong to the surrounding scope
@@ -34,7 +34,9 @@ def find_global_reads(text: str) -> frozenset[str]:
         if table.get_type() == "module":
             found |= referenced_names(table)
         else:
-            found |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+            found |= {
+                symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()
+            }
     return frozenset(found)
 
 
@@ -44,13 +46,13 @@ def all_comprehension_targets(text: str) -> set[str]:
 
 
 def comprehension_targets(node: ast.AST) -> set[str]:
-    """Return the loop variables of a comprehension; of any other node, none."""
+    """Return the loop variables of a comprehension; an empty set for any other node."""
     loops: list[ast.comprehension] = getattr(node, "generators", [])
     return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
 
 
 def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
-    """Return the names that ``node`` reads and that are not loop variables of a comprehension around them.
+    """Return the names that ``node`` reads, except loop variables of the comprehensions around them.
 
     ``local_names`` are the loop variables of comprehensions around ``node``. Functions and classes are not entered.
     """
@@ -70,7 +72,7 @@ def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
 
 @cache
 def find_bound_names(text: str) -> frozenset[str]:
-    """Return the names that ``text`` binds in any scope, so that a new name may be mistaken for them.
+    """Return the names that ``text`` binds in any scope, which a renamed definition must not take.
 
     Names in a class body count only if the body itself reads them, since methods do not see them.
     """
@@ -93,26 +95,26 @@ def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
         if not isinstance(node, ast.ClassDef):
             continue
         early: set[str] = set()
-        own: set[str] = set()
+        bound: set[str] = set()
         unbound: set[str] = set()
         for statement in node.body:
             table = next(iter_symbol_tables(ast.unparse(statement)))
-            early |= referenced_names(table) - own
-            after |= referenced_names(table) & own
+            early |= referenced_names(table) - bound
+            after |= referenced_names(table) & bound
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
                 unbound |= assigned_names(table)  # an annotation without a value binds nothing
                 continue
-            own |= assigned_names(table)
+            bound |= assigned_names(table)
             if not isinstance(statement, _READS_BEFORE_BINDING):  # their order of reads and bindings is not analysed
-                after |= referenced_names(table) & own
+                after |= referenced_names(table) & bound
             if isinstance(statement, ast.For):
                 early -= assigned_names(table)
-        before |= early & (own | unbound)
+        before |= early & (bound | unbound)
     return frozenset(before), frozenset(after)
 
 
 def referenced_names(table: symtable.SymbolTable) -> set[str]:
-    """Return the names that a scope reads, without its inner scopes."""
+    """Return the names that a scope itself reads, without those of its inner scopes."""
     return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
 
 

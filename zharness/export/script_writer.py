@@ -31,9 +31,9 @@ PARTS_FOLDER = Path(__file__).parent / "parts"
 PLAIN_COMPARISON_PART = "compare_with_plain"  # the part that runs the same steps on plain PyTorch
 WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines with a part engine_NAME.py.txt
 PROTOCOL_MODULE = "zharness.engines.protocol"
-# Defined by short scripts themselves, under the names that laws use.
+# Names that laws use and that the fixed parts of a short script define.
 PLAIN_SCRIPT_NAMES = frozenset(
-    {"SPEC", *(each.__name__ for each in (RankContext, Participant, Law, JudgeContext, Feature, Scenario))}
+    {"SPEC", *(definition.__name__ for definition in (RankContext, Participant, Law, JudgeContext, Feature, Scenario))}
 )
 IMPORT_OVERRIDES = {
     # The original only adds a workaround for older torch.
@@ -41,7 +41,7 @@ IMPORT_OVERRIDES = {
 }
 BASE_IMPORTS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
 CONFIG_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
-# Used by engines outside this package: the script imports them from it, as the engine does.
+# Classes that an engine outside this package uses: its script imports them from zharness, as the engine does.
 PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
 STEP_STATE_METHODS = tuple(
     method.__name__
@@ -68,7 +68,7 @@ ScriptHeader = tuple[str, str, str]  # docstring, signature, and the line that a
 
 @dataclass(frozen=True)
 class Script:
-    """The text, the signature that it prints for a failure, and the line that it prints for success."""
+    """The text of a script, the signature that it prints for a failure, and the line that it prints for success."""
 
     text: str
     signature: str
@@ -79,9 +79,9 @@ class Script:
 class ScriptSettings:
     """The constants of a script: where it runs, and how its numbers are compared.
 
-    ``exact``: bitwise. ``zeros_allowed``: zeros pass if plain PyTorch has no gradient. ``element_count`` is that of all
-    parameters. ``dtype_name`` is the cell's dtype; ``dtype`` and ``reduce_dtype`` are torch's. ``has_junctions``: the
-    plain model gets the engine's junctions.
+    ``exact`` demands equal bits. With ``zeros_allowed`` a gradient of zeros passes if plain PyTorch has none.
+    ``element_count`` counts the elements of all parameters. ``dtype_name`` is the cell's dtype as text; ``dtype`` and
+    ``reduce_dtype`` are torch's. With ``has_junctions`` the plain model gets the engine's junctions.
     """
 
     engine: str
@@ -101,10 +101,10 @@ class ScriptSettings:
 
 
 def render_prelude(engine: str, used_names: frozenset[str]) -> str:
-    """Return the text between imports and definitions: how the engine is imported."""
+    """Return the text between imports and definitions, which imports the engine."""
     name = engine_name(engine)
     if name in WRITTEN_ENGINES:
-        utilities = [f"from deepspeed.utils import {each}" for each in sorted(used_names) if each.startswith("safe_")]
+        utilities = [f"from deepspeed.utils import {used}" for used in sorted(used_names) if used.startswith("safe_")]
         return (
             PRELUDES.get(name, "")
             .replace("{utilities}", render_imports(utilities, used_names))
@@ -123,14 +123,14 @@ def factory_expression(engine: str) -> str:
 
 
 def engine_name(engine: str) -> str:
-    """Return the engine without its release."""
+    """Return the name of an engine without its release."""
     return registry.split_release(engine)[0]
 
 
 def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
-    """Return imports that replace definitions; an imported engine brings the harness's own configuration classes."""
-    own = {name: f"from zharness.engines import {name}" for name in (*CONFIG_CLASSES, *PROTOCOL_CLASSES)}
-    return {**IMPORT_OVERRIDES, **(own if is_imported_engine else {})}
+    """Return the imports that replace definitions; for an imported engine, also those of the protocol's classes."""
+    protocol_imports = {name: f"from zharness.engines import {name}" for name in (*CONFIG_CLASSES, *PROTOCOL_CLASSES)}
+    return {**IMPORT_OVERRIDES, **(protocol_imports if is_imported_engine else {})}
 
 
 class ScriptWriter:
@@ -139,7 +139,10 @@ class ScriptWriter:
     def __init__(
         self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()
     ) -> None:
-        """``provided`` and ``reserved`` are as in DefinitionCollection; None: the names of a short script."""
+        """Start an empty script for ``engine``.
+
+        ``provided`` and ``reserved`` are as in DefinitionCollection; None provides the names of a short script.
+        """
         outside = engine_name(engine) not in WRITTEN_ENGINES
         names = provided if provided is not None else PLAIN_SCRIPT_NAMES if outside else PLAIN_SCRIPT_NAMES | {"Engine"}
         self.collection = DefinitionCollection(names, get_import_overrides(outside), reserved)
@@ -163,7 +166,7 @@ class ScriptWriter:
     ) -> Script:
         """Assemble a short script: ``model`` defines SPEC, ``observe_text`` the function observe.
 
-        ``comparison_part`` is the part that says what the engine is compared with.
+        ``comparison_part`` names the part that computes the expected values.
         """
         used_text = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
         if ".training" in used_text:  # an attribute of RankContext or of a module
@@ -198,7 +201,10 @@ class ScriptWriter:
     def assemble_script(
         self, header: ScriptHeader, sections: Iterable[str], make_prelude: Callable[[frozenset[str]], str]
     ) -> Script:
-        """Assemble ``sections`` without unused definitions; ``make_prelude`` gets the names that they read."""
+        """Assemble ``sections`` without unused definitions; ``make_prelude(names)`` renders the import of the engine.
+
+        ``names`` are the names that the sections read.
+        """
         head, signature, ok = header
         body = prune_unused("\n\n\n".join(filter(None, sections)))
         used = find_global_reads(body)
@@ -209,10 +215,10 @@ class ScriptWriter:
         return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
 
     def render_constants(self, settings: ScriptSettings, used_text: str) -> str:
-        """Return the constants; of the engine's claims, only those that ``used_text`` reads."""
+        """Return the text of the constants, with only those of the engine's claims that ``used_text`` reads."""
         claims = settings.claims
         features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", used_text)))]
-        refused = {each.name: claims.refusal(each) for each in features if claims.refusal(each) is not None}
+        refused = {feature.name: claims.refusal(feature) for feature in features if claims.refusal(feature) is not None}
         owners = [owner for owner in AccumulationOwner if is_owner_claimed(owner, claims)]
         self.imports += ["from types import SimpleNamespace", "import torch"]
         kernels, variants = dict(claims.own_kernels), {key: dict(value) for key, value in claims.variants.items()}
@@ -230,7 +236,7 @@ class ScriptWriter:
             f"ZEROS_ALLOWED = {settings.zeros_allowed}",
             f"ELEMENTS = {settings.element_count}",
             f"OWNERS = [{', '.join(owner_names)}]",
-            f"Feature = SimpleNamespace({', '.join(f'{each.name}={each.name!r}' for each in features)})",
+            f"Feature = SimpleNamespace({', '.join(f'{feature.name}={feature.name!r}' for feature in features)})",
             f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r}, refusal={refused!r}.get)",
             f"TRAINING = {settings.training or None}",
             f"MAKE = {factory_expression(settings.engine)}",
@@ -254,14 +260,14 @@ class ScriptWriter:
         return f"FORMULAS = {{{', '.join(found)}}}"
 
     def read_part(self, name: str) -> str:
-        """Return a part of the script that is the same for many cells, and keep its imports."""
+        """Return the text of a fixed part of scripts, without its imports, which are added to the script's."""
         imports, text = split_imports((PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8"))
         self.imports += imports
         return text
 
 
 def names_defined_in_parts(*parts: str) -> frozenset[str]:
-    """Return the names that these parts define."""
+    """Return the names that the parts called ``parts`` define."""
     texts = [(PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8") for name in parts]
     return frozenset(name for text in texts for statement in ast.parse(text).body for name in defined_names(statement))
 
@@ -283,7 +289,7 @@ def is_owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
 
 
 def join_definitions(texts: Iterable[str]) -> str:
-    """Join definitions with blank lines; one-line constants stand together."""
+    """Join definitions with two blank lines; join successive one-line constants without one."""
     found = ""
     for text in texts:
         lone = "\n" not in text and not text.startswith(("def ", "class "))

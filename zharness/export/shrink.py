@@ -1,4 +1,4 @@
-"""Find the smallest failure that matches a cell's: fewer ranks, a smaller model, then a small program."""
+"""Find the smallest failure of the same kind as a cell's: fewer ranks, a smaller model, then a small program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zharness.world.server import RankEnvironment
 
 # Groups of laws whose failures a program can show; others concern saved state, memory or casts.
 TRAINING_LAW_GROUPS = ("training", "backward", "double_backward", "torch_func", "checkpointing", "parameters", "model")
-# Tried before random programs: most faults of an engine show in one of these.
+# Programs tried before random ones: most faults of an engine show in one of these.
 FIRST_PROGRAMS = (
     "x(1) linear(1) | f b s",
     "x(2) linear(1) | f b s f b s",
@@ -50,13 +50,13 @@ PROGRAM_LAYERS = {  # layers like those of the workload's models
     "mlp": "x(3) linear(4) gelu linear(2)",
     "changing": "x(3) linear(3) frozen(3) sometimes[linear(3)] unused(2) read(2)",
 }
-MAX_OTHER_MODELS = 1  # of the workload, tried in place of a user's model
+MAX_OTHER_MODELS = 1  # number of the workload's models to try in place of a user's model
 MAX_SEARCH_BATCHES = 40  # batches of random programs to try; the time limit usually ends the search earlier
 
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """What identifies a failure: verdict, part of the step or exception type, and the hint or message.
+    """The facts that identify a failure: verdict, part of the step or exception type, and the hint or message.
 
     Numbers and names are removed from ``detail``, since they depend on the model.
     """
@@ -83,7 +83,7 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
         hint = _PROGRAM_SUFFIX.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
-        if hint.startswith(STALE_FORWARD_HINT):  # it may surface in any part that reads a forward's result
+        if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may show it
             return FailureSignature(verdict, STALE_FORWARD_HINT)
         # "only 1 of 16 elements" cannot be seen in a model with one element.
         return FailureSignature(verdict, part[1], "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint))
@@ -120,7 +120,7 @@ class ShrinkResult:
 
 
 class MatchingProgramRunner(ProgramRunner):
-    """Runs programs; a program that fails differently, or runs after the deadline, counts as passed."""
+    """Runs programs; one that fails differently, or would start after the deadline, counts as passed."""
 
     def __init__(self, environment: RankEnvironment, timeout: float) -> None:
         super().__init__(environment, timeout)
@@ -147,7 +147,7 @@ class MatchingProgramRunner(ProgramRunner):
 
 
 def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout: float, seconds: float) -> ShrinkResult:
-    """Return the smallest failure that matches ``cell``'s, as found within ``seconds`` after its first failure.
+    """Return the smallest failure of the same kind as ``cell``'s that is found within ``seconds`` after that failure.
 
     Raises UsageError for a cell that does not fail.
     """
@@ -159,7 +159,7 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
         if first is None or not first.verdict.is_broken:
             found = "not run" if first is None else f"{first.verdict.value}: {first.cause}"
             raise UsageError(f"{cell.id} does not fail, so there is nothing to shrink: {found}")
-        until = time.monotonic() + seconds  # the first run has imported what all others take
+        until = time.monotonic() + seconds  # after the first run, which includes the imports
         record, tried = find_smallest_cell(cells, first, until)
         programs.wanted_signature, programs.deadline = extract_failure_signature(first.verdict, first.cause), until
         claims = cells.claims(record.cell.engine, record.cell.stage)
@@ -207,9 +207,9 @@ def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[
 
 def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterator[Cell]:
     """Yield smaller cells; for a user's model also variants with modules removed."""
-    own = is_user_model(cell.model)
-    yield from iter_smaller_cells(cell, runner.call_in_judge(smaller_models, cell.model) if own else ())
-    if own and time.monotonic() < deadline:
+    has_user_model = is_user_model(cell.model)
+    yield from iter_smaller_cells(cell, runner.call_in_judge(smaller_models, cell.model) if has_user_model else ())
+    if has_user_model and time.monotonic() < deadline:
         yield from (replace(cell, model=name) for name in runner.call_in_judge(models_without_modules, cell.model))
 
 
@@ -219,7 +219,7 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
     sizes = {name: count_parameter_owners(name) for name in law.models}
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
-    if is_user_model(cell.model):  # an engine's fault shows in any model; one needs few tries
+    if is_user_model(cell.model):  # an engine's fault usually shows in any model
         names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     if cell.engine_variant:
@@ -258,9 +258,9 @@ def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, 
 
 
 def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """Yield the program that an ``any_order`` law would run in this cell, with default settings and with its own.
+    """Yield the program that an ``any_order`` law runs in this cell, with default settings, then with its own settings.
 
-    Yields nothing for other laws.
+    Yields nothing if the cell is of another law.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
     if template is None or not get_law(cell.law).steps_are_verbs:
@@ -268,8 +268,8 @@ def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Progra
     layers = tuple(parse_layers(PROGRAM_LAYERS[cell.model]))
     program = template.make_program(cell.seed(salt), cell.dtype, claims)
     program = replace(program, stage=cell.stage, world_size=cell.world_size)
-    for each in (program.with_default_settings, program):
-        yield replace(each, layers=layers, verbs=legal_verbs(layers, program.verbs, window=each.window))
+    for candidate in (program.with_default_settings, program):
+        yield replace(candidate, layers=layers, verbs=legal_verbs(layers, program.verbs, window=candidate.window))
 
 
 def has_same_failure(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> bool:
@@ -280,7 +280,7 @@ def has_same_failure(runner: MatchingProgramRunner, engine: str, batch: ProgramB
 def reduce_batch(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> ProgramBatch:
     """Shrink a failing ``batch`` and run it on the fewest ranks."""
     return reduce_ranks(
-        runner, engine, shrink_batch(batch, lambda some: has_same_failure(runner, engine, some), NO_LIMITS)
+        runner, engine, shrink_batch(batch, lambda smaller: has_same_failure(runner, engine, smaller), NO_LIMITS)
     )
 
 

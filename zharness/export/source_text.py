@@ -1,4 +1,4 @@
-"""Edit Python source text: sort imports and remove unused definitions."""
+"""Edit the Python source text of a script: sort imports and remove unused definitions."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str
     froms = {
         module: f"from {module} import {', '.join(sorted(found, key=isort_key))}" for module, found in names.items()
     }
-    ours = sorted((line for line in whole if is_stdlib(line.split()[1])), key=str.lower)
-    ours += [froms[module] for module in sorted(froms, key=str.lower) if is_stdlib(module)]
-    rest = sorted((line for line in whole if not is_stdlib(line.split()[1])), key=str.lower)
-    rest += [froms[module] for module in sorted(froms, key=str.lower) if not is_stdlib(module)]
-    return "\n\n".join("\n".join(block) for block in (ours, rest) if block)
+    stdlib_lines = sorted((line for line in whole if is_stdlib(line.split()[1])), key=str.lower)
+    stdlib_lines += [froms[module] for module in sorted(froms, key=str.lower) if is_stdlib(module)]
+    other_lines = sorted((line for line in whole if not is_stdlib(line.split()[1])), key=str.lower)
+    other_lines += [froms[module] for module in sorted(froms, key=str.lower) if not is_stdlib(module)]
+    return "\n\n".join("\n".join(block) for block in (stdlib_lines, other_lines) if block)
 
 
 def isort_key(name: str) -> tuple[int, str]:
@@ -94,7 +94,7 @@ def prune_unused(text: str) -> str:
     lines = text.splitlines()
     for node in reversed([piece for top in tree.body for piece in (top, *class_statements(top))]):
         if node not in kept:
-            first = min([node, *getattr(node, "decorator_list", [])], key=lambda each: each.lineno).lineno
+            first = min([node, *getattr(node, "decorator_list", [])], key=lambda part: part.lineno).lineno
             lines[first - 1 : node.end_lineno] = [""] * ((node.end_lineno or first) - first + 1)
     return "\n".join(lines)
 
@@ -117,12 +117,12 @@ def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | No
 
 
 def class_statements(statement: ast.stmt) -> list[ast.stmt]:
-    """Return the statements of a class body; of any other statement, none."""
+    """Return the statements of a class body; an empty list for any other statement."""
     return statement.body if isinstance(statement, ast.ClassDef) else []
 
 
 def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST]:
-    """Yield definitions that no other node names; ``forward``, ``backward`` and dunder methods count as used."""
+    """Yield the definitions that no other node names; ``forward``, ``backward`` and dunder methods count as used."""
     users: dict[str, list[PrunableNode]] = {}
     for unit in units:
         for name in unit.names:
@@ -141,7 +141,7 @@ def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST
 
 
 def get_definition_name(node: ast.AST) -> str | None:
-    """Return the single name that a node defines; None if there is none."""
+    """Return the name that a node defines; None if it defines none or several."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return node.name
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

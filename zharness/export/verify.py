@@ -13,7 +13,7 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """The verdict of a script's run (``reproduced``, ``not reproduced`` or another) and the line that says so."""
+    """The verdict of a script's run (``reproduced``, ``not reproduced`` or another) and the line that decided it."""
 
     verdict: str
     evidence: str

@@ -15,7 +15,6 @@ from zharness.parity.comparison import Comparison, Mismatch, Part
 # terms[rank][micro-step]: the local gradients of one parameter
 GradientTerms = Sequence[Sequence[Tensor]]
 
-
 # suspects[description][loss][rank]: local gradients that an engine may have returned instead, summed over the losses
 SuspectedGradients = Mapping[str, Sequence[Sequence[Tensor]]]
 
@@ -33,8 +32,7 @@ def attribute_mismatch(
     """Return ``comparison`` with the part and the hint that explain its mismatch; unchanged if there is no mismatch.
 
     ``actual`` is the compared copy, ``rank_copies`` the full gradient as each rank reports it. ``reduce_dtype`` is the
-    dtype in which gradients are reduced (None: that of ``actual``); a wrong gradient is rounded in it as a right one
-    is.
+    dtype in which gradients are reduced (None: the dtype of ``actual``).
     """
     if comparison.mismatch is None:
         return comparison
@@ -81,21 +79,21 @@ def explain_mismatch(
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Return the subsets of (rank, micro-step) terms whose mean a known fault gives, with part and description."""
+    """Return the subsets of (rank, micro-step) terms whose mean a known fault gives, and the fault's description."""
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
     if len(micros) > 1:
-        for one in micros:
-            alone = tuple((rank, one) for rank in ranks)
-            found[alone] = (Part.ACCUMULATION, f"the gradient of micro-batch {one} alone")
-            rest = tuple((rank, micro) for rank in ranks for micro in micros if micro != one)
-            found.setdefault(rest, (Part.ACCUMULATION, f"the mean without micro-batch {one}"))
+        for chosen in micros:
+            alone = tuple((rank, chosen) for rank in ranks)
+            found[alone] = (Part.ACCUMULATION, f"the gradient of micro-batch {chosen} alone")
+            rest = tuple((rank, micro) for rank in ranks for micro in micros if micro != chosen)
+            found.setdefault(rest, (Part.ACCUMULATION, f"the mean without micro-batch {chosen}"))
     if len(ranks) > 1:
-        for one in ranks:
-            alone = tuple((one, micro) for micro in micros)
-            found[alone] = (Part.REDUCTION, f"the gradient of rank {one} alone, not reduced")
-            rest = tuple((rank, micro) for rank in ranks for micro in micros if rank != one)
-            found.setdefault(rest, (Part.REDUCTION, f"the mean without rank {one}"))
+        for chosen in ranks:
+            alone = tuple((chosen, micro) for micro in micros)
+            found[alone] = (Part.REDUCTION, f"the gradient of rank {chosen} alone, not reduced")
+            rest = tuple((rank, micro) for rank in ranks for micro in micros if rank != chosen)
+            found.setdefault(rest, (Part.REDUCTION, f"the mean without rank {chosen}"))
     return found
 
 
@@ -110,7 +108,8 @@ def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, red
 def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
     """Return whether ``actual`` looks like a mean that was reduced in ``narrow_dtype``.
 
-    It does if it lies within that reduction's bound, and its elements, or their sum, are numbers of ``narrow_dtype``.
+    This requires that it lies within that reduction's bound, and that its elements, or their sum over the terms, are
+    numbers of ``narrow_dtype``.
     """
     if unit_roundoff(actual.dtype) >= unit_roundoff(narrow_dtype) or is_gamma_undefined(len(terms), narrow_dtype):
         return False

@@ -1,8 +1,8 @@
 """The baseline: the plain, unwrapped model, run for each rank in turn in a process that never imports an engine.
 
-It runs anew for every cell, although cells that differ only in engine and stage need the same numbers: building and
-running it takes 6 % of a cell's time at the median (scripts/cost_of_comparing.py), which is all that a cache could
-save. Exact scenarios (zharness/law_kit/scenarios.py) and certificates, which also run in float64, are cached.
+Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers. A cache
+would save at most 6 % of a cell's time at the median (scripts/cost_of_comparing.py), the time that the baseline takes.
+Exact scenarios (zharness/law_kit/scenarios.py) and certificates, which also run in float64, are cached.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model of ``spec`` in the initial weights of ``seed``, for ``world_size`` ranks.
+    """The plain model of ``spec`` with the initial weights of ``seed``, and its batches for ``world_size`` ranks.
 
     Parameters that require a gradient, and batches, are in ``dtype``. Backward runs on the loss times ``loss_scale``;
     the gradients are divided by it afterwards, in float32 unless it is 1. ``autocast`` is the dtype under which the
-    forward runs (the loss runs outside), ``autocast_backward`` that of the backward; None turns autocast off.
+    forward runs (the loss runs without it), ``autocast_backward`` the dtype under which backward runs; None turns
+    autocast off.
     """
 
     spec: ModelSpec
@@ -94,7 +95,7 @@ class Baseline:
     ) -> LocalResult:
         """Return loss and gradients of one rank's micro-batch, not reduced over ranks.
 
-        With ``weigh`` the gradients are those of ``weigh(loss, rank)``; the returned loss stays the unweighed one.
+        With ``weigh`` the gradients are those of ``weigh(loss, rank)``; the returned loss is not weighted.
         """
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
@@ -123,7 +124,7 @@ def autocast_context(dtype: torch.dtype | None) -> torch.autocast:
 def read_parameter_dtypes(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtype]:
     """Return the dtype of each parameter of the model that ``spec`` builds for ``seed``.
 
-    ``seed`` is part of the key so that a user's factory is not called with a second seed.
+    ``seed`` is part of the cache's key, so that a user's factory is never called with a second seed.
     """
     return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
 

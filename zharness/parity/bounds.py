@@ -96,8 +96,8 @@ def mean_and_bound(
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
     """Return a cheap float32 upper limit of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
 
-    ``mean`` is their computed mean. For numbers that are known to be right, where only the size of the bound is
-    reported; the factor 1.001 covers the rounding of this computation itself.
+    ``mean`` is the computed mean. Use it only for numbers that are known to be right, where the size of the bound is
+    merely reported. The factor 1.001 covers the rounding of this computation itself.
     """
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
@@ -153,7 +153,7 @@ class BoundedTensor:
         return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
     def times_sign(self, other: BoundedTensor) -> BoundedTensor:
-        """Multiply two signs, which adds no rounding."""
+        """Return the product of two signs, which adds no rounding."""
         return BoundedTensor(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
 
     def __abs__(self) -> BoundedTensor:
@@ -173,17 +173,17 @@ class BoundedTensor:
         return self._with_rounding(self.value * other.value, carried)
 
     def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
-        """Divide; the bound is infinite unless ``other`` is further from zero than its error."""
+        """Return the quotient; the bound is infinite unless ``other`` is further from zero than its error."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
         return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
     def sqrt(self) -> BoundedTensor:
-        """Take the square root: |sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) if a < e."""
+        """Return the square root; |sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) if a < e."""
         value = self.value.sqrt()
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
-        """Add the rounding of one operation in ``dtype`` to the error that its operands carried."""
+        """Return ``value`` with the error that its operands carried plus the rounding of one operation in ``dtype``."""
         error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

@@ -22,7 +22,8 @@ from zharness.parity.comparison import Comparison, MismatchTensors, Part, Tensor
 from zharness.workload import Batch
 
 CALIBRATION_RUNS = 8
-# Factors on the plain runs' maximum that an engine may reach; measured to separate right kernels from wrong ones.
+# An engine may reach the plain runs' maximum times these factors, which were measured to separate right kernels
+# from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
 
@@ -87,8 +88,8 @@ def run_permuted_plain(baseline: Baseline, batch: Batch, number: int) -> Grads:
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     shuffled = batch.map_tensors(lambda tensor: tensor[order])
     micros = split_batch(shuffled, sizes[number % len(sizes)])
-    found = [plain_gradients(baseline, micro) for micro in micros]
-    return {name: torch.stack([grads[name] for grads in found]).sum(0) / len(found) for name in found[0]}
+    micro_grads = [plain_gradients(baseline, micro) for micro in micros]
+    return {name: torch.stack([grads[name] for grads in micro_grads]).sum(0) / len(micros) for name in micro_grads[0]}
 
 
 def plain_gradients(baseline: Baseline, batch: Batch) -> Grads:
@@ -124,20 +125,22 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
     ``location.name`` is replaced by that tensor's name. ``smallest_detectable`` is the scale error of one tensor that
     is certain to be caught.
     """
-    found, limits = error_statistics(calibration, grads), calibration.limits
+    statistics, limits = error_statistics(calibration, grads), calibration.limits
     ratios = {
-        "largest error": ratio_to_limit(found.max_error, limits.max_error),
-        "spread of errors": ratio_to_limit(found.rms_error, limits.rms_error),
-        "scale": ratio_to_limit(found.scale_error, limits.scale_error),
+        "largest error": ratio_to_limit(statistics.max_error, limits.max_error),
+        "spread of errors": ratio_to_limit(statistics.rms_error, limits.rms_error),
+        "scale": ratio_to_limit(statistics.scale_error, limits.scale_error),
     }
     z = calibration.normalized_errors(grads)
-    lost = {name: limits.max_error * unit >= calibration.oracle[name].abs() for name, unit in calibration.units.items()}
+    below_limit = {
+        name: limits.max_error * unit >= calibration.oracle[name].abs() for name, unit in calibration.units.items()
+    }
     comparison = Comparison(
         tier=Tier.CALIBRATED,
         ratio=max(ratios.values()),
         smallest_detectable=2 * limits.scale_error,
         elements=sum(tensor.numel() for tensor in z.values()),
-        undetermined=sum(int((lost[name] & (calibration.oracle[name] != 0)).sum()) for name in lost),
+        undetermined=sum(int((below_limit[name] & (calibration.oracle[name] != 0)).sum()) for name in below_limit),
         location=location,
     )
     if not comparison.ratio > 1:
@@ -147,7 +150,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
     bound = limits.max_error * calibration.units[worst]
     wrong, error = sizes[worst] == sizes[worst].max(), sizes[worst] * calibration.units[worst]
     named = replace(location, name=worst, part=Part.LOCAL_GRADIENT)
-    # The engine computed in float32 and unscaled in float64, so ULPs are counted in float32.
+    # The engine computed in float32 and unscaled its gradients in float64, so ULPs are counted in float32.
     actual = grads[worst].float()
     element = build_mismatch(named, calibration.oracle[worst], actual, bound, error, wrong)
     statistic = max(ratios, key=lambda key: ratios[key])

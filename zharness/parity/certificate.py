@@ -22,13 +22,16 @@ SIGNIFICAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def is_power_of_two(number: int) -> bool:
-    """Return whether dividing by ``number`` changes only the exponent."""
+    """Return whether ``number`` is a power of two, so that dividing by it changes only the exponent."""
     return number > 0 and number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Whether tier X applies (also as a bool); ``reason`` says why not, for a model that could have been exact."""
+    """Whether tier X applies, which is also the object's truth value.
+
+    ``reason`` says why it does not apply; it is empty for a model that does not claim to be exact.
+    """
 
     applies: bool
     reason: str = ""
@@ -47,7 +50,9 @@ def division_exactness(terms: int) -> Exactness:
 def single_term_mean_exactness(
     local: LocalResult, terms: int, dtype: torch.dtype, loss_scale: float = 1.0
 ) -> Exactness:
-    """Return whether the mean of these gradients and ``terms - 1`` zeros is exact in ``dtype`` times ``loss_scale``.
+    """Return whether a mean over ``terms`` gradients, those of ``local`` and zeros, is exact in ``dtype``.
+
+    The mean is multiplied by ``loss_scale``.
 
     Dividing by a power of two keeps the significand, but loses the last bit of a subnormal.
     """
@@ -74,15 +79,15 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 def certify_exactness(
     baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
 ) -> Exactness:
-    """Return whether all gradients of these micro-steps, and their mean over ranks and micro-steps, are exact in
-    ``dtype``.
+    """Return whether all gradients of the micro-steps ``steps``, and their mean over ranks and micro-steps, are exact
+    in ``dtype``.
 
-    ``objective`` (None: the workload's) must be linear in the output, with integer coefficients. A model with random
-    weights is not exact; that needs no reason.
+    ``objective`` (None: the workload's) must be linear in the output, with integer coefficients. For a
+    model with random weights the answer is no, without a reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
-    # A law's own objective is not cached: it may keep its cell's tensors alive and is never used again.
+    # The result for a law's own objective is not cached: the cache would keep the cell's tensors alive for nothing.
     return (certify_exact_model_cached if objective is None else certify_exact_model)(
         baseline, steps, dtype, objective or baseline.objective
     )
@@ -91,8 +96,10 @@ def certify_exactness(
 def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
     """Certify an exact model, rank by rank and micro-step by micro-step; see ``certify_exactness``."""
     terms = baseline.world_size * len(steps)
-    cells = ((rank, step) for rank in range(baseline.world_size) for step in steps)
-    if not is_power_of_two(terms) or all(is_locally_exact(baseline, *cell, terms, dtype, loss) for cell in cells):
+    micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
+    if not is_power_of_two(terms) or all(
+        is_locally_exact(baseline, *position, terms, dtype, loss) for position in micro_batches
+    ):
         return division_exactness(terms)
     name = str(dtype).removeprefix("torch.")
     return Exactness(
@@ -100,7 +107,9 @@ def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, lo
     )
 
 
-certify_exact_model_cached = lru_cache(maxsize=1024)(certify_exact_model)  # the same for every engine, stage and law
+certify_exact_model_cached = lru_cache(maxsize=1024)(
+    certify_exact_model
+)  # the result is the same for every engine, stage and law
 
 
 def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
@@ -129,11 +138,11 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
     """Return the largest activation, activation gradient and parameter gradient of a run on absolute values."""
     seen: list[Tensor] = []
 
-    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def record_output(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         seen.append(output.detach())
         output.register_hook(seen.append)  # type: ignore[no-untyped-call]
 
-    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    hooks = [module.register_forward_hook(record_output) for module in model.modules()]
     local = run_local(model, batch, loss)
     for hook in hooks:
         hook.remove()

@@ -20,8 +20,8 @@ PROBE_ELEMENTS = 64  # elements that ``has_finite_nonzero`` tests before the res
 
 
 def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) -> Comparison:
-    """Compare bitwise (tier X); NaN equals NaN and 0 equals -0."""
-    actual = actual if actual.is_floating_point() else actual.double()  # indices and counts
+    """Compare two tensors bitwise (tier X), except that NaN equals NaN and 0 equals -0."""
+    actual = actual if actual.is_floating_point() else actual.double()  # integers: indices and counts
     wanted, got = (expected, actual) if expected.dtype == actual.dtype else (expected.double(), actual.double())
     if wanted.shape != got.shape or not torch.equal(wanted, got):
         return compare_within_bound(
@@ -33,7 +33,7 @@ def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) 
 
 
 def has_finite_nonzero(numbers: Tensor) -> bool:
-    """Return whether any element is finite and not zero. The first element usually is, so it is tested first."""
+    """Return whether any element is finite and not zero; test the first element first, because it usually is."""
     flat = numbers.flatten()
     if flat.numel() and 0.0 < abs(float(flat[0])) < math.inf:
         return True
@@ -48,9 +48,9 @@ def is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
 def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) -> list[Comparison]:
     """Return the comparisons of ``count`` elements of flat tensors, computed in chunks; empty if any element is wrong.
 
-    ``compare(chunk)`` returns the comparisons of these elements, one for each tensor name. Temporaries of a chunk stay
-    in a core's cache, while those of a large tensor are new memory for each operation. The caller has to compare the
-    whole tensor after a failure, because a mismatch describes the whole tensor.
+    ``compare(chunk)`` returns the comparisons of the chunk's elements, one for each tensor name. Temporaries of a chunk
+    stay in a core's cache, while those of a large tensor are new memory for each operation. The caller has to compare
+    the whole tensor after a failure, because a mismatch describes the whole tensor.
     """
     found: dict[str, list[Comparison]] = {}
     for start in range(0, count, CHUNK_ELEMENTS):
@@ -63,7 +63,7 @@ def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) 
 
 
 def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
-    """Merge passed comparisons of the chunks of one tensor into one."""
+    """Merge the passed comparisons of one tensor's chunks into one comparison."""
     tiers = list(Tier)
     return replace(
         chunks[0],
@@ -143,8 +143,8 @@ def compare_fast_path(
 ) -> Comparison | None:
     """Return the passed comparison if all numbers are finite and clearly within their bounds, else None.
 
-    ``error`` and ``magnitude`` have one shape and are not negative. It needs a third of the operations of
-    ``compare_within_bound``, which decides whenever this returns None.
+    ``error`` and ``magnitude`` have one shape and are not negative. This takes a third of the operations of
+    ``compare_within_bound``, which decides if this returns None.
     """
     if not error.numel() or not math.isfinite(float((error + bound + magnitude).sum())):
         return None
@@ -171,7 +171,7 @@ def attach_plain_values(comparison: Comparison, compute_plain: Callable[[], Tens
 
 
 def compare_within_range(location: TensorLocation, lower: Tensor, actual: Tensor, upper: Tensor) -> Comparison:
-    """Compare lower <= actual <= upper; the range is allowed as a whole, so none of it counts as undetermined."""
+    """Compare lower <= actual <= upper; every number in the range is right, so no element counts as undetermined."""
     middle, room = (upper.double() + lower.double()) / 2, (upper.double() - lower.double()) / 2
     return compare_within_bound(location, middle, actual, room, signal=torch.zeros_like(middle))
 
@@ -228,7 +228,7 @@ def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
 
 
 def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Comparison]:
-    """Compare every rank's copy bitwise with rank 0's."""
+    """Compare each other rank's copy of a tensor bitwise with rank 0's."""
     found = []
     for rank, copy in enumerate(copies[1:], start=1):
         here = TensorLocation(location.name, location.part, location.step, rank, location.pieces)

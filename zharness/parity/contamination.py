@@ -1,8 +1,8 @@
-"""Detect what makes a comparison worthless: replaced torch functions, different settings, shared memory.
+"""Detect conditions that make a comparison worthless: replaced torch functions, different settings, shared memory.
 
 An engine may replace a function of torch for its whole process (DeepSpeed's stage 3 replaces
-``torch.nn.functional.linear``, and the replacement outlives the engine). A baseline that ran there would be compared
-with itself.
+``torch.nn.functional.linear``, and the replacement outlives the engine). If the baseline ran in such a process, the
+engine's code would be compared with itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ STANDARD_MODULES = ("typing", "typing_extensions", "functools", "contextlib", "c
 
 @dataclass(frozen=True)
 class ProcessConditions:
-    """What the numbers of a process depend on besides the code: settings by name, and replaced functions of torch."""
+    """The settings, by name, and the replaced functions of torch on which a process's numbers depend."""
 
     settings: Mapping[str, str]
     replacements: tuple[str, ...]
 
     def describe_differences(self, other: ProcessConditions) -> list[str]:
-        """Return a sentence for each replaced function here, and for each setting that differs from ``other``."""
+        """Describe each function replaced in this process, and each setting that differs from ``other``."""
         differing = [
             f"{name} is {value}, for the baseline {other.settings[name]}"
             for name, value in self.settings.items()
@@ -56,7 +56,7 @@ class ProcessConditions:
 
 
 def read_process_conditions() -> ProcessConditions:
-    """Return the conditions of this process at this moment."""
+    """Return the current conditions of this process."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     settings = {
         "the number of threads": torch.get_num_threads(),
@@ -73,22 +73,22 @@ def read_process_conditions() -> ProcessConditions:
 
 
 def find_replaced_functions() -> Iterator[str]:
-    """Yield replaced functions of torch, such as ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
+    """Describe replaced functions of torch, such as ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
     for owner, holder in TORCH_NAMESPACES.items():
         if vars(holder) == _clean_namespaces.get(owner):
             continue
         found = list(find_foreign_functions(owner, holder))
-        if not found:  # a namespace with replacements would be kept alive by the cache
+        if not found:  # the cache would keep a replacement alive
             _clean_namespaces[owner] = dict(vars(holder))
         yield from found
 
 
-# Namespaces as they were when nothing was replaced: if unchanged, their 2,000 names need no second look per cell.
+# The contents of namespaces without replacements; while they are unchanged, their 2,000 names are not tested again.
 _clean_namespaces: dict[str, dict[str, Any]] = {}
 
 
 def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
-    """Yield the functions in one namespace of torch whose code is not torch's."""
+    """Describe each function in one namespace of torch whose code is not torch's."""
     for name, value in vars(holder).items():
         if isinstance(value, COMPILED_TYPES):  # most functions
             continue
@@ -100,7 +100,7 @@ def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
 
 
 def is_from_torch(function: Any) -> bool:
-    """Return whether a function's code is torch's, the standard library's or compiled."""
+    """Return whether a function belongs to torch or the standard library, or is compiled."""
     if isinstance(function, types.FunctionType):
         # functools.wraps copies names but not the code object, so its file is reliable.
         file = function.__code__.co_filename
@@ -128,14 +128,14 @@ def require_clean_torch(conditions: ProcessConditions) -> None:
 
 def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
     """Raise UsageError if a parameter or buffer of the baseline shares memory with one of the engine's."""
-    taken = {tensor.untyped_storage().data_ptr(): name for name, tensor in named_tensors(engine)}
-    taken.pop(0, None)  # storage without memory: meta tensors and freed (sharded) weights
+    engine_names = {tensor.untyped_storage().data_ptr(): name for name, tensor in named_tensors(engine)}
+    engine_names.pop(0, None)  # storage without memory: meta tensors and freed (sharded) weights
     for name, tensor in named_tensors(baseline):
-        other = taken.get(tensor.untyped_storage().data_ptr())
+        other = engine_names.get(tensor.untyped_storage().data_ptr())
         if other is not None:
             raise UsageError(
-                f"the baseline's {name} shares its memory with the engine's {other}, so the one is "
-                "compared with itself; give the baseline a copy.deepcopy of the model, made before the engine takes it"
+                f"the baseline's {name} shares its memory with the engine's {other}, so it would "
+                "be compared with itself; give the baseline a copy.deepcopy made before the engine wraps the model"
             )
 
 

@@ -1,7 +1,7 @@
 """One step of each elementwise optimizer of torch.optim, in the order of torch's single-tensor implementation.
 
 Each formula takes a parameter, its gradient and its state with the errors that they carry, the number of earlier steps
-and all options, and returns the new weight and the new state. Missing state starts with torch's initial values.
+and all options, and returns the new weight and the new state. Missing state takes torch's initial values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Put the autograd nodes that an engine inserts into the baseline's graph as well.
+"""Insert the autograd nodes that an engine adds into the baseline's graph as well.
 
-A node around a module computes nothing. But if a tensor is used twice behind it, the gradients of these uses are added
-to each other before they are added to those of other uses, and (a + b) + c is not always a + (b + c). Both are right;
-with the same nodes plain PyTorch computes the same sum. This hides no wrong number, since the baseline's gradients
-still come from torch's own kernels.
+A node around a module computes nothing, but it changes the order of a sum: if a tensor is used twice behind the node,
+autograd adds the gradients of these two uses to each other before it adds those of other uses, and (a + b) + c is not
+always a + (b + c). Both sums are right; with the same nodes plain PyTorch computes the same one. This hides no wrong
+number, since the baseline's gradients still come from torch's own kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class JunctionModelBuilder:
-    """Build a model with junctions. Equal builders are interchangeable keys of a cache."""
+    """Builds a model with junctions; equal builders are equal keys of a cache."""
 
     build: Callable[[], nn.Module]
     select_modules: JunctionSelector
@@ -68,8 +68,8 @@ class JunctionModelBuilder:
 def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
     """Return the names of the modules that ``builder.select_modules`` selects.
 
-    That function belongs to the engine, so it gets a model of its own: whatever it does to it, the baseline's model
-    stays plain. Raises EngineContractError if it returns anything but distinct modules of that model.
+    That function belongs to the engine and may change the model, so it gets a separate model and the baseline's stays
+    plain. Raises EngineContractError if it returns anything but distinct modules of that model.
     """
     with torch.random.fork_rng(devices=[]):  # the caller's generator must not advance
         model = builder.build()
@@ -79,7 +79,7 @@ def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
     if not names.keys() >= {*selected} or len({*selected}) < len(selected):
         raise EngineContractError(
             f"junctions: got {len(modules)} modules ({', '.join(type(module).__name__ for module in modules)}); "
-            "expected modules of the model that it was given, each once"
+            "expected distinct modules of the model that the function received"
         )
     return tuple(names[key] for key in selected)
 

@@ -1,6 +1,6 @@
 """Describe a mismatch for a record's JSON: heat map, shards, ULP histograms, layers and training curves.
 
-Plain data, at most about 10 KB. A number that JSON cannot hold is a string.
+A report is plain data of at most about 10 KB. A number that JSON cannot hold is written as a string.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation
 from zharness.parity.ulps import CLASS_LABELS, count_ulp_classes
 
-HEAT_MAP_ROWS, HEAT_MAP_COLUMNS = 20, 48  # most blocks of a heat map
+HEAT_MAP_ROWS, HEAT_MAP_COLUMNS = 20, 48  # largest number of blocks in each direction
 MAX_LAYERS = 48
 LAYER_DIGITS, HEAT_MAP_DIGITS = 3, 2  # significant digits of ratios
 SHORT_INTEGER_LIMIT = 1e6  # integers below it are written without a decimal point
-MAX_FOLLOWING_ELEMENTS = 1 << 24  # compared after the first mismatch to fill ``layers``: one or two seconds
+MAX_FOLLOWING_ELEMENTS = 1 << 24  # limit on elements compared after the mismatch for ``layers``: 1 or 2 s
 
 JsonNumber = float | str
 
@@ -40,7 +40,7 @@ class HeatMap(TypedDict):
 
 
 class ShardRange(TypedDict):
-    """Flat elements ``start`` to ``stop`` lie on ``rank``."""
+    """The range of flat elements, from ``start`` up to but without ``stop``, that lies on ``rank``."""
 
     rank: int
     start: int
@@ -48,8 +48,8 @@ class ShardRange(TypedDict):
 
 
 class UlpHistograms(TypedDict):
-    """Number of elements in each class of ``edges``: distance from the expected float64 number in ULPs of the engine's
-    dtype.
+    """The number of elements in each class of ``edges``, by distance from the expected float64 number in ULPs of the
+    engine's dtype.
 
     If a law demands the baseline's own bits, the expected number is the baseline's. ``baseline`` is empty if the judge
     has no numbers of plain torch.
@@ -77,8 +77,9 @@ class TrainingCurve(TypedDict):
 class MismatchReport(TypedDict):
     """The report of the first comparison that failed; a field is null if there is nothing to show.
 
-    ``layers`` lists parameters by depth, from the comparisons of the same step and part; of many parameters, only the
-    worst of each few neighbours. ``curves`` has "loss" and "norm" if the law trained several steps.
+    ``layers`` lists parameters by depth, from the comparisons of the same step and part; of more than ``MAX_LAYERS``
+    parameters it keeps only the worst of each group of neighbours. ``curves`` has "loss" and "norm" if the law trained
+    several steps.
     """
 
     parameter: str
@@ -174,15 +175,15 @@ def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> b
 
 
 def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Sequence[str]) -> list[LayerRatio] | None:
-    """Return the worst ratio of each parameter, over its weights and optimizer state; None if there is none."""
+    """Return the worst ratio of each parameter, over its weights and optimizer state; None if nothing was compared."""
     known, worst = set(parameter_names), dict[str, float]()
     for comparison in comparisons:
-        for named, ratio in ratios_by_parameter(comparison).items():
-            name = named if named in known else named.rpartition("/")[0]
+        for label, ratio in ratios_by_parameter(comparison).items():
+            name = label if label in known else label.rpartition("/")[0]  # state is labelled PARAMETER/KEY
             worst[name] = max(ratio, worst.get(name, 0.0))
     compared = [name for name in parameter_names if name in worst]
-    several = math.ceil(len(compared) / MAX_LAYERS)
-    groups = [compared[start : start + several] for start in range(0, len(compared), several or 1)]
+    group_size = math.ceil(len(compared) / MAX_LAYERS)
+    groups = [compared[start : start + group_size] for start in range(0, len(compared), group_size or 1)]
     chosen = [max(group, key=worst.__getitem__) for group in groups]
     return [{"name": name, "ratio": round_ratio(worst[name], LAYER_DIGITS)} for name in chosen] or None
 
@@ -195,7 +196,7 @@ def ratios_by_parameter(comparison: Comparison) -> Mapping[str, float]:
 
 
 def round_ratio(ratio: float, digits: int) -> JsonNumber:
-    """Round a ratio to ``digits`` digits, keeping a ratio above 1 above 1."""
+    """Round a ratio to ``digits`` digits; a ratio above 1 stays above 1."""
     rounded = round_for_json(ratio, digits)
     return 1 + 10.0 ** (1 - digits) if ratio > 1 and rounded == 1 else rounded
 

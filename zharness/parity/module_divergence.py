@@ -1,8 +1,8 @@
 """Find the first module whose own computation differs from the baseline's, in forward and in backward order.
 
 Every module gets the baseline's tensors: its inputs, its outputs and their gradients are replaced on the way. So an
-error appears in the module where it arises and does not propagate. What a module computes between its children shows as
-a wrong input of the next child.
+error appears in the module where it arises and does not propagate. An error in the code between two child modules
+appears as a wrong input of the second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class ModuleDivergences:
     def describe(self) -> str:
         """Describe both directions; empty if neither diverges."""
         found = {"forward": self.forward, "backward": self.backward}
-        return "; ".join(f"first in {order} order: {one.describe()}" for order, one in found.items() if one is not None)
+        return "; ".join(
+            f"first in {order} order: {first.describe()}" for order, first in found.items() if first is not None
+        )
 
 
 class TensorVisitor(Protocol):
@@ -70,7 +72,7 @@ class TraceRecorder:
 
 
 class TraceFeeder:
-    """Compares every tensor bitwise with the trace and replaces it by the trace's."""
+    """Compares every tensor bitwise with the tensor of the trace, and passes the trace's on."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -117,6 +119,7 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
     calls: dict[str, int] = {}
 
     def visit_nested(name: str, direction: str, nested: Any) -> Any:
+        """Return ``nested`` with every tensor in it replaced by the visitor's."""
         count = iter(range(1_000_000))
 
         def visit_leaf(value: Any) -> Any:
@@ -126,6 +129,8 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
         return tree_map(visit_leaf, nested)
 
     def register_hooks(name: str, module: nn.Module) -> list[Any]:
+        """Register hooks that visit the inputs and the outputs of ``module``, and return their handles."""
+
         def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             return visit_nested(name, "input", args), visit_nested(name, "keyword", kwargs)
 
@@ -148,7 +153,9 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
 
 
 def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """Record what passes through the modules of ``model``, the baseline, while ``run()`` trains on a micro-batch."""
+    """Record the tensors that pass through the modules of the baseline ``model`` while ``run()`` trains on a
+    micro-batch.
+    """
     recorder = TraceRecorder()
     with visiting_tensors(model, recorder):
         run()
@@ -156,13 +163,10 @@ def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 
 def find_divergences(model: nn.Module, trace: Trace, run: Callable[[], object]) -> ModuleDivergences:
-    """Find where ``model`` departs from ``trace`` while ``run()`` repeats the same forward and backward with it."""
+    """Find where ``model`` diverges from ``trace`` while ``run()`` repeats the same forward and backward with it."""
     feeder = TraceFeeder(trace)
     with visiting_tensors(model, feeder):
         run()
-    backward = [found.location.endswith(" gradient") for found in feeder.divergences]
-    ways = {
-        way: next((found for found, is_back in zip(feeder.divergences, backward, strict=True) if is_back is way), None)
-        for way in (False, True)
-    }
-    return ModuleDivergences(ways[False], ways[True])
+    backward = [found for found in feeder.divergences if found.location.endswith(" gradient")]
+    forward = [found for found in feeder.divergences if not found.location.endswith(" gradient")]
+    return ModuleDivergences(next(iter(forward), None), next(iter(backward), None))

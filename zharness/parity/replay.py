@@ -1,7 +1,7 @@
 """Replay torch.optim's updates in float64 from the engine's own weights, gradients and state.
 
-Inputs carry the error that they already have: none if the engine's own numbers are taken (teacher forcing), that of all
-earlier steps if a run continues freely (then the result is the propagated bound).
+The inputs carry their errors. With teacher forcing they are the engine's own numbers and carry none; in a run that
+continues from its own results they carry the error of all earlier steps, and the result carries the propagated bound.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 def optimizer_defaults(name: str) -> Mapping[str, Any]:
     """Return the default arguments of torch.optim's class ``name``; an option that an old torch lacks is off."""
     parameters = inspect.signature(OPTIMIZER_CLASSES[name]).parameters.values()
-    given = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
-    return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **given}
+    defaults = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
+    return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **defaults}
 
 
 def propagate_step(
@@ -39,8 +39,8 @@ def propagate_step(
     steps: float,
     hyperparameters: Mapping[str, Any],
 ) -> Update:
-    """Take one step of optimizer ``name`` on one parameter after ``steps`` earlier ones, from numbers that carry
-    errors.
+    """Take one step of optimizer ``name`` on one parameter, from numbers that carry errors; ``steps`` were taken
+    before.
 
     Returns the new weight and moments with their bounds. Raises UsageError for an optimizer, or an argument, without a
     formula.
@@ -62,7 +62,7 @@ def replay_step(
     state: Mapping[str, Tensor],
     hyperparameters: Mapping[str, Any],
 ) -> Update:
-    """Take one step from the numbers that an engine holds; ``state["step"]`` is the number of earlier steps."""
+    """Take one step from an engine's weight, gradient and state; ``state["step"]`` is the number of earlier steps."""
     moments = {key: BoundedTensor.exact(value) for key, value in state.items() if key != "step"}
     bounded = grad if isinstance(grad, BoundedTensor) else BoundedTensor.exact(grad)
     steps = float(state.get("step", torch.zeros(())))

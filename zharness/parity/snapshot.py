@@ -1,4 +1,4 @@
-"""Evidence files: each rank writes the tensors that it records, the judge reads them."""
+"""Write and read evidence files: each rank writes the tensors that it records, and the judge reads them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class EvidenceWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._length = file.write(bytes(HEADER_BYTES))  # a length of 0 marks an unfinished file
-        file.flush()  # at once, because the file may hold the previous cell's evidence and this rank may die
+        file.flush()  # the file may contain the previous cell's evidence, and this rank may die
         self._snapshots: dict[tuple[str, int], dict[str, TensorEntry]] = {}
 
     def write_snapshot(self, label: str, step: int, tensors: Mapping[str, Tensor], base_label: str = "") -> None:
-        """Write ``tensors``, on CPU, as a snapshot; tensors of ``base_label`` at that step are included under their
-        names.
+        """Write ``tensors``, on CPU, as a snapshot; it also gets the tensors of the snapshot ``base_label`` at
+        ``step``.
 
         Raises HarnessFault if that snapshot exists already, since the judge reads only one; OSError if the disk is
         full.
@@ -82,7 +82,7 @@ class EvidenceWriter:
         """Write the description of all snapshots as JSON and its length into the header, then close the file."""
         description = {
             "snapshots": [
-                [label, step, [[name, *each] for name, each in entries.items()]]
+                [label, step, [[name, *entry] for name, entry in entries.items()]]
                 for (label, step), entries in self._snapshots.items()
             ],
             "layout": {
@@ -112,8 +112,9 @@ class EvidenceWriter:
 
 
 def open_evidence_writer(folder: Path, rank: int) -> EvidenceWriter:
-    """Open the writer of ``rank``'s evidence. An existing file is overwritten in place, which saves allocating its
-    pages.
+    """Open the writer of ``rank``'s evidence.
+
+    It overwrites an existing file in place, which saves allocating the file's pages.
     """
     return EvidenceWriter(os.fdopen(os.open(evidence_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600), "wb"))
 
@@ -142,9 +143,9 @@ def read_evidence(folder: Path, rank: int) -> RankEvidence:
 
 def load_tensors(storage: Tensor, entries: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
     """Return the tensors at ``entries`` as views of ``storage``."""
-    found = {}
+    tensors = {}
     for name, dtype_name, shape, start in entries:
         dtype: torch.dtype = getattr(torch, dtype_name)
         stop = start + math.prod(shape) * dtype.itemsize
-        found[name] = storage[start:stop].view(dtype).view(shape)
-    return found
+        tensors[name] = storage[start:stop].view(dtype).view(shape)
+    return tensors

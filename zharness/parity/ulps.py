@@ -15,15 +15,19 @@ CLASS_LABELS = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:
 def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
     """Return the ULP distances between two tensors of one dtype, element by element, as float64.
 
-    Infinity is one ULP from the largest number; two NaNs are 0 apart, a NaN and a number infinitely far.
+    Infinity is one ULP from the largest number; the distance of two NaNs is 0, that of a NaN and a number is infinite.
     """
     distance = (
         (to_ordered_integers(first_tensor) - to_ordered_integers(second_tensor)).abs()
         if first_tensor.dtype != torch.float64
         else ulp_distances_float64(first_tensor, second_tensor)
     )
-    numbers = first_tensor.isnan() == second_tensor.isnan()
-    return distance.double().where(numbers, torch.inf).where(~(first_tensor.isnan() & second_tensor.isnan()), 0.0)
+    both_or_neither_nan = first_tensor.isnan() == second_tensor.isnan()
+    return (
+        distance.double()
+        .where(both_or_neither_nan, torch.inf)
+        .where(~(first_tensor.isnan() & second_tensor.isnan()), 0.0)
+    )
 
 
 def to_ordered_integers(numbers: Tensor) -> Tensor:

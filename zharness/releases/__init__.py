@@ -1,5 +1,6 @@
-"""Test several releases of an engine side by side: each lies in a folder that precedes the installed one on
-the path.
+"""Test several releases of an engine side by side.
+
+Each release is in a folder of its own, which precedes the installed packages on the import path.
 """
 
 from zharness.releases.overlay import ensure_overlay, overlay_environment

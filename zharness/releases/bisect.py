@@ -1,4 +1,4 @@
-"""Find the first release on which a law breaks, or holds again, by binary search."""
+"""Find by binary search the first release on which a law breaks, or holds again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from enum import Enum
 
 from zharness.errors import UsageError
 
-MAX_REASON_LENGTH = 120  # characters of a reason
+MAX_REASON_LENGTH = 120  # characters printed of a reason
 
 
 class Outcome(Enum):
-    """What one release shows."""
+    """Whether one release has the bug."""
 
     GOOD = "good"
     BAD = "bad"
-    SKIPPED = "skipped"  # it cannot be had, or shows neither
+    SKIPPED = "skipped"  # it cannot be installed, or its run decides nothing
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ def bisect(
 ) -> BisectResult:
     """Find where ``releases`` (oldest first) change from the outcome ``oldest`` to the opposite one.
 
-    ``run_trial(release)`` runs one release, ``on_step`` is called after every run. The two ends are run first; raises
-    UsageError if they do not show opposite outcomes as named. A release that cannot be judged is skipped as in git
-    bisect: its nearest neighbour is run instead.
+    ``run_trial(release)`` runs one release and returns its outcome and the reason; ``on_step`` is called after every
+    run. The first and the last release are run first; raises UsageError if their outcomes are not ``oldest`` and the
+    opposite. A release that cannot be judged is skipped as in git bisect: its nearest neighbour is run instead.
     """
     newest = Outcome.BAD if oldest is Outcome.GOOD else Outcome.GOOD
     for release, expected in ((releases[0], oldest), (releases[-1], newest)):
-        outcome, why = run_trial(release)
-        on_step(BisectStep(release, outcome, why, max(0, len(releases) - 2)))
+        outcome, reason = run_trial(release)
+        on_step(BisectStep(release, outcome, reason, max(0, len(releases) - 2)))
         if outcome is not expected:
             raise UsageError(
-                f"{release} was named as {expected.value} and is {outcome.value}: {why}; "
-                "name two releases between which it turns"
+                f"{release} was named as {expected.value} and is {outcome.value}: {reason}; "
+                "name two releases between which the outcome changes"
             )
     low, high, runs, skipped = 0, len(releases) - 1, 2, set[int]()
     while (middle := find_nearest(low, high, skipped)) is not None:
-        outcome, why = run_trial(releases[middle])
+        outcome, reason = run_trial(releases[middle])
         runs += 1
         if outcome is Outcome.SKIPPED:
             skipped.add(middle)
@@ -74,30 +74,32 @@ def bisect(
             low = middle
         else:
             high = middle
-        on_step(BisectStep(releases[middle], outcome, why, sum(index not in skipped for index in range(low + 1, high))))
+        on_step(
+            BisectStep(releases[middle], outcome, reason, sum(index not in skipped for index in range(low + 1, high)))
+        )
     between = tuple(releases[index] for index in range(low + 1, high))
     return BisectResult(releases[low], releases[high], newest, between, runs)
 
 
 def find_nearest(low: int, high: int, skipped: set[int]) -> int | None:
     """Return the index nearest to the middle of ``low`` and ``high`` that is not skipped; None if there is none."""
-    left = [index for index in range(low + 1, high) if index not in skipped]
-    return min(left, key=lambda index: abs(2 * index - low - high), default=None)
+    candidates = [index for index in range(low + 1, high) if index not in skipped]
+    return min(candidates, key=lambda index: abs(2 * index - low - high), default=None)
 
 
 def describe_step(step: BisectStep) -> str:
     """Return one line that describes a run."""
-    left = f"{step.remaining} left between" if step.remaining else "none left between"
-    why = step.reason if len(step.reason) <= MAX_REASON_LENGTH else f"{step.reason[:MAX_REASON_LENGTH]} ..."
-    return f"{step.release}: {step.outcome.value} ({left}){why and f': {why}'}"
+    remaining = f"{step.remaining} left between" if step.remaining else "none left between"
+    reason = step.reason if len(step.reason) <= MAX_REASON_LENGTH else f"{step.reason[:MAX_REASON_LENGTH]} ..."
+    return f"{step.release}: {step.outcome.value} ({remaining}){reason and f': {reason}'}"
 
 
 def describe_bisect_result(result: BisectResult) -> str:
     """Return the final line: where the outcome changed, and the number of runs."""
     kind = "bad" if result.new_outcome is Outcome.BAD else "good"
     if result.skipped:
-        several = ", ".join((*result.skipped, result.first_after))
-        found = f"one of {several} (those before the last show neither)"
+        candidates = ", ".join((*result.skipped, result.first_after))
+        found = f"one of {candidates} (all but the last could not be judged)"
     else:
         found = f"{result.first_after}; the one before, {result.last_before}, is not"
     return f"the first {kind} release is {found}; {result.run_count} runs"

@@ -21,7 +21,7 @@ REMOVED = "removed"
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One folder of the cache: an overlay, the links of a checkout, or the rest of an interrupted install.
+    """One folder of the cache: an overlay, the links to a checkout, or the files of an interrupted install.
 
     ``subject`` is the release as ``--engine`` spells it, or the folder's name; ``size`` is in bytes.
     """
@@ -35,8 +35,8 @@ class CacheEntry:
 def list_entries() -> list[CacheEntry]:
     """Return all entries of the cache, recognised by their stamp or by the name of an unfinished install."""
     kinds = (("releases", parse_overlay_entry), ("checkouts", parse_checkout_entry))
-    found = [parse_unfinished_entry(path) or kind(path) for part, kind in kinds for path in _folders(part)]
-    return [entry for entry in found if entry is not None]
+    entries = [parse_unfinished_entry(path) or parse(path) for part, parse in kinds for path in _folders(part)]
+    return [entry for entry in entries if entry is not None]
 
 
 def parse_unfinished_entry(path: Path) -> CacheEntry | None:
@@ -67,9 +67,9 @@ def parse_checkout_entry(path: Path) -> CacheEntry | None:
 
 
 def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
-    """Remove the entries that ``subjects`` name (all entries if empty), and yield each with what happened to it.
+    """Remove the entries that ``subjects`` name (all entries if empty), and yield each with the result of its removal.
 
-    ``NAME`` without a release means all its releases. Raises UsageError for a subject that the cache does not hold.
+    ``NAME`` without a release means all its releases. Raises UsageError for a subject that is not in the cache.
     """
     entries = list_entries()
     chosen = [entry for entry in entries if not subjects or any(is_entry_named(entry, text) for text in subjects)]
@@ -83,8 +83,9 @@ def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
 
 
 def is_entry_named(entry: CacheEntry, text: str) -> bool:
-    """Return whether ``text`` names ``entry``. A checkout may be spelled by any path to it, even if it no longer
-    exists.
+    """Return whether ``text`` names ``entry``.
+
+    A checkout may be named by any path to it, even if it no longer exists.
     """
     name, at, path = text.partition("@")
     text = f"{name}@{Path(path).expanduser().resolve()}" if at else text
@@ -94,7 +95,7 @@ def is_entry_named(entry: CacheEntry, text: str) -> bool:
 
 
 def get_entry_package(entry: CacheEntry) -> str:
-    """Return the package to which an entry belongs."""
+    """Return the name of the package to which an entry belongs."""
     return (
         entry.subject.lstrip(".").partition("-")[0]
         if entry.subject.startswith(".")
@@ -103,28 +104,28 @@ def get_entry_package(entry: CacheEntry) -> str:
 
 
 def remove_entry(entry: CacheEntry) -> str:
-    """Remove one entry unless it is being built or in use, and return what happened.
+    """Remove one entry unless it is being built or in use, and return the result as text.
 
     The folder is renamed first, so that a folder under a release's name is always complete.
     """
     name = entry.path.name.lstrip(".").partition(overlay.BUILDING_INFIX)[0]
     lock = filelock.FileLock(str(entry.path.parent / f".{name}.lock"), timeout=0)
     try:
-        with lock, usage_locks.try_exclusive(entry.path) as ours:
-            if not ours:
-                return "left alone: a process runs on it"
+        with lock, usage_locks.try_exclusive(entry.path) as is_unused:
+            if not is_unused:
+                return "not removed: a process uses it"
             discarded = Path(tempfile.mkdtemp(prefix=f".{name}{overlay.BUILDING_INFIX}", dir=entry.path.parent))
             os.replace(entry.path, discarded / "removed")
             shutil.rmtree(discarded)
     except filelock.Timeout:
-        return "left alone: another process is building it"
+        return "not removed: another process is building it"
     except OSError as error:
         return f"not removed: {error}"
     return REMOVED
 
 
 def folder_size(path: Path) -> int:
-    """Return the bytes of all files below ``path``, without following links."""
+    """Return the total size in bytes of all files below ``path``, without following links."""
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 

@@ -11,7 +11,7 @@ from zharness.releases.cache_entries import CacheEntry
 
 
 def render_entries(subjects: Sequence[str]) -> str:
-    """Return a table of the cached entries that ``subjects`` name; all if empty."""
+    """Return a table of the cached entries that ``subjects`` name; of all entries if ``subjects`` is empty."""
     found = [
         entry
         for entry in cache_entries.list_entries()
@@ -25,14 +25,14 @@ def render_entries(subjects: Sequence[str]) -> str:
 
 def render_cleaned(removals: Sequence[tuple[CacheEntry, str]]) -> str:
     """Return one line for each removal, and the number of bytes freed."""
-    freed = sum(entry.size for entry, what in removals if what == cache_entries.REMOVED)
+    freed = sum(entry.size for entry, result in removals if result == cache_entries.REMOVED)
     return "\n".join([*map(render_removal, removals), f"freed {format_megabytes(freed)} of {overlay.cache_folder()}"])
 
 
 def render_removal(removal: tuple[CacheEntry, str]) -> str:
-    """Return one line for an entry and what happened to it."""
-    entry, what = removal
-    return f"{entry.subject} ({entry.description}): {what}"
+    """Return one line for an entry and the result of its removal."""
+    entry, result = removal
+    return f"{entry.subject} ({entry.description}): {result}"
 
 
 def format_megabytes(size: int) -> str:

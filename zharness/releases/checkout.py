@@ -1,4 +1,4 @@
-"""Put a checkout in front of the installed package without copying, installing or writing into it."""
+"""Put a checkout before the installed package on the import path, without copying, installing or changing it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zharness.engines.checkouts import Checkout
 from zharness.releases import overlay, usage_locks
 
 STAMP_FILE = ".zharness-checkout"  # holds the checkout's spelling
-# Files that a package's setup generates and its sources lack. Without it DeepSpeed imports, but reports version
-# 0.0.0 and refuses the checkpoints of every release. Other values are the package's own fallbacks.
+# Files that a package's setup generates and its sources lack. Without its file DeepSpeed imports, but reports version
+# 0.0.0 and refuses the checkpoints of every release. The other values are the package's own fallbacks.
 _GENERATED_FILES = {
     "deepspeed": (
         "git_version_info_installed.py",
@@ -34,7 +34,7 @@ def prepare_checkout(checkout: Checkout) -> tuple[Path, dict[str, str]]:
 
     The folder is the checkout itself, or a folder of links to it plus the one file that the package's setup would
     generate. Raises UsageError if the package does not import from there. Cached for the lifetime of the process, so
-    that all its ranks use the same sources.
+    that all ranks of the process use the same sources.
     """
     cache = _checkout_cache(checkout)
     generated = _GENERATED_FILES.get(checkout.module)
@@ -50,8 +50,8 @@ def prepare_checkout(checkout: Checkout) -> tuple[Path, dict[str, str]]:
                 checkout, cache / "links", generated[0], generated[1].format(version=checkout.version)
             )
         env = overlay.overlay_environment(folder, cache)
-        # Compiled bytecode would be written beside the sources, which are not ours. Another folder for it would hold
-        # torch's as well, compiled once more.
+        # Python would write compiled bytecode beside the checkout's sources, which must not change. With a separate
+        # bytecode folder it would compile torch's sources once more.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         overlay.import_and_get_version(
             folder, checkout.module, env, subject, f"fix it, or try a release: {checkout.module}==RELEASE"
@@ -66,8 +66,9 @@ def _checkout_cache(checkout: Checkout) -> Path:
 
 
 def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Path:
-    """Return ``folder``, in which the package consists of links to the checkout's files and the generated file
-    ``name``.
+    """Return ``folder`` after filling it with a package of links to the checkout's files and the generated file.
+
+    ``name`` and ``text`` are the generated file's.
 
     The caller holds the build lock.
     """
@@ -75,7 +76,7 @@ def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Pat
     package = folder / checkout.module
     prefix = f".{folder.name}{overlay.BUILDING_INFIX}"
     for left in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left)  # of a process that was killed
+        shutil.rmtree(left)  # left by a process that was killed
     if not _is_current(package, entries, name, text):
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
         try:

@@ -1,6 +1,4 @@
-"""Run laws on several releases or checkouts, compare them with each other or an earlier run, and return an
-exit code.
-"""
+"""Run laws on several releases or checkouts, and compare them with each other or with an earlier run."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[s
     """Return the releases as ``--engine`` spells them: ``0.18.8`` becomes ``deepspeed==0.18.8``, ``@PATH`` is a
     checkout.
 
-    Without any release it is the installed one. Raises UsageError if ``newest`` is set and the index cannot be read.
+    If ``releases`` is empty, the installed release is named. Raises UsageError if ``newest`` is set and the index
+    cannot be read.
     """
     spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
     if newest:
@@ -43,23 +42,27 @@ def run_matrix(
 ) -> int:
     """Run ``request`` on every release, print cells x releases and the flips, and return the exit code.
 
-    With ``earlier_records`` the exit code is 1 if anything changed since. It is 3 if a release could not be run, or the
-    harness failed in a cell. Raises UsageError if no release could be run, or one shares no cell with the earlier
+    With ``earlier_records`` the exit code is 1 if a cell changed since them. It is 3 if a release could not be run, or
+    the harness failed in a cell. Raises UsageError if no release could be run, or one shares no cell with the earlier
     records.
     """
     name = split_release(release_engines[0])[0]
     earlier = history.group_by_release(earlier_records, name) if earlier_records else {}
-    found = history.run_releases(release_engines, request, run_request)
-    click.echo(render_overview(found))
-    pairs = [(select_earlier_records(earlier, each), each) for each in found if earlier and not each.failure_reason]
-    changed = [change for before, each in pairs for change in history.find_changes(before, each.records)]
+    columns = history.run_releases(release_engines, request, run_request)
+    click.echo(render_overview(columns))
+    pairs = [
+        (select_earlier_records(earlier, column), column) for column in columns if earlier and not column.failure_reason
+    ]
+    changed = [change for before, column in pairs for change in history.find_changes(before, column.records)]
     since_then = step_summary.render_code_block(render_changes(changed)) if earlier else ""
-    step_summary.append_section("zharness releases", since_then, step_summary.render_code_block(render_overview(found)))
+    step_summary.append_section(
+        "zharness releases", since_then, step_summary.render_code_block(render_overview(columns))
+    )
     if earlier:
         click.echo(f"\nsince the record of {', '.join(earlier)}:\n\n{render_changes(changed)}\n")
-        for before, each in pairs:
-            click.echo(f"{each.release}: {history.describe_overlap(before, each.records)}")
-    return get_fault_exit_code(found) or int(bool(changed))
+        for before, column in pairs:
+            click.echo(f"{column.release}: {history.describe_overlap(before, column.records)}")
+    return get_fault_exit_code(columns) or int(bool(changed))
 
 
 def select_earlier_records(
@@ -70,7 +73,7 @@ def select_earlier_records(
 
 
 def version_sort_key(release: str) -> Version:
-    """Return the sort key of a release; a text that is no version sorts first."""
+    """Return the sort key of a release; a text that is not a version sorts first."""
     try:
         return Version(release)
     except InvalidVersion:
@@ -80,8 +83,8 @@ def version_sort_key(release: str) -> Version:
 def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
     """Return 3 if a release was not run or the harness failed in a cell, else 0."""
     failed = any(
-        each.failure_reason or any(record.verdict is Verdict.ERROR for record in each.records.values())
-        for each in columns
+        column.failure_reason or any(record.verdict is Verdict.ERROR for record in column.records.values())
+        for column in columns
     )
     return 3 if failed else 0
 
@@ -89,27 +92,27 @@ def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
 def compare_releases(
     base: str, change: str, request: Request, run_request: RunRequest, expected_failures: Sequence[ExpectedFailure]
 ) -> int:
-    """Run ``request`` on both releases and print the differences; return 1 if ``change`` breaks a law that ``base``
-    keeps.
+    """Run ``request`` on both releases and print the differences; return 1 if a law that holds on ``base`` is
+    broken on ``change``.
 
-    New failures are run a second time on both, because a busy machine may miss a deadline once. A failure covered by
-    ``expected_failures`` is printed and does not count; neither does a failure on both. Raises UsageError if either
-    cannot be run, or they share no cell.
+    New failures are run a second time on both, because a busy machine may miss a deadline once. A failure that
+    ``expected_failures`` cover is printed but does not count; neither does a failure on both. Raises UsageError if a
+    release cannot be run, or they share no cell.
     """
     found = run_both(base, change, request, run_request)
     counted = history.describe_overlap(found[0].records, found[1].records)
     changed = history.find_changes(found[0].records, found[1].records)
-    expected = [one for one in changed if is_expected_failure(one, expected_failures)]
-    suspects = [one for one in changed if one.kind in FAILURE_KINDS and one not in expected]
+    expected = [flip for flip in changed if is_expected_failure(flip, expected_failures)]
+    suspects = [flip for flip in changed if flip.kind in FAILURE_KINDS and flip not in expected]
     again = run_both(base, change, restrict_to_cells(request, suspects), run_request) if suspects else []
     broken = find_repeated(suspects, again)
-    once = [one for one in suspects if one not in broken]
-    text = render_changes([one for one in changed if one not in expected and one not in once])
+    once = [flip for flip in suspects if flip not in broken]
+    text = render_changes([flip for flip in changed if flip not in expected and flip not in once])
     click.echo(text)
-    for one in once:
-        click.echo(f"\nSEEN ONCE {one.after.cell.id}: {one.after.verdict.value}, not when both were run again")
+    for flip in once:
+        click.echo(f"\nSEEN ONCE {flip.after.cell.id}: {flip.after.verdict.value}, not in the second run of both")
     for record in found[1].records.values():
-        if any(record.stale_reason.endswith(each.location) for each in expected_failures if record.stale_reason):
+        if any(record.stale_reason.endswith(entry.location) for entry in expected_failures if record.stale_reason):
             click.echo(f"\nSTALE {record.cell.id}: {record.stale_reason}")
     known = sum(
         is_broken(record) and is_broken(found[1].records.get(cell)) for cell, record in found[0].records.items()
@@ -126,9 +129,9 @@ def compare_releases(
 def run_both(base: str, change: str, request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
     """Return the records of both releases. Raises UsageError if either cannot be run."""
     found = [history.run_release(text, request, run_request) for text in (base, change)]
-    for each in found:
-        if each.failure_reason:
-            raise UsageError(f"{each.engine}: {each.failure_reason}")
+    for column in found:
+        if column.failure_reason:
+            raise UsageError(f"{column.engine}: {column.failure_reason}")
     return found
 
 
@@ -146,37 +149,35 @@ def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRe
         for one in history.find_changes(*(each.records for each in second_columns))
         if one.kind in FAILURE_KINDS
     }
-    return [one for one in suspects if strip_release(one.after.cell) in failed]
+    return [suspect for suspect in suspects if strip_release(suspect.after.cell) in failed]
 
 
 def is_broken(record: Record | None) -> bool:
-    """Return whether there is a record and it says that the law is broken."""
+    """Return whether there is a record and its verdict means that the law is broken."""
     return record is not None and law_status(record) is LawStatus.BROKEN
 
 
 def is_expected_failure(change: Change, expected_failures: Sequence[ExpectedFailure]) -> bool:
-    """Return whether one of the user's expected failures covers the change; built-in ones refer to releases instead."""
+    """Return whether an expected failure of the user's file covers the change; built-in ones are for releases."""
     return change.kind in FAILURE_KINDS and change.after.expected_failure in {
-        each.upstream for each in expected_failures
+        entry.upstream for entry in expected_failures
     }
 
 
 def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int:
-    """Find the release between ``good`` and ``bad`` where ``run_trial(release)`` changes, print each run, and return 0.
+    """Find the release between ``good`` and ``bad`` where the outcome changes, print each run, and return 0.
 
-    Raises UsageError if either is not on the package index, or they do not differ as named.
+    Raises UsageError if either is not on the package index, or their outcomes are not good and bad.
     """
     between = list_releases_between(engine, good, bad)
     oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
-    found = bisect(between, oldest, run_trial, lambda step: click.echo(describe_step(step)))
-    click.echo(describe_bisect_result(found))
+    result = bisect(between, oldest, run_trial, lambda step: click.echo(describe_step(step)))
+    click.echo(describe_bisect_result(result))
     return 0
 
 
 def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
-    """Return the releases from the older of the two to the newer, inclusive. Raises UsageError for an
-    unknown release.
-    """
+    """Return the releases from the older of the two to the newer, inclusive. Raises UsageError for an unknown one."""
     distribution = engines.info(engine).distribution
     known = index.list_releases(distribution)
     for release in (good, bad):
@@ -200,10 +201,10 @@ def make_repro_trial(repro: Repro) -> ReleaseTrial:
     def run_trial(release: str) -> tuple[Outcome, str]:
         text = f"{repro.engine}=={release}"
         try:
-            found = repros.run_repro(repro, text, prepare_release(text, repros.get_distribution(repro.engine)))
+            result = repros.run_repro(repro, text, prepare_release(text, repros.get_distribution(repro.engine)))
         except UsageError as error:
             return Outcome.SKIPPED, str(error)
-        return outcomes.get(found.verdict, Outcome.SKIPPED), found.evidence
+        return outcomes.get(result.verdict, Outcome.SKIPPED), result.evidence
 
     return run_trial
 
@@ -218,4 +219,4 @@ def classify_release(column: ReleaseRecords) -> tuple[Outcome, str]:
         return Outcome.BAD, f"{broken[0].cell.id} {failure_signature(broken[0])}"
     if any(law_status(record) is LawStatus.HOLDS for record in records):
         return Outcome.GOOD, ""
-    return Outcome.SKIPPED, next((record.cause for record in records if record.cause), "no cell shows anything")
+    return Outcome.SKIPPED, next((record.cause for record in records if record.cause), "no cell passes or fails")

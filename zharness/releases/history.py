@@ -1,4 +1,4 @@
-"""Compare cells over releases: where a law's status flips, and what changed since an earlier run."""
+"""Compare cells over releases: find where a law's status flips, and which cells changed since an earlier run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RunRequest = Callable[[Request], list[Record]]
 
 @dataclass(frozen=True)
 class ReleaseRecords:
-    """The records of one release by cell; the engine's name in the cells has no release.
+    """The records of one release by cell; the cells name the engine without its release.
 
-    ``failure_reason`` says in one sentence why there are no records.
+    ``failure_reason`` is one sentence that explains why there are no records, else empty.
     """
 
     engine: str
@@ -57,21 +57,21 @@ def run_release(engine: str, request: Request, run_request: RunRequest) -> Relea
 
 def run_releases(release_engines: Iterable[str], request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
     """Run the releases one after the other. Raises UsageError if none can be run."""
-    found = [run_release(text, request, run_request) for text in release_engines]
-    if all(each.failure_reason for each in found):
-        raise UsageError("; ".join(dict.fromkeys(each.failure_reason for each in found)))
-    return found
+    columns = [run_release(engine, request, run_request) for engine in release_engines]
+    if all(column.failure_reason for column in columns):
+        raise UsageError("; ".join(dict.fromkeys(column.failure_reason for column in columns)))
+    return columns
 
 
 def list_cells(columns: Iterable[ReleaseRecords]) -> list[Cell]:
     """Return every cell of any release, in the order of the matrix."""
-    return list(dict.fromkeys(cell for each in columns for cell in each.records))
+    return list(dict.fromkeys(cell for column in columns for cell in column.records))
 
 
 def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
-    """Yield every change between holding and broken, cell by cell."""
+    """Yield every flip of a law between holding and broken, cell by cell."""
     for cell in list_cells(columns):
-        records = [each.records[cell] for each in columns if cell in each.records]
+        records = [column.records[cell] for column in columns if cell in column.records]
         records = [record for record in records if law_status(record) is not LawStatus.UNKNOWN]
         for before, after in itertools.pairwise(records):
             if law_status(before) is not law_status(after):
@@ -79,7 +79,7 @@ def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
 
 
 def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> list[Change]:
-    """Return what changed in the cells that both runs have."""
+    """Return the changes of the cells that both runs have."""
     found = []
     for cell, now in after.items():
         if cell in before:
@@ -90,11 +90,11 @@ def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) ->
 
 
 def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> str:
-    """Return how many cells both runs have and each has alone. Raises UsageError if they share none."""
+    """Describe how many cells both runs have, and how many only one has. Raises UsageError if they share none."""
     both = len(before.keys() & after.keys())
     if not both:
         raise UsageError(
-            f"nothing was compared: of {len(before)} cells before and {len(after)} now none is the same; "
+            f"nothing was compared: of {len(before)} cells before and {len(after)} now, none is in both; "
             "name the same checks, stages, world sizes, dtypes and models as before"
         )
     return f"{both} cells compared, {len(before) - both} only before, {len(after) - both} only now"

@@ -10,12 +10,12 @@ from zharness.cell import Cell
 from zharness.releases.history import Flip, ReleaseRecords, find_flips, list_cells
 from zharness.run.changes import Change, ChangeKind, LawStatus, failure_signature, law_status
 
-MAX_CAUSE_LENGTH = 300  # characters of a cause; the JSON line has all of it
+MAX_CAUSE_LENGTH = 300  # characters printed of a cause; the JSON line contains the whole cause
 
 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
     """Return the table of cells x releases, the releases that were not run, and each flip."""
-    judged = [each for each in columns if not each.failure_reason]
+    judged = [column for column in columns if not column.failure_reason]
     flips = list(find_flips(judged))
     parts = [
         render_cell_table(judged),
@@ -30,10 +30,10 @@ def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
     """Return the table; cells of a law with the same verdicts on all releases share a row."""
     rows: dict[tuple[str, tuple[str, ...]], list[Cell]] = {}
     for cell in list_cells(columns):
-        verdicts = tuple(each.records[cell].verdict.value if cell in each.records else "" for each in columns)
+        verdicts = tuple(column.records[cell].verdict.value if cell in column.records else "" for column in columns)
         rows.setdefault((cell.law, verdicts), []).append(cell)
     body = [[law, describe_cells(same_cells), *verdicts] for (law, verdicts), same_cells in rows.items()]
-    return tabulate(body, ["law", "cell", *(each.release for each in columns)], disable_numparse=True)
+    return tabulate(body, ["law", "cell", *(column.release for column in columns)], disable_numparse=True)
 
 
 def describe_cells(same_cells: Sequence[Cell]) -> str:
@@ -61,7 +61,7 @@ def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:
 
 
 def describe_flips(flips: Sequence[Flip]) -> str:
-    """Describe flips of one group: cells, releases, the failure, and the command that shows it again."""
+    """Describe the flips of one group: cells, releases, the failure, and the command that runs it again."""
     first = flips[0]
     broken = law_status(first.after) is LawStatus.BROKEN
     failed = first.after if broken else first.before
@@ -80,13 +80,13 @@ def shorten_cause(cause: str) -> str:
 
 
 def render_flip_count(columns: Sequence[ReleaseRecords], flips: Sequence[Flip]) -> str:
-    """Return the final line of a matrix over releases."""
-    every, flipped = list_cells(columns), {flip.cell for flip in flips}
-    return f"{len(every)} cells on {len(columns)} releases: {len(flipped)} flip, {len(every) - len(flipped)} do not"
+    """Return the final line of the table of releases."""
+    cells, flipped = list_cells(columns), {flip.cell for flip in flips}
+    return f"{len(cells)} cells on {len(columns)} releases: {len(flipped)} flip, {len(cells) - len(flipped)} do not"
 
 
 def render_changes(changes: Sequence[Change]) -> str:
-    """Return every change, the worst first, with the command that shows it."""
+    """Describe every change, the worst first, with the command that shows it."""
     if not changes:
         return "no cell changed"
     kinds = [(kind, [change for change in changes if change.kind is kind]) for kind in ChangeKind]
@@ -96,7 +96,7 @@ def render_changes(changes: Sequence[Change]) -> str:
 
 
 def describe_change(kind: ChangeKind, change: Change) -> str:
-    """Describe one change."""
+    """Describe one change: the cell, both verdicts with their causes, and the command that runs it again."""
     before, after = change.before, change.after
     lines = [
         f"{kind.value.upper()} {after.cell.id}",

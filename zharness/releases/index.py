@@ -17,8 +17,8 @@ _SECONDS = 120.0
 
 @cache
 def list_releases(distribution: str) -> tuple[str, ...]:
-    """Return all releases of ``distribution`` except pre-releases, oldest first. Raises UsageError if the
-    index fails.
+    """Return all releases of ``distribution``, without pre-releases, oldest first. Raises UsageError if the index
+    fails.
     """
     overlay.check_name(distribution)
     command = [sys.executable, "-m", "pip", "index", "versions", distribution, "--disable-pip-version-check"]
@@ -26,8 +26,8 @@ def list_releases(distribution: str) -> tuple[str, ...]:
     match = _AVAILABLE_VERSIONS.search(overlay.run_isolated([*command, "--no-input"], None, _SECONDS, subject).stdout)
     if match is None:
         raise UsageError(
-            f"{subject} cannot be had: no such package, or no network; "
-            f"name the releases, or once it is there, try: python -m pip index versions {distribution}"
+            f"{subject} cannot be read: no such package, or no network; "
+            f"name the releases, or try: python -m pip index versions {distribution}"
         )
     return sort_releases(match[1].split(", "))
 

@@ -1,4 +1,4 @@
-"""Run a command until its end or deadline, and end its whole process tree afterwards."""
+"""Run a command until its end or its deadline, and end its whole process tree afterwards."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_torchrun(
 ) -> tuple[int | None, str]:
     """Run ``python -m torch.distributed.run`` and return its exit code (None: ended at the deadline) and output.
 
-    ``arguments`` start with the interpreter.
+    ``arguments`` are the interpreter, then the options and the script.
     """
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "output", "wb") as output:
         # A file, because a rank that outlives its launcher would keep a pipe open and block the reader.
@@ -89,18 +89,18 @@ def run_torchrun(
 def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
     """End ``child`` and all processes that it started, even if ``child`` itself has ended already.
 
-    Ranks have sessions of their own, so one killpg does not reach them; if the launcher is gone they have no parent
-    either. They are found by ``mark`` in their environment.
+    Ranks have sessions of their own, so killpg does not reach them, and if torchrun has ended they have no parent
+    either. ``mark`` in their environment identifies them.
     """
     try:
-        child.terminate()  # the launcher ends its ranks in answer
+        child.terminate()  # torchrun then ends its ranks
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
     finally:
-        # Reached on a second Ctrl-C too.
+        # This also runs on a second Ctrl-C.
         child.kill()
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(ProcessLookupError):  # it ended in the meantime
+            with suppress(ProcessLookupError):  # the process ended in the meantime
                 _kill_marked(int(process.name), mark)
     try:
         child.wait(GRACE_SECONDS)

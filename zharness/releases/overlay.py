@@ -1,8 +1,8 @@
 """Overlays: a release of an engine in its own folder, which a child process puts in front of the installed packages.
 
 An overlay is built in a temporary folder and renamed, so an existing one is complete; a stamp in it records the Python
-and torch that it was built for. A lock serialises two processes that want the same one. A finished overlay needs no
-network.
+and torch that it was built for. A lock lets only one process build an overlay at a time. A finished overlay
+needs no network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _IMPORT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Stamp:
-    """What an overlay contains, and the Python and torch that it was built for."""
+    """The release that an overlay contains, and the Python and torch for which it was built."""
 
     distribution: str
     release: str
@@ -93,14 +93,14 @@ def is_cached(distribution: str, release: str) -> bool:
 
 @contextmanager
 def cache_write_guard(subject: str) -> Iterator[None]:
-    """Context of writes into the cache: turns OSError (disk full, no permission) into UsageError about ``subject``."""
+    """Turn an OSError of the block (disk full, no permission) into a UsageError that names ``subject``."""
     try:
         yield
     except OSError as error:
-        found = error.filename or ""
+        file_name = error.filename or ""
         raise UsageError(
             f"{subject} cannot be put into {cache_folder()}: {error.strerror or error}"
-            f"{found and f': {found}'}; {_SPACE_HINT}"
+            f"{file_name and f': {file_name}'}; {_SPACE_HINT}"
         ) from error
 
 
@@ -109,12 +109,12 @@ def overlay_environment(path: Path, extensions_folder: Path | None = None) -> di
 
     Compiled extensions are stored in ``extensions_folder`` (None: the overlay itself).
     """
-    behind = os.environ.get("PYTHONPATH")
+    existing_path = os.environ.get("PYTHONPATH")
     chosen = {
-        "PYTHONPATH": os.pathsep.join([str(path), behind] if behind else [str(path)]),
+        "PYTHONPATH": os.pathsep.join([str(path), existing_path] if existing_path else [str(path)]),
         # Releases that share one extension cache load each other's compiled operations.
         "TORCH_EXTENSIONS_DIR": str((extensions_folder or path) / ".torch_extensions"),
-        # No operation is compiled ahead of time: minutes of compiler for what a test never calls.
+        # Compiling all operations ahead of time takes minutes, and tests call few of them.
         "DS_BUILD_OPS": "0",
     }
     accelerator = {} if has_cuda() else {"DS_ACCELERATOR": "cpu"}
@@ -142,7 +142,7 @@ def has_cuda() -> bool:
 def torch_version() -> str:
     """Return ``torch.__version__`` with its build, read from torch's file, because importing torch takes seconds.
 
-    Package metadata would not do: a wheel from PyPI does not name its build there, and a source tree has stale ones.
+    Package metadata is no substitute: that of a wheel from PyPI lacks the build, and that of a source tree is stale.
     """
     spec = None if TORCH in sys.modules else importlib.util.find_spec(TORCH)
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
@@ -168,8 +168,8 @@ def _make_stamp(distribution: str, release: str) -> Stamp:
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     # An overlay of torch depends on no other torch.
-    beneath = release if distribution == TORCH else torch_version()
-    return Stamp(distribution, release, python, beneath)
+    torch_release = release if distribution == TORCH else torch_version()
+    return Stamp(distribution, release, python, torch_release)
 
 
 def _overlay_path(wanted: Stamp) -> Path:
@@ -188,10 +188,10 @@ def _is_whole(folder: Path, wanted: Stamp) -> bool:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock that lets only one process build ``folder``; the operating system frees it if the process is
-    killed.
+    """Hold the lock that lets only one process build ``folder``.
 
-    A process that has to wait says so on standard error. Raises UsageError after a time-out.
+    The operating system frees the lock if the process is killed. A process that has to wait prints that to standard
+    error. Raises UsageError after a time-out.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(folder.parent / f".{folder.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
@@ -199,7 +199,7 @@ def build_lock(folder: Path) -> Iterator[None]:
         with suppress(filelock.Timeout):
             lock.acquire(timeout=0)
         if not lock.is_locked:
-            tqdm.write(f"waiting for another process, which builds {folder.name}", file=sys.stderr)
+            tqdm.write(f"waiting for another process that builds {folder.name}", file=sys.stderr)
             lock.acquire()
     except filelock.Timeout as error:
         raise UsageError(
@@ -215,7 +215,7 @@ def _build(folder: Path, wanted: Stamp) -> None:
     """Install and import a release in a temporary folder, then rename it to ``folder``."""
     prefix = f".{folder.name}{BUILDING_INFIX}"
     for left in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left)  # of a killed process; this one holds the lock, so no other uses it
+        shutil.rmtree(left)  # left by a killed process: this process has the lock, so no other uses the folder
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         with tqdm(desc=f"installing {wanted}", bar_format="{desc}", leave=False, disable=not sys.stderr.isatty()):
@@ -226,13 +226,13 @@ def _build(folder: Path, wanted: Stamp) -> None:
             shutil.rmtree(folder)  # incomplete: it has no valid stamp
         os.replace(temporary, folder)
     finally:
-        # Also on KeyboardInterrupt.
+        # This also runs on KeyboardInterrupt.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _install(folder: Path, wanted: Stamp) -> None:
-    # No build isolation: DeepSpeed's setup.py then sees the torch in use, and nothing else is fetched for the build.
     """Install a release with pip. Raises UsageError if pip fails."""
+    # Without build isolation DeepSpeed's setup.py uses the installed torch, and nothing is downloaded for the build.
     command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
     # Dependencies come from the installed environment. Only torch pins exact releases of its own (CUDA's libraries,
@@ -254,10 +254,12 @@ def _check_import(folder: Path, wanted: Stamp) -> None:
         module,
         overlay_environment(folder),
         str(wanted),
-        f"{_other_releases_hint(wanted)}; or take another torch",
+        f"{_other_releases_hint(wanted)}; or use another torch",
     )
     if found.split("+")[0] != wanted.release.split("+")[0]:
-        raise UsageError(f"got version {found} where {wanted} was installed into {folder}; try another release")
+        raise UsageError(
+            f"{folder} contains version {found} although {wanted} was installed into it; try another release"
+        )
 
 
 def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
@@ -271,12 +273,12 @@ def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], su
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        beneath = "" if module == TORCH else f"with torch {torch_version()} "
-        raise UsageError(f"{subject} does not import {beneath}on Python {python}: {lines[-1]}; {remedy}")
+        with_torch = "" if module == TORCH else f"with torch {torch_version()} "
+        raise UsageError(f"{subject} does not import {with_torch}on Python {python}: {lines[-1]}; {remedy}")
     match = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if match is None or not Path(match[2]).is_relative_to(folder):
         raise UsageError(
-            f"got {lines[-1]!r} where {subject} is to be imported from {folder}; remove what shadows it from PYTHONPATH"
+            f"got {lines[-1]!r} instead of {subject} from {folder}; remove the folder that shadows it from PYTHONPATH"
         )
     return match[1]
 
@@ -284,7 +286,7 @@ def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], su
 def run_isolated(
     command: list[str], env: Mapping[str, str] | None, seconds: float, subject: str, remedy: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a temporary folder, with stdout and stderr merged, and end everything that it started.
+    """Run ``command`` in a temporary folder, with stdout and stderr merged, and end all processes that it started.
 
     Raises UsageError at the deadline.
     """
@@ -302,7 +304,7 @@ def run_isolated(
 
 
 def _explain_pip_failure(output: str, wanted: Stamp) -> str:
-    """Return one sentence that explains why pip failed."""
+    """Return one sentence that explains from pip's output why it failed."""
     subject, retry = f"{wanted.distribution}=={wanted.release}", _retry_command(wanted)
     needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
     if needed is not None:
@@ -318,7 +320,7 @@ def _explain_pip_failure(output: str, wanted: Stamp) -> str:
             f"try: {wanted.distribution}=={releases[-1]}"
         )
     if known is not None or any(text in output for text in _OFFLINE_MESSAGES):
-        return f"{subject} cannot be fetched: no such package, or no network; once it is there, try: {retry}"
+        return f"{subject} cannot be downloaded: no such package, or no network; try again with: {retry}"
     if "No space left on device" in output:
         return f"{subject} does not fit on the disk of {cache_folder()}, or of {tempfile.gettempdir()}; {_SPACE_HINT}"
     errors = _RAISED_ERROR.findall(output) or [

@@ -11,10 +11,10 @@ from zharness.world.server import RankEnvironment
 
 
 def get_release_environment(engine: str) -> RankEnvironment:
-    """Build the environment of the rank server of ``engine``, NAME, NAME==RELEASE or NAME@CHECKOUT.
+    """Build the environment of the rank server of ``engine`` (NAME, NAME==RELEASE or NAME@CHECKOUT).
 
-    Fetches a release that is not the installed one. Raises UsageError for an engine or release that cannot be had, and
-    for another release of a package that this process has imported already.
+    Installs an overlay of a release that is not installed. Raises UsageError for an engine or release that cannot be
+    installed, and for another release of a package that this process has imported already.
     """
     info = engines.info(engine)
     release, installed = registry.split_release(engine)[1], get_installed_version(info.distribution)

@@ -1,4 +1,4 @@
-"""Where a release of an engine runs: the installed one, or a folder at the front of a child's search path."""
+"""Prepare a release of an engine: the installed one, or a folder at the front of a child's search path."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ReleaseEnvironment:
 def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
     """Return the environment of the release that ``engine`` names, installing an overlay if needed.
 
-    ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package of NAME. Raises MissingEngine if it
-    is not installed, and UsageError for a release that cannot be installed. A process that has already imported another
-    release, as a process that forks ranks has torch, cannot use it.
+    ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package of NAME. Raises MissingEngine if no
+    release is named and none is installed, and UsageError for a release that cannot be installed. A process that has
+    already imported another release cannot use the result; a process that forks ranks has imported torch.
     """
-    found = registry.find_checkout(engine)
-    if found is not None:
-        path, env = checkout.prepare_checkout(found)
-        return ReleaseEnvironment(found.version, (str(path),), env)
+    source_checkout = registry.find_checkout(engine)
+    if source_checkout is not None:
+        path, env = checkout.prepare_checkout(source_checkout)
+        return ReleaseEnvironment(source_checkout.version, (str(path),), env)
     name, release = registry.split_release(engine)
     installed = get_installed_version(distribution)
     if release is None and installed is None:
@@ -48,7 +48,7 @@ def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
 
 
 def get_installed_version(distribution: str) -> str | None:
-    """Return the installed release (of torch without its build, such as ``+cpu``); None if it is not installed."""
+    """Return the installed release, for torch without its build such as ``+cpu``; None if it is not installed."""
     try:
         release = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def get_installed_version(distribution: str) -> str | None:
 
 
 def is_same_release(release: str, installed_version: str) -> bool:
-    """Return whether ``release`` denotes the installed version, which may name a build in addition."""
+    """Return whether ``release`` is the installed version, which may also contain a build such as ``+cpu``."""
     try:
         return SpecifierSet(f"=={release}").contains(installed_version, prereleases=True)
     except InvalidSpecifier:

@@ -39,7 +39,7 @@ def render_title(engine: str) -> str:
 
 
 class ReproItem(pytest.Item):
-    """One script on one release; it passes if the release shows what the script's header says."""
+    """One script on one release; it passes if its verdict is the one that the script's header predicts."""
 
     def __init__(self, repro: Repro, engine: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,18 +48,18 @@ class ReproItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the script and fail unless its verdict is the expected one."""
-        found = run_repro(
+        result = run_repro(
             self._repro, self._engine, prepare_release(self._engine, get_distribution(self._repro.engine))
         )
-        if found.verdict is ReproVerdict.UNSUPPORTED:
-            pytest.skip(found.evidence)
-        if not found.is_expected:
+        if result.verdict is ReproVerdict.UNSUPPORTED:
+            pytest.skip(result.evidence)
+        if not result.is_expected:
             pytest.fail(
-                f"{found.verdict.value}, expected {describe_expected(found)}\n{describe_run(found)}", pytrace=False
+                f"{result.verdict.value}, expected {describe_expected(result)}\n{describe_run(result)}", pytrace=False
             )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Show a release that cannot be installed as one sentence instead of a traceback."""
+        """Return one sentence instead of a traceback for a release that cannot be installed."""
         if isinstance(excinfo.value, UsageError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)

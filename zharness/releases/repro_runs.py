@@ -50,16 +50,16 @@ def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str
         texts = select_releases(repro, engines)
         if not texts and not run_all:
             raise UsageError(
-                f"reproduction {repro.id} is of {repro.engine}, not of {', '.join(engines)}; name it with its engine"
+                f"reproduction {repro.id} runs on {repro.engine}, not on {', '.join(engines)}; name its engine"
             )
         found += [ReproRun(repro, text) for text in texts]
     if not found:
-        raise UsageError(f"no reproduction is of {', '.join(engines)}; `zharness list repros` says what there is")
+        raise UsageError(f"no reproduction runs on {', '.join(engines)}; `zharness list repros` lists all of them")
     return found
 
 
 def select_releases(repro: Repro, engines: Sequence[str]) -> tuple[str, ...]:
-    """Return those of ``engines`` that are releases of the reproduction's engine; its default releases if empty."""
+    """Return those of ``engines`` that are releases of its engine; its default releases if ``engines`` is empty."""
     return (
         tuple(dict.fromkeys(text for text in engines if split_release(text)[0] == repro.engine))
         if engines
@@ -76,38 +76,38 @@ def run_repros(
     """Run all ``runs`` and return their results in order, with progress on standard error.
 
     ``on_result`` is called with each result. ``jobs`` scripts run at a time (None: one per core), each for at most
-    ``seconds``. Runs on a release that cannot be installed get the verdict ``not run``; raises UsageError if none can
-    be.
+    ``seconds``. Runs on a release that cannot be installed get the verdict ``not run``; raises UsageError if no
+    release can be installed.
     """
     environments = prepare_releases(runs)
-    errors = [found for found in environments.values() if isinstance(found, UsageError)]
+    errors = [error for error in environments.values() if isinstance(error, UsageError)]
     if len(errors) == len(environments):
         raise errors[0]
-    found: dict[ReproRun, ReproResult] = {}
+    results: dict[ReproRun, ReproResult] = {}
     ended = iter_results(runs, environments, jobs or os.cpu_count() or 1, seconds)
-    # Closed explicitly: while an exception propagates, its traceback keeps the generator, and its processes, alive.
+    # The generator is closed explicitly, because the traceback of an exception would keep it and its processes alive.
     with tqdm(total=len(runs), unit="run", leave=False, disable=not sys.stderr.isatty()) as bar, closing(ended):
         for run, result in ended:
-            found[run] = result
+            results[run] = result
             if on_result is not None:
                 on_result(result)
             bar.set_postfix_str(f"{result.repro.id} on {result.repro.engine} {result.release}", refresh=False)
             bar.update()
-    return [found[run] for run in runs]
+    return [results[run] for run in runs]
 
 
 def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment | UsageError]:
     """Return the environment of every release, or the error. Installs run one by one, so that Ctrl-C ends them."""
-    found: dict[str, ReleaseEnvironment | UsageError] = {}
+    prepared: dict[str, ReleaseEnvironment | UsageError] = {}
     wanted = {run.engine: get_distribution(run.repro.engine) for run in runs}
     with tqdm(wanted.items(), unit="release", leave=False, disable=not sys.stderr.isatty()) as bar:
-        for text, package in bar:
-            bar.set_postfix_str(text)
+        for engine, package in bar:
+            bar.set_postfix_str(engine)
             try:
-                found[text] = prepare_release(text, package)
+                prepared[engine] = prepare_release(engine, package)
             except UsageError as error:
-                found[text] = error
-    return found
+                prepared[engine] = error
+    return prepared
 
 
 def iter_results(
@@ -117,12 +117,12 @@ def iter_results(
     commands = CommandGroup()
 
     def run_one(run: ReproRun) -> ReproResult:
-        found = environments[run.engine]
-        if isinstance(found, UsageError):
+        environment = environments[run.engine]
+        if isinstance(environment, UsageError):
             return build_result(
-                run.repro, run.engine, split_release(run.engine)[1] or "", ReproVerdict.NOT_RUN, str(found)
+                run.repro, run.engine, split_release(run.engine)[1] or "", ReproVerdict.NOT_RUN, str(environment)
             )
-        return repros.run_repro(run.repro, run.engine, found, seconds, commands)
+        return repros.run_repro(run.repro, run.engine, environment, seconds, commands)
 
     pool = ThreadPoolExecutor(max_workers=jobs)
     try:

@@ -29,7 +29,7 @@ def list_repro_rows() -> list[dict[str, str]]:
 
 
 def render_repro_results(results: Sequence[ReproResult]) -> str:
-    """Return a table with one row per run, followed by the evidence: of all runs if few, else of unexpected ones."""
+    """Return a table with one row per run, then the evidence of the unexpected runs, or of all runs if they are few."""
     body = [
         [
             result.repro.id,
@@ -51,7 +51,7 @@ def describe_expected(result: ReproResult) -> str:
 
 
 def describe_run(result: ReproResult) -> str:
-    """Return the evidence of one run, and the end of its output if it failed otherwise."""
+    """Return the evidence of one run, with the end of its output if its verdict is ``failed otherwise``."""
     lines = [f"{result.repro.id} on {result.repro.engine} {result.release}: {result.evidence}"]
     if result.verdict is ReproVerdict.FAILED_OTHERWISE:
         lines += [f"  | {line}" for line in result.output.splitlines()[-MAX_OUTPUT_LINES:]]
@@ -68,7 +68,7 @@ def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
 
 
 def render_markdown(all_results: Sequence[ReproResult]) -> str:
-    """Return bugs x releases as a Markdown table: which releases show each bug and which do not."""
+    """Return a Markdown table of the releases that show each bug and of those that do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in all_results:
         by_bug.setdefault(result.repro, []).append(result)
@@ -91,7 +91,7 @@ _COLUMN_VERDICTS = (
 
 
 def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerdict]) -> str:
-    """Return the releases whose verdict is among ``verdicts``, with the verdict if there are several kinds."""
+    """Return the releases whose verdict is among ``verdicts``, each with its verdict if ``verdicts`` are several."""
     return ", ".join(
         f"{result.repro.engine} {result.release}" + (f": {result.verdict.value}" if len(verdicts) > 1 else "")
         for result in results
@@ -105,9 +105,7 @@ def render_link(repro: Repro) -> str:
 
 
 def exit_code(results: Sequence[ReproResult]) -> int:
-    """Return 0 if every release showed what it should, 1 if one did not, 3 if a run failed otherwise or was
-    not made.
-    """
+    """Return 0 if all verdicts are as predicted, 1 if one is not, 3 if a run failed otherwise or was not possible."""
     if any(result.verdict in (ReproVerdict.FAILED_OTHERWISE, ReproVerdict.NOT_RUN) for result in results):
         return 3
     return 0 if all(result.is_expected for result in results) else 1

@@ -42,7 +42,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
 }
 _UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no law runs on
-TIMEOUT_SECONDS = 300.0  # only a hang should meet it, also on a busy machine
+TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a busy machine
 
 
 class ReproVerdict(Enum):
@@ -52,7 +52,7 @@ class ReproVerdict(Enum):
     NOT_REPRODUCED = "not reproduced"
     FAILED_OTHERWISE = "failed otherwise"
     UNSUPPORTED = "unsupported"  # not run, because a requirement is missing
-    NOT_RUN = "not run"  # the release cannot be had
+    NOT_RUN = "not run"  # the release cannot be installed
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,10 @@ class Repro:
     needs: str = ""
 
     def default_releases(self) -> tuple[str, ...]:
-        """Return the releases to run by default: one with the fix (the installed one if it has it) and one with the
-        bug.
+        """Return the releases to run by default, as ``--on`` spells them: one with the fix and one with the bug.
 
-        They are spelled as ``--on`` spells them. Another torch than the installed one is included only if it is cached,
-        since it is several GB.
+        The installed release is taken if it has the fix. A torch that is not installed is included only if it is
+        cached, since it is several GB.
         """
         package = get_distribution(self.engine)
         installed = get_installed_version(package)
@@ -99,7 +98,7 @@ class Repro:
         """Return what the header predicts for ``release``; None if the header does not say."""
         try:
             at = _parse_version(release)
-        except InvalidVersion:  # of a release that cannot be had
+        except InvalidVersion:  # a release that cannot be installed has no version
             return None
         if self.fixed is not None and at >= _parse_version(self.fixed):
             return ReproVerdict.NOT_REPRODUCED
@@ -126,7 +125,7 @@ class ReproResult:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the verdict is the predicted one; never for a run that failed otherwise or was not made."""
+        """Whether the verdict is the predicted one; False for a run that failed otherwise or was not possible."""
         if self.verdict is ReproVerdict.UNSUPPORTED:
             return True
         return self.verdict in (ReproVerdict.REPRODUCED, ReproVerdict.NOT_REPRODUCED) and self.expected_verdict in (
@@ -178,7 +177,7 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
     known = {repro.id: repro for repro in load_catalogue(folder)}
     wanted = identifier.lstrip("#")
     found = [repro for id_, repro in known.items() if id_ == wanted]
-    # Several that belong to one issue are called 8026-func, 8026-autograd.
+    # Several reproductions of one issue have ids such as 8026-func and 8026-autograd.
     found = found or [repro for id_, repro in known.items() if wanted.isdecimal() and id_.startswith(f"{wanted}-")]
     if not found:
         raise UsageError.unknown_name(
@@ -188,8 +187,9 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
 
 
 def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
-    """Return the only reproduction of ``engine`` that ``identifier`` names. Raises UsageError if there is none or
-    several.
+    """Return the only reproduction of ``engine`` that ``identifier`` names.
+
+    Raises UsageError if there is none, or if there are several.
     """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
@@ -240,11 +240,12 @@ def run_repro(
 ) -> ReproResult:
     """Run ``repro`` on ``engine`` in ``environment`` and judge its output.
 
-    The verdict is UNSUPPORTED, without a run, if the script needs CUDA and there is none. All processes are ended.
+    The verdict is UNSUPPORTED, without a run, if the script needs CUDA and there is none. All processes that the run
+    started are ended.
     """
     if repro.needs == CUDA and not overlay.has_cuda():
         return build_result(
-            repro, engine, environment.release, ReproVerdict.UNSUPPORTED, "needs CUDA, and there is none here"
+            repro, engine, environment.release, ReproVerdict.UNSUPPORTED, "needs CUDA, and this machine has none"
         )
     arguments = [sys.executable, "--standalone", "--local-addr=127.0.0.1"]
     arguments += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
@@ -260,9 +261,9 @@ def run_repro(
 
 
 def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict, evidence: str) -> ReproResult:
-    """Return a result with verdict and evidence, before any run time is known.
+    """Return a result with verdict and evidence, but without seconds and output.
 
-    ``engine`` is the release as requested; ``release`` its version, empty if unknown.
+    ``engine`` is the release as the user named it; ``release`` is its version, empty if unknown.
     """
     is_checkout = registry.is_checkout(engine)
     again = engine if is_checkout or not release else f"{repro.engine}=={release}"
@@ -271,7 +272,7 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
         release=f"@ {release}".rstrip() if is_checkout else release,
         verdict=verdict,
         evidence=evidence,
-        # A checkout may hold a fix, or a bug, that its version does not tell.
+        # The version of a checkout does not determine which fixes and bugs it has.
         expected_verdict=None if is_checkout else repro.expected_verdict(release),
         command=f"zharness repro {repro.id} --on {again}",
     )
@@ -300,10 +301,11 @@ def judge_output(
 
 
 def _failure_cause(output: str) -> str:
-    """Return the line that best explains a failed launch: a rank's signal, else the last exception not from
-    torchrun.
+    """Return the line that best explains a failed launch: a rank's signal, else the last exception.
+
+    Exceptions of torchrun do not count.
     """
-    # Except SIGTERM, with which the launcher ends the remaining ranks after a failure.
+    # SIGTERM does not count, because torchrun sends it to the remaining ranks after a failure.
     died = re.search(r"Signal (?!15 )\d+ \(\w+\)", output)
     if died is not None:
         return died[0]

@@ -1,4 +1,4 @@
-"""Locks that mark cache folders as in use; they end with their processes, so that cleaning skips used folders."""
+"""Lock cache folders that are in use, so that cleaning skips them; a lock ends with the processes that have it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOCK_FILES: dict[Path, IO[str]] = {}
 def mark_in_use(folder: Path) -> None:
     """Mark ``folder`` as in use until this process and every rank forked from it has ended.
 
-    Call it before testing whether the folder exists, so that it is not removed in between. Waits while the folder is
-    being removed. Does nothing in a cache that is read-only or does not support locks.
+    Call it before testing whether the folder exists, so that it is not removed in between. Waits while another process
+    removes the folder. Does nothing in a cache that is read-only or does not support locks.
     """
     if folder in _LOCK_FILES:
         return
@@ -37,8 +37,9 @@ def mark_in_use(folder: Path) -> None:
 
 @contextmanager
 def try_exclusive(folder: Path) -> Iterator[bool]:
-    """Try to lock ``folder`` exclusively and yield whether that worked; it fails while any process, even this one, uses
-    it.
+    """Try to lock ``folder`` exclusively and yield whether it worked.
+
+    It fails while any process, even this one, uses the folder.
     """
     with _lock_path(folder).open("a") as file:
         try:
