@@ -47,7 +47,7 @@ class ExampleVerdict:
 
 
 def make_verdict(error: BaseException | None, arguments: str, example: Any) -> ExampleVerdict:
-    """Make the verdict on an example (Hypothesis' ConjectureData) that raised ``error``, or None if it raised nothing."""
+    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is the exception it raised, or None."""
     status = classify_error(error)
     origin = find_error_origin(error) if error is not None and status is ExampleStatus.FAILED else None
     text = summarize_error(error) if error is not None else ""

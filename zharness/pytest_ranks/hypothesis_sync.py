@@ -69,8 +69,8 @@ def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -
 
     Every rank has to enter this block around the call phase of the same item. Does nothing if the item is not a
     Hypothesis test. The test keeps those of its settings that have the same effect on every rank; all patches are
-    undone at the end. Raises UsageError for a kind of test that cannot run on several ranks, ExamplesDiverged when the ranks draw
-    different examples, and the error of ``exchange`` when a peer has ended.
+    undone at the end. Raises UsageError for a kind of test that cannot run on several ranks, ExamplesDiverged when the
+    ranks draw different examples, and the error of ``exchange`` when a peer has ended.
     """
     function = _get_hypothesis_test(item)
     if function is None:
