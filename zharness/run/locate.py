@@ -15,14 +15,14 @@ from zharness.parity.baseline import run_backward
 from zharness.parity.module_divergence import find_divergences, record_trace
 from zharness.run.observe_and_judge import build_baseline, build_cell_context
 
-LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # computed by a rank without other ranks
+LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # need no other rank
 
 
 def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: Capabilities) -> bool:
     """Return whether a mismatch can be traced through modules.
 
-    The trace runs one rank's part of a step with the initial weights and the mismatch's micro-batch. So the mismatch has
-    to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, and no program of
+    The trace runs one rank's part of a step with the initial weights and the mismatch's micro-batch. So the mismatch
+    has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, and no program of
     engine verbs may have changed the weights.
     """
     if mismatch is None or get_law(cell.law).steps_are_verbs:

@@ -106,8 +106,8 @@ def check_model(
 ) -> list[Record]:
     """Run every law that applies to the model, and return the records in the order of the matrix.
 
-    ``report_status`` is called with lines that describe the next steps. Raises UsageError for a model that cannot be judged or
-    does not fit into memory, and for a configuration that the engine refuses.
+    ``report_status`` is called with lines that describe the next steps. Raises UsageError for a model that cannot be
+    judged or does not fit into memory, and for a configuration that the engine refuses.
     """
     request = check_request.build_request()
     validate_request(request)

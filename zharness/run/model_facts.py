@@ -153,8 +153,8 @@ def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second
         if key not in second or tensor.shape != second[key].shape or not torch.equal(tensor, second[key]):
             raise UsageError(
                 f"the factory {name} returned two models that differ in {key!r}, with the same seed of "
-                "torch's generator: its weights depend on another source, such as numpy's generator or the order of a set; draw them "
-                "with torch, or seed that source in the factory"
+                "torch's generator: its weights depend on another source, such as numpy's generator or the order of a "
+                "set; draw them with torch, or seed that source in the factory"
             )
 
 
@@ -185,8 +185,8 @@ def require_deterministic_results(name: str, first: LocalResult, second: LocalRe
         return
     difference = f"the gradient of {wrong!r}" if tensors_equal(first.loss, second.loss) else "the loss"
     raise UsageError(
-        f"two runs of plain PyTorch on the model of {name} differ in {difference}, from the same weights, micro-batch and "
-        f"seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
+        f"two runs of plain PyTorch on the model of {name} differ in {difference}, from the same weights, micro-batch "
+        f"and seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
     )
 
 

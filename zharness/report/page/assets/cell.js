@@ -3,7 +3,7 @@
 const TIERS = {
   X: "exact: every sum is exact in this dtype, so the numbers have to be equal bit for bit",
   S: "staged: each part of the step against plain PyTorch, within the rounding that the part may have",
-  C: "calibrated: the engine's kernels differ from plain PyTorch's, so errors are held against those of plain runs",
+  C: "calibrated: the engine's kernels differ from plain PyTorch's, so errors are compared with those of plain runs",
 };
 
 /** Fill the pane beside the matrix and scroll it into view. */
@@ -94,7 +94,7 @@ function judgement(record) {
           record.smallest === null
             ? ""
             : number(record.smallest) === Infinity
-              ? "nothing was scaled here"
+              ? "no number here can be scaled"
               : `a scale error of ${short(record.smallest)}`,
           record.wrong_elements ? `, ${plural(record.wrong_elements, "lost element")}` : "",
         ].join(""),
@@ -126,11 +126,11 @@ function account(record) {
       ["modules", record.modules],
       [
         "withheld claim",
-        record.withheld && `the engine does not claim ${record.withheld}, and the law holds all the same`,
+        record.withheld && `the engine does not claim ${record.withheld}, but the law holds with it`,
       ],
     ]),
     record.details
-      ? make("details", {}, make("summary", {}, "What every rank said"), make("pre", { tabindex: "0" }, record.details))
+      ? make("details", {}, make("summary", {}, "Reports of all ranks"), make("pre", { tabindex: "0" }, record.details))
       : null,
   );
 }
@@ -151,7 +151,7 @@ function again(record) {
   return make(
     "section",
     {},
-    make("h3", {}, "See it again"),
+    make("h3", {}, "Run this cell again"),
     make(
       "div",
       { class: "command" },
