@@ -39,9 +39,9 @@ class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
     An empty tuple matches every value. ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has
-    to end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its
-    texts also has to occur in the tracebacks and output of the ranks; use it if the cause says little, as a KeyError
-    does. A cell that fails in another way is not excused.
+    to end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of
+    its texts also has to occur in the tracebacks and output of the ranks; use it if the cause says little, as a
+    KeyError does. A cell that fails in another way is not excused.
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.

@@ -52,7 +52,7 @@ function openSquare(records, what, column) {
     what,
     make("p", { class: "where" }, column ? `${engineOf(column)}, ${stageOf(column)}` : "everywhere"),
     law ? make("p", { class: "says" }, law) : null,
-    make("p", {}, counted(records)),
+    make("p", {}, describeCounts(records)),
     shown,
   );
 }
@@ -111,18 +111,18 @@ function judgement(record) {
 }
 
 /** Render the cause of the outcome, and the issue or documentation behind it. */
-function account(record) {
-  const words = record.stale || record.cause;
+function renderCause(record) {
+  const cause = record.stale || record.cause;
   const meaning = page.outcomes.find(([word]) => word === record.outcome)[2];
   return make(
     "section",
     {},
     make("h3", {}, "What happened"),
     make("p", { class: "outcome" }, mark(record.outcome), " ", make("strong", {}, record.outcome), `: ${meaning}`),
-    words ? make("p", { class: "words" }, linked(words)) : null,
+    cause ? make("p", { class: "words" }, linkAddresses(cause)) : null,
     terms([
-      ["excuse", record.excuse && linked(record.excuse)],
-      ["documented", record.documented && linked(record.documented)],
+      ["expected failure", record.excuse && linkAddresses(record.excuse)],
+      ["documented", record.documented && linkAddresses(record.documented)],
       ["modules", record.modules],
       [
         "withheld claim",
@@ -137,15 +137,15 @@ function account(record) {
 
 /** Render the command that runs the cell again, with a button that copies it. */
 function again(record) {
-  const said = make("span", { role: "status", "aria-live": "polite" });
+  const status = make("span", { role: "status", "aria-live": "polite" });
   const command = make("code", {}, record.command);
   const copy = async () => {
     try {
       await navigator.clipboard.writeText(record.command);
-      said.textContent = " copied";
+      status.textContent = " copied";
     } catch {
       getSelection().selectAllChildren(command); // some browsers keep local files from the clipboard
-      said.textContent = " selected: copy it with Ctrl+C";
+      status.textContent = " selected: copy it with Ctrl+C";
     }
   };
   return make(
@@ -158,7 +158,7 @@ function again(record) {
       make("pre", { tabindex: "0" }, command),
       make("button", { type: "button", class: "copy", click: copy }, "Copy"),
     ),
-    said,
+    status,
   );
 }
 
@@ -176,7 +176,7 @@ function openCell(record) {
       make("h3", {}, "The law"),
       make("p", { class: "says" }, law ?? "this release does not know it"),
     ),
-    account(record),
+    renderCause(record),
     strip(record.evidence?.part ?? record.divergence?.part),
     divergenceOf(record),
     evidenceOf(record),
@@ -211,7 +211,7 @@ function closeCell() {
 }
 
 /** Decode the key in the address; an invalid escape such as "#%" is used unchanged. */
-function addressed() {
+function readAddressKey() {
   const text = location.hash.slice(1);
   try {
     return decodeURIComponent(text);
@@ -222,7 +222,7 @@ function addressed() {
 
 /** Open the cell that the address names. */
 function followAddress() {
-  const key = addressed();
+  const key = readAddressKey();
   const record = page.byKey.get(key);
   if (record) openCell(record);
   else if (key) show("No such cell", make("p", {}, "This page has no cell ", make("code", {}, key), "."));
