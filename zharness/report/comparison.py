@@ -134,7 +134,7 @@ def render_comparison(comparison: RunComparison) -> str:
 
 def render_difference_group(kind: DifferenceKind, differences: Sequence[Difference]) -> str:
     """Render the differences of one kind; beyond MAX_LISTED_CELLS they are only counted by law."""
-    lines = [line for each in differences[:MAX_LISTED_CELLS] for line in render_difference(each)]
+    lines = [line for difference in differences[:MAX_LISTED_CELLS] for line in render_difference(difference)]
     if len(differences) > MAX_LISTED_CELLS:
         unlisted = differences[MAX_LISTED_CELLS:]
         lines.append(f"  ... and {len(unlisted)} more, by law: {count_by_law(unlisted)}")
@@ -158,5 +158,5 @@ def render_record_outcome(record: Record) -> str:
 
 def count_by_law(differences: Iterable[Difference]) -> str:
     """Count differences by law, as in ``training.grads 3, state.save 1``."""
-    counts = Counter(each.latest_record.cell.law for each in differences)
+    counts = Counter(difference.latest_record.cell.law for difference in differences)
     return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """Whether the law of a record holds, without regard to expected failures: an excused failure is BROKEN."""
+    """The status of a record's law, without regard to expected failures: an excused failure is BROKEN."""
 
     HOLDS = "holds"
     BROKEN = "broken"

@@ -82,9 +82,10 @@ class RunOptions:
 
 
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
-    """Run every cell of ``request``, report the records, and return the command's exit code. Raises UsageError.
+    """Run every cell of ``request``, report the records, and return the command's exit code.
 
-    ``get_environment(engine)`` returns the environment of an engine's rank server.
+    ``get_environment(engine)`` returns the environment of an engine's rank server. Raises UsageError for a request that
+    cannot be run and for an output file that cannot be written.
     """
     launch = detect_launch()
     if launch is not None:
@@ -110,7 +111,7 @@ def run_request(
     open_sink: Callable[[], RecordFile | None],
     get_environment: GetEnvironment,
 ) -> tuple[list[Record], list[str]]:
-    """Run every cell of ``request``. Raises UsageError.
+    """Run every cell of ``request``. Raises UsageError for a request that cannot be run.
 
     Returns the records in the order of the matrix, and a sentence for each expected failure that matched no cell.
     ``open_sink`` opens the file to which each record is written when its cell ends; it is called after the request was

@@ -13,7 +13,7 @@ from zharness.world import RankOutcome, RankServer
 
 
 def get_claims(engine: str, stage: int, open_server: Callable[[], AbstractContextManager[RankServer]]) -> Capabilities:
-    """Return what ``engine`` claims at ``stage``. Raises UsageError if the engine cannot be built.
+    """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built.
 
     ``open_server`` opens the engine's rank server; it is called only if the registry does not know the capabilities.
     """

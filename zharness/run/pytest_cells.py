@@ -30,7 +30,7 @@ def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
 
     @cache
     def claims(engine: str, stage: int) -> Capabilities:
-        """Return what ``engine`` claims at ``stage``."""
+        """Return the capabilities that ``engine`` claims at ``stage``."""
         return get_claims(engine, stage, lambda: RankServer(get_environment(engine)))
 
     return claims

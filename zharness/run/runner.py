@@ -35,7 +35,7 @@ JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if 
 
 
 class WithheldPolicy(Enum):
-    """Whether to run cells that need a feature which the engine does not claim."""
+    """What to do with cells that need a feature which the engine does not claim: skip them or run them."""
 
     SKIP = "left"
     TRY = "tried"  # if the law holds nevertheless, the record names the feature as withheld
@@ -75,7 +75,7 @@ class Runner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what an engine claims at a stage. Raises UsageError if the engine cannot be built."""
+        """Return the capabilities that an engine claims at a stage. Raises UsageError if it cannot be built."""
         key = (engine, stage)
         if key not in self._claims:
             self._claims[key] = get_claims(engine, stage, lambda: nullcontext(self._servers[engine]))
@@ -103,7 +103,8 @@ class Runner:
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
         """Call ``function(cell, seed, capabilities)`` on ranks.
 
-        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError for what ``function`` raises.
+        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function``
+        raises.
         """
         arguments = (cell, self.seed, self.claims(cell.engine, cell.stage))
         outcome = self._servers[cell.engine].submit(RankTask(function, arguments, cell.world_size, self.timeout))

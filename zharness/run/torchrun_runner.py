@@ -79,7 +79,7 @@ class TorchrunRunner(Runner):
                 raise UsageError(f"rank {rank}: {problem}")
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what an engine claims at a stage; if it is not known, build the engine on the launch's ranks."""
+        """Return the capabilities that an engine claims at a stage; to read them, build it on the launch's ranks."""
         self._leader.task_title = f"the probe of {engine}"
         return super().claims(engine, stage)
 

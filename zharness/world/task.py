@@ -17,7 +17,7 @@ class Group(Enum):
 
 
 class Isolation(Enum):
-    """Whether ranks are forked for one task, or stay in a pool for the next one."""
+    """The lifetime of ranks: they are forked for one task, or stay in a pool for further tasks."""
 
     FRESH = "fresh"
     POOLED = "pooled"
@@ -25,7 +25,7 @@ class Isolation(Enum):
 
 
 class CollectiveMode(Enum):
-    """Whether torch compares every collective between the ranks before it runs.
+    """The choice whether torch compares every collective between the ranks before the collective runs.
 
     CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch, with which gloo alone would hang or compute a
     wrong result. It costs about 2 ms per collective on 2 ranks, and more on larger worlds.

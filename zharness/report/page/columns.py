@@ -96,18 +96,18 @@ def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> 
     An index is None if that run lacks the cell. Current records are indexed in ``records``, which has to contain them;
     earlier records are returned under ``before``.
     """
-    before = [each.before for each in comparison.differences if each.before is not None]
+    before = [difference.before for difference in comparison.differences if difference.before is not None]
     current_index, earlier_index = ({record: i for i, record in enumerate(group)} for group in (records, before))
     return {
         "before": records_as_columns(before),
         "turns": [[kind.value, count] for kind, count in comparison.count_by_kind().items()],
         "rows": [
             [
-                each.kind.value,
-                None if each.after is None else current_index[each.after],
-                None if each.before is None else earlier_index[each.before],
+                difference.kind.value,
+                None if difference.after is None else current_index[difference.after],
+                None if difference.before is None else earlier_index[difference.before],
             ]
-            for each in comparison.differences
+            for difference in comparison.differences
         ],
         "words": comparison.describe(),
     }
@@ -139,7 +139,7 @@ def compress_payload(plain: Mapping[str, Any]) -> str:
 def as_json_numbers(value: Any) -> Any:
     """Return ``value`` with every infinite or NaN float converted to a string, at any depth."""
     if isinstance(value, Mapping):
-        return {key: as_json_numbers(each) for key, each in value.items()}
+        return {key: as_json_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json_numbers(each) for each in value]
+        return [as_json_numbers(item) for item in value]
     return as_json_number(value)
