@@ -67,7 +67,7 @@ def inspect_memory() -> Finding:
 def inspect_largest_world_size() -> Finding:
     """Inspect the largest world size that this machine can start."""
     largest, reason = largest_world_size()
-    remedy = f"raise {reason}"
+    remedy = f"increase {reason}"
     return make_finding("largest world size", f"{largest} ({reason})", Severity.PROBLEM, largest < 2, remedy)
 
 

@@ -57,6 +57,7 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
+        # It gets the docstring of ``function`` below. On the ranks of the test itself it only checks the request.
         if not is_rank():
             raise UsageError(
                 f"the fixture {remote.name} runs on {remote.world_size} ranks of its own before a test on ranks, but "

@@ -142,6 +142,7 @@ def make_echo(rank: int) -> Callable[[str], None]:
     """Return a function that writes one line to standard output, prefixed with the rank."""
 
     def echo(line: str) -> None:
+        """Write ``line`` with its prefix and flush it."""
         sys.stdout.write(f"[rank {rank}] {line}\n")
         sys.stdout.flush()
 
