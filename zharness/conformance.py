@@ -32,8 +32,8 @@ def check_engine(
     Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.
 
     ``factory`` is a function or class at the top level of a module, or an engine's name, which may name a release
-    (``deepspeed==0.18.8``). ``checks`` are patterns of laws. Empty tuples mean all; for ``stages``, all that the engine
-    claims. Raises UsageError for a factory that ranks could not import.
+    (``deepspeed==0.18.8``). ``checks`` are patterns of laws. An empty tuple selects all values; for ``stages``, all
+    stages that the engine claims. Raises UsageError for a factory that ranks cannot import.
     """
     import pytest
 
@@ -49,6 +49,7 @@ def check_engine(
         variant=variant,
     )
     def test_the_law_holds(record: Record) -> None:
+        """Fail with the cause and the command that runs the cell again, unless the law holds as expected."""
         assert not describe_problem(record), describe_problem(record)
 
     return test_the_law_holds
@@ -65,11 +66,11 @@ def run_laws(
     variant: str = "",
     timeout: float = 60.0,
 ) -> list[Record]:
-    """Run what ``check_engine`` runs, without pytest, and return the record of every cell.
+    """Run the cells of ``check_engine`` without pytest, and return the record of every cell.
 
-    ``record.is_expected`` says whether a cell is as expected. Call this function before any tensor operation of the
-    process: ranks are forked from it. ``timeout`` is in seconds, for the ranks of one cell. Raises UsageError for what
-    cannot be run.
+    ``record.is_expected`` tells whether the outcome of a cell is expected. Call this function before any tensor
+    operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the ranks of one cell. Raises
+    UsageError for a factory, law, stage, dtype or model that does not exist.
     """
     name = importable_engine_name(factory)
     request = Request(checks, (name,), stages, world_sizes, dtypes, models, variant)

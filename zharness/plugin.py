@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that select cells and those of tests on ranks."""
+    """Add the options that select cells, and the options of tests on ranks."""
     group = parser.getgroup("zharness", "cells: laws on engines, judged against plain PyTorch")
     group.addoption(
         "--engine",
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the cells of this engine: NAME, NAME==RELEASE, NAME@CHECKOUT or module:factory",
     )
     group.addoption("--stage", default="", help="run only the cells of these ZeRO stages, for example 0,1,2,3")
-    group.addoption("--variant", default="", help="run the cells with this variant of the engine, by name")
+    group.addoption("--variant", default="", help="run the cells with the engine variant of this name")
     group.addoption(
         "--expected-failures",
         "--excuses",
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         dest="excuses",
         metavar="FILE",
-        help="a file of your expected failures (TOML); may be repeated",
+        help="a TOML file of your expected failures; may be repeated",
     )
     group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order that SEED determines")
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def seconds(text: str) -> float:
-    """Parse a timeout. Raises ArgumentTypeError unless it is above 0. Argparse prints this function's name."""
+    """Parse a time-out; argparse prints the function's name. Raises ArgumentTypeError unless it is above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
@@ -166,7 +166,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def is_test_process(config: pytest.Config) -> bool:
-    """Whether tests run in this process: not with ``--collect-only``, and not in xdist's controller process."""
+    """Return whether tests run in this process; not with ``--collect-only``, and not in xdist's controller process."""
     is_xdist_controller = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     return not (config.option.collectonly or is_xdist_controller)
 

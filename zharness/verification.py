@@ -32,7 +32,7 @@ from zharness.world import Isolation, is_rank
 class Verification:
     """The records of all laws, in the order of the matrix.
 
-    True if every law holds and gradients were compared at every stage.
+    A verification is true if every law holds and gradients were compared at every stage.
     """
 
     records: tuple[Record, ...]
@@ -43,9 +43,9 @@ class Verification:
 
     @property
     def first_divergence(self) -> str:
-        """The first law that does not hold, with its first wrong number and the module.
+        """Return the cell of the first law that does not hold, with its first wrong number and the module.
 
-        If all laws hold but the result is false, the reason; if the result is true, the empty string.
+        If all laws hold but the verification is false, return the reason. If it is true, return the empty string.
         """
         failures = (record for record in self.records if not record.is_expected or record.verdict is Verdict.ERROR)
         first = next(failures, None)
@@ -56,13 +56,13 @@ class Verification:
         )
 
     def table(self) -> str:
-        """Render laws x stages, what did not pass, and the number of cells."""
+        """Return the matrix of laws x stages, the failures and the number of cells as text."""
         parts = [render_matrix(self.records), render_failures(self.records), render_summary(self.records, self.seconds)]
         parts.append(explain_uncompared_gradients(self.records))
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:
-        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError."""
+        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError if that fails."""
         with open_record_file(Path(path)) as file:
             for record in self.records:
                 file.add(record)
@@ -88,19 +88,19 @@ def verify(
     function may be a closure, and may return what `zharness model` takes: (model, batch, loss).
 
     ``batch`` is a function ``batch(generator)`` that draws a tensor, a tuple or a dict of tensors with a row for each
-    sample, or such a batch itself, from whose rows every rank and step draws its own. ``loss(output, batch)`` returns a
-    scalar; without it the model returns its loss, alone or as ``output.loss``.
+    sample. It may also be such a batch: then every rank draws rows from it at every step. ``loss(output, batch)``
+    returns a scalar; without ``loss``, the model has to return its loss, alone or as ``output.loss``.
 
     ``config`` is DeepSpeed's JSON, as a dictionary or a path. ``engine`` may name a release (``deepspeed==0.18.8``) or
     a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``timeout`` is in seconds, for
-    the ranks of one law. ``jobs`` is the number of laws that run at a time; 0 for as many as fit.
+    the ranks of one law. ``jobs`` is the number of laws that run at a time; 0 selects as many as fit into memory.
 
-    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError before anything
-    long starts: for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed
-    does not set, and for a configuration that the engine refuses.
+    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError before any law
+    runs for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
+    determine, and for a configuration that the engine refuses.
     """
     if is_rank():
-        raise UsageError("verify() starts its own ranks; call it outside of a test that runs in ranks")
+        raise UsageError("verify() starts its own ranks; call it outside of a test that runs on ranks")
     began = time.monotonic()
     options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
     name = register_model(model, batch, loss)
@@ -118,8 +118,8 @@ def verify(
 def register_model(model: Any, batch: Any, loss: Any) -> str:
     """Register the model, and return the name by which ranks find it.
 
-    The name depends on the class of the model only, so that a call draws the same data whatever the process called
-    before. Raises UsageError for an object that is not a model.
+    The name depends only on the class of the model, so that earlier calls in this process do not change the data that
+    a call draws. Raises UsageError for an object that is not a model.
     """
     if isinstance(model, str) and batch is None and loss is None:
         return model
@@ -133,9 +133,9 @@ def register_model(model: Any, batch: Any, loss: Any) -> str:
     first_name = f"{user_model.IN_PROCESS_PACKAGE}:{title if title.isidentifier() else 'model'}"
     # A concurrent call in another thread may use the name.
     name = next(
-        each
-        for each in chain((first_name,), (f"{first_name}_{n}" for n in count(2)))
-        if not user_model.is_registered_factory(each)
+        candidate
+        for candidate in chain((first_name,), (f"{first_name}_{n}" for n in count(2)))
+        if not user_model.is_registered_factory(candidate)
     )
     draw = batch if batch is None or callable(batch) else make_batch_function(batch)
 
@@ -157,7 +157,7 @@ def make_batch_function(batch: Any) -> Callable[[torch.Generator], Any]:
     if len(rows) != 1 or min(rows) < 2:
         raise UsageError(
             f"verify() got the batch {user_model.describe_value(batch)}; expected tensors with the same number of "
-            "rows, at least two, from which ranks and steps draw, or a function batch(generator)"
+            "rows, at least two, from which every rank draws at every step, or a function batch(generator)"
         )
 
     def draw(generator: torch.Generator) -> Any:
@@ -174,7 +174,7 @@ def config_fingerprint(config: Mapping[str, Any]) -> str:
 
 
 def resolve_config_name(config: Mapping[str, Any] | str | Path | None) -> str:
-    """Return the name of a configuration in cell ids; a dictionary is registered under it."""
+    """Return the name that a configuration has in cell ids; register a dictionary under that name."""
     if config is None:
         return ""
     if not isinstance(config, Mapping):

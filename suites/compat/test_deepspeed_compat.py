@@ -218,7 +218,7 @@ def test_attributes_decide_on_the_group_and_the_variables(session: SessionRun) -
     for name in ("TestNoGroup", "TestNoVariables"):
         assert set(session.verdicts(name).values()) == {"passed"}
     result = session.text("TestOtherBackend::test_it[w2]")
-    assert "got backend 'mpi'; the group of these ranks is 'gloo'" in result
+    assert "got backend 'mpi'; the process group of these ranks uses 'gloo'" in result
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])

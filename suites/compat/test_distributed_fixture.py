@@ -177,7 +177,7 @@ def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun)
     [
         ("TestFixtures::test_that_asks_too_late[w2]", "must request it as a parameter; got request.getfixturevalue"),
         ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs it takes a parameter named fine"),
-        ("test_outside_of_ranks", "got a test in pytest's own process"),
+        ("test_outside_of_ranks", "this test runs in pytest's own process"),
     ],
 )
 def test_wrong_uses_of_a_fixture_are_refused_with_the_remedy(session: SessionRun, name: str, message: str) -> None:

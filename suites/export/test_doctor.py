@@ -27,7 +27,7 @@ def test_the_command_looks_at_everything_and_finds_no_problem_here(tmp_path: Pat
     found = {each["what"]: each for each in json.loads(run.stdout)}
     assert run.returncode == 0, run.stdout
     assert found["2 ranks"]["state"] == "ok"
-    assert found["functions of torch"]["found"] == "all torch's own"
+    assert found["functions of torch"]["found"] == "none was replaced"
     assert {"python", "torch", "engine fsdp2", "cores", "memory", "open files", "processes", "shared memory"} <= {
         *found
     }

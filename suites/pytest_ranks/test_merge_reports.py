@@ -240,11 +240,11 @@ def test_a_rank_that_hangs_outside_of_a_collective_is_blamed_first(run_test: Run
         RankEnd.HUNG, "setup", phase="call", site=SITE, cause=f"no end within 9 s; waits in {SITE}", at_ns=1
     )
     alone = make_end(
-        RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s; stands in spin", at_ns=2, stack="in spin"
+        RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s; is in spin", at_ns=2, stack="in spin"
     )
     ranks = run_test(PASSES, 3, ends={0: waits, 1: alone, 2: waits})
     assert ranks.outcomes == CALL_FAILED
-    assert ranks.message() == "rank 1 did not finish in time, in call: no end within 9 s; stands in spin"
+    assert ranks.message() == "rank 1 did not finish in time, in call: no end within 9 s; is in spin"
     assert ranks.section("stack of rank 1") == "in spin"
     assert ranks.section("Ranks").splitlines()[1].startswith("ranks 0, 2 did not finish in time, in call: ")
     assert ranks.report("call").duration > 1.0, "the time of the whole group, because no rank reported its call"

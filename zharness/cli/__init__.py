@@ -1,4 +1,4 @@
-"""The command line: each command is a few lines that call the package."""
+"""The command line: each command parses its options and calls the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cli() -> None:
     zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and what changed
     zharness doctor                               whether this machine can run zharness, and what to fix
 
-    Exit codes: 0 everything as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
+    Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
 
 
@@ -47,7 +47,7 @@ def cli() -> None:
     "stages",
     callback=parse_integer_option,
     metavar="0,1,2,3",
-    help="ZeRO stages; by default all that the engine has.",
+    help="ZeRO stages; by default all stages that the engine has.",
 )
 @click.option(
     "--world-size",
@@ -67,14 +67,14 @@ def cli() -> None:
     "expected_failures",
     multiple=True,
     type=OUTPUT,
-    help="A file of your expected failures (TOML), which come before those of the package; may be repeated.",
+    help="A TOML file of your expected failures, which take precedence over the package's; may be repeated.",
 )
 @click.option(
     "--probe-withheld",
     is_flag=True,
     help="Also run cells that need a feature which the engine does not claim, and report where the law holds.",
 )
-@click.option("--seed", default=0, show_default=True, help="Changes the weights and data of every cell.")
+@click.option("--seed", default=0, show_default=True, help="A number that changes weights and data of every cell.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
 @click.option(
     "--isolation",
@@ -85,7 +85,7 @@ def cli() -> None:
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in an order that is shuffled by SEED.")
 @click.option(
-    "--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, pinned to that core."
+    "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one for each core, pinned to it."
 )
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
@@ -138,7 +138,7 @@ def check(
     "--against",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="OLD.jsonl",
-    help="The records of an earlier run: the differences from it are printed first.",
+    help="The records of an earlier run; print the differences from that run first.",
 )
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
@@ -147,8 +147,8 @@ def report(
 ) -> int:
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
-    Lines that are not records are skipped and counted. The exit code is that of the runs, as of `zharness check`; 2 if
-    they are as expected but a line was skipped, which may have been a failure.
+    Lines that are not records are skipped and counted. The exit code is that of `zharness check`; but it is 2 if every
+    record is as expected and a line was skipped, which may have been a failure.
     """
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
@@ -207,7 +207,7 @@ for command in (
     type=click.Choice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="Every law on every mutant (hours), or on each mutant only the laws that it names as targets (minutes).",
+    help="Run every law on every mutant (hours), or on each mutant only the laws of its targets (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
@@ -220,8 +220,10 @@ for command in (
     help="Models; by default the first of each law.",
 )
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells at a time.")
-@click.option("--jsonl", type=OUTPUT, help="Write records to this file, and skip cells whose records it already has.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells to run at a time.")
+@click.option(
+    "--jsonl", type=OUTPUT, help="Write records to this file, and skip cells whose records the file already has."
+)
 def mutants(
     patterns: tuple[str, ...],
     checks: tuple[str, ...],
@@ -235,7 +237,8 @@ def mutants(
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
     A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A law stops at its first cell that
-    kills. Exit code 1 when a mutant survives, or a law kills no mutant. `zharness list mutants` describes the mutants.
+    kills. The exit code is 1 when a mutant survives, or a law kills no mutant. `zharness list mutants` describes the
+    mutants.
     """
     from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
     from zharness.run.check_loop import run_cells
@@ -260,7 +263,11 @@ def mutants(
     help="The largest norm of the gradients; larger ones are clipped.",
 )
 @click.option(
-    "--window", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches of an optimizer step."
+    "--window",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="The number of micro-batches of an optimizer step.",
 )
 @click.option(
     "--reduction",
@@ -269,16 +276,24 @@ def mutants(
     show_default=True,
     help="How gradients are combined over ranks.",
 )
-@click.option("--batches", type=click.IntRange(1), default=20, show_default=True, help="Batches of 8 programs to draw.")
-@click.option("--seed", default=0, show_default=True, help="Changes the programs that are drawn.")
+@click.option(
+    "--batches",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="The number of batches to draw, of 8 programs each.",
+)
+@click.option("--seed", default=0, show_default=True, help="A number that changes which programs are drawn.")
 @click.option(
     "--without",
     callback=parse_name_option,
     metavar="i,tied,...",
-    help="Layers, verbs and marks that no drawn program may have.",
+    help="Layers, verbs and marks that drawn programs must not use.",
 )
 @click.option(
-    "--outputs", type=click.IntRange(1), help="The most outputs that a drawn program keeps for backward at once."
+    "--outputs",
+    type=click.IntRange(1),
+    help="The largest number of outputs that a drawn program keeps for backward at once.",
 )
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one run.")
 def program(
@@ -297,10 +312,12 @@ def program(
     outputs: int | None,
     timeout: float,
 ) -> int:
-    """Run programs, small models and sequences of calls such as 'x(3) linear(2) relu | f b:retain b s', or draw many.
+    """Run programs, which are small models with sequences of calls, or draw many.
+
+    A program is written as 'x(3) linear(2) relu | f b:retain b s'.
 
     Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and the
-    smallest that fails is printed as a command.
+    command prints the smallest program that fails, as a command that runs it.
 
     \b
     Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),
@@ -324,7 +341,7 @@ def program(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
         )
     if settings.with_default_settings != settings:
-        raise UsageError("--clip, --window and --reduction apply only to given programs; got no program")
+        raise UsageError("--clip, --window and --reduction apply only to programs on the command line; got no program")
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
     return run_program_search(engine, search, timeout, get_release_environment)
 
@@ -350,7 +367,7 @@ def main() -> None:
         sys.exit(130)
     except Exception:  # noqa: BLE001 - a bug of this package must not end with exit code 1, "a law is broken"
         traceback.print_exc()
-        click.echo("zharness: the harness failed, see above; please report it", err=True)
+        click.echo("zharness: the harness itself failed, see the traceback above; please report it", err=True)
         sys.exit(3)
 
 

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
 @click.option("--no-verify", is_flag=True, help="Do not run the script.")
 @click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of the cell.")
-@click.option("--list", "listing", is_flag=True, help="List for each law whether its script is short, or why not.")
+@click.option(
+    "--list", "listing", is_flag=True, help="List for each law whether it exports as a short script, and if not, why."
+)
 def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
     """Write a cell as a script that needs only torch and the engine, and run the script to verify it.
 
-    CELL_ID is what the report of a failure prints. Exit code 1 when the script does not show the cell's verdict.
+    CELL_ID is the id that the report of a failure prints. The exit code is 1 if the script does not show the cell's
+    verdict.
     """
     from zharness.cell import Cell
     from zharness.export import command
@@ -64,7 +67,8 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
     """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
 
     Tries fewer ranks, a lower stage, fp32 and smaller models; then programs (see `zharness program`) that Hypothesis
-    draws and shrinks. A failure is the same if the verdict is, and the wrong part of the step or the exception.
+    draws and shrinks. Two failures are alike if their verdicts are equal, and also the wrong part of the step or the
+    exception.
     """
     from zharness.export import command
     from zharness.releases.rank_environment import get_release_environment
@@ -74,7 +78,7 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
 
 
 def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
-    """Return a function that runs a script on the release of ``engine``, as reproductions are run."""
+    """Return a function that runs a script on the release of ``engine``, in the same way as a reproduction."""
     from zharness import engines
     from zharness.engines import registry
     from zharness.export.verify import ScriptResult

@@ -10,7 +10,8 @@ import click
 def doctor(as_json: bool) -> int:
     """Check whether this machine can run zharness: versions, memory, limits, devices, settings of torch, two ranks.
 
-    Every check is ok, a warning or a problem, with a remedy. Exit code 1 when there is a problem.
+    The result of each inspection is ok, a warning or a problem; warnings and problems have a remedy. The exit code is
+    1 if there is a problem.
     """
     from zharness.doctor.command import run_doctor
     from zharness.releases.overlay import cache_folder

@@ -20,16 +20,18 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     "stages",
     callback=parse_integer_option,
     metavar="0,1,2,3",
-    help="ZeRO stages; by default that of the configuration, or all that the engine has.",
+    help="ZeRO stages; by default the stage of the configuration, or all stages that the engine has.",
 )
 @click.option("--world-size", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--dtype", default="", metavar="fp32", show_default="the configuration's, or fp32")
 @click.option(
     "--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps of the law model.configured."
 )
-@click.option("--seed", default=0, show_default=True, help="Changes the weights and data of every cell.")
+@click.option("--seed", default=0, show_default=True, help="A number that changes weights and data of every cell.")
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for the ranks of one cell.")
-@click.option("--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, if memory allows.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one per core, if memory allows."
+)
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
 @click.option("--html", type=OUTPUT, help="Write one self-contained page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")

@@ -1,4 +1,4 @@
-"""The commands on releases of engines."""
+"""The commands on releases of engines: repro, releases, bisect and compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "every", is_flag=True, help="Run every reproduction; with --on, those of its engines.")
+@click.option(
+    "--all", "every", is_flag=True, help="Run every reproduction; with --on, only those of the engines that it names."
+)
 @click.option(
     "--on",
     "--engine",
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     help="A release, which is installed into its own folder, or a source checkout; NAME alone is the installed "
     "release. May be repeated.",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Runs at a time; by default one for each core.")
+@click.option("--jobs", type=click.IntRange(1), help="Scripts to run at a time; by default one for each core.")
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for one run.")
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each run.")
 @click.option("--markdown", is_flag=True, help="Print bugs x releases as a table in Markdown.")
@@ -54,8 +56,8 @@ def repro(
     verdict is reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` lists
     the bugs; each is a script in repro/ that also runs under plain torchrun.
 
-    Exit codes: 0 every release showed what it should, 1 one did not, 3 a run failed otherwise or its release could not
-    be had.
+    Exit codes: 0 every release gave the expected verdict, 1 one did not, 3 a run failed otherwise or its release could
+    not be installed.
     """
     from zharness import step_summary
     from zharness.releases import repro_runs, repro_table
@@ -83,10 +85,14 @@ def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
 
 
 def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that choose the cells and how they run, on every release."""
+    """Add the options that choose the cells of every release and how they run."""
     options = (
         click.option(
-            "--stage", "stages", callback=parse_integer_option, metavar="0,1,2,3", help="ZeRO stages; by default all."
+            "--stage",
+            "stages",
+            callback=parse_integer_option,
+            metavar="0,1,2,3",
+            help="ZeRO stages; by default all stages.",
         ),
         click.option(
             "--world-size",
@@ -117,7 +123,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             help="New ranks for every cell, or a pool of ranks for all cells of one release and stage.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(1), help="Cells at a time; by default one for each core, pinned to that core."
+            "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one for each core, pinned to it."
         ),
         click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell."),
     )
@@ -142,7 +148,7 @@ class CellOptions:
     def build_request(self, patterns: tuple[str, ...]) -> Request:
         """Build the request for the cells, without an engine.
 
-        Raises UsageError for what does not exist, before any release is fetched.
+        Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
         """
         from zharness.run import Request
         from zharness.run.plan import validate_request
@@ -203,12 +209,12 @@ def reject_cell_options(identifier: str) -> None:
     metavar="RECORDED.jsonl",
     help="Print what changed since these records, and exit with 1 if anything did.",
 )
-@click.option("--list", "listed", is_flag=True, help="List what the cache holds, and run nothing.")
+@click.option("--list", "listed", is_flag=True, help="List the releases and checkouts in the cache, and run nothing.")
 @click.option(
     "--clean",
     is_flag=True,
-    help="Remove from the cache ENGINE==RELEASE, ENGINE@CHECKOUT or ENGINE, by default all releases and checkouts "
-    "(not what setup_repro.sh made). Runs that use them at the time will fail.",
+    help="Remove ENGINE==RELEASE, ENGINE@CHECKOUT or ENGINE from the cache; by default all releases and checkouts, but "
+    "not the folders that setup_repro.sh made. Runs that use them at that time will fail.",
 )
 @add_cell_options
 def releases(
@@ -230,9 +236,9 @@ def releases(
     zharness releases --list
     zharness releases --clean deepspeed==0.18.8
 
-    A broken law does not change the exit code. Exit codes: 0, 1 something changed since --compare-to, 2 no release
-    could be run or the records have none of the cells, 3 a release could not be run or removed, or the harness itself
-    failed.
+    A broken law does not change the exit code. Exit codes: 0 the cells were run, 1 something changed since the records
+    of --compare-to, 2 no release could be run or the records have none of the cells, 3 a release could not be run or
+    removed, or the harness itself failed.
     """
     from zharness.releases import cache_entries, cache_table, compare_releases
     from zharness.run.record_reader import load_records
@@ -265,14 +271,14 @@ def releases(
 @click.argument("engine")
 @click.argument("check", metavar="LAW")
 @click.option("--good", required=True, metavar="RELEASE", help="A release on which the law holds.")
-@click.option("--bad", required=True, metavar="RELEASE", help="A release on which it is broken.")
+@click.option("--bad", required=True, metavar="RELEASE", help="A release on which the law is broken.")
 @add_cell_options
 def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     """Find the first release on which a law is broken, or holds again if the good release is the newer one.
 
-    LAW is a law, a glob, or a cell id; a release is bad when any of its cells is broken. Or it is the id of a
-    reproduction; a release is bad when the bug is reproduced there. Releases that cannot be run, or show neither, are
-    skipped. Each run halves the range of releases.
+    LAW is a law, a glob, or a cell id; then a release is bad if the law is broken in any of its cells. LAW may also be
+    the id of a reproduction; then a release is bad if the bug is reproduced on it. Releases that cannot be run, or are
+    neither good nor bad, are skipped. Each run halves the range of releases.
 
     \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
@@ -316,9 +322,9 @@ def compare(
 ) -> int:
     """Run the same cells on a base and on a change of it, and fail only on what the change broke.
 
-    Both are NAME@CHECKOUT, NAME==RELEASE or NAME. What the change breaks is run once more on both, and counts when it
-    breaks again. Exit codes: 0, 1 the change breaks what is not broken on the base, 2 base or change cannot be run or
-    they share no cell, 3 the harness itself failed.
+    Base and change are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
+    and count if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that is not
+    broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
 
     \b
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml

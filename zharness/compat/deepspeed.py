@@ -130,7 +130,7 @@ class DistributedTest(DistributedExec):
     @pytest.fixture(autouse=True)
     @staticmethod
     def _prepared_rank(request: pytest.FixtureRequest) -> Iterator[None]:
-        """Prepare the rank as the attributes of the class say."""
+        """Prepare the rank according to the attributes of the class."""
         # On the ranks of a DistributedFixture, the fixture itself prepares the rank with its own settings.
         if request.node.stash.get(remote_fixtures.RUNNING_FIXTURE, ""):
             yield
@@ -142,19 +142,19 @@ class DistributedTest(DistributedExec):
     @pytest.fixture(scope="class")
     @staticmethod
     def class_tmpdir(request: pytest.FixtureRequest, tmpdir_factory: Any) -> Any:
-        """A directory that all ranks of all tests of the class share with their DistributedFixtures."""
+        """Return a directory that all ranks of all tests of the class share with their DistributedFixtures."""
         return to_py_path(class_directory(request), tmpdir_factory)
 
     @pytest.fixture
     @staticmethod
     def tmp_path(request: pytest.FixtureRequest) -> Path:
-        """A directory that all ranks of the test share."""
+        """Return a directory that all ranks of the test share."""
         return test_directory(request)
 
     @pytest.fixture
     @staticmethod
     def tmpdir(tmp_path: Path, tmpdir_factory: Any) -> Any:
-        """``tmp_path`` as a ``py.path.local``, the type of pytest's own ``tmpdir``."""
+        """Return ``tmp_path`` as a ``py.path.local``, the type of pytest's own ``tmpdir``."""
         return to_py_path(tmp_path, tmpdir_factory)
 
 
@@ -164,7 +164,7 @@ def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
 
 
 def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
-    """Return the markers that the attributes of a DistributedTest stand for, by marker name."""
+    """Return the markers that the attributes of a DistributedTest are translated to, by marker name."""
     size = cls.world_size
     marks = {"rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout)}
     if size is not None:
@@ -207,6 +207,7 @@ class DistributedFixture(DistributedExec):
         run = cls.run.__get__(cls())
 
         def run_in_ranks(**fixtures: Any) -> None:
+            # No docstring: the docstring of the class is assigned below.
             with prepare_rank(cls.rank_settings()):
                 run(**fixtures)
 
@@ -219,7 +220,7 @@ class DistributedFixture(DistributedExec):
         raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
-        """Always raises UsageError: ranks cannot start ranks, so the test has to request the fixture by name."""
+        """Raise UsageError: ranks cannot start ranks, so the test has to request the fixture by name."""
         raise UsageError(
             f"got a call of the DistributedFixture {type(self).__name__}; a test that needs it takes a parameter named "
             f"{type(self).__name__}, and the fixture runs before the test's own ranks start"

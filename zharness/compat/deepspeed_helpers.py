@@ -40,7 +40,7 @@ def get_xdist_worker_id() -> int | None:
 
 
 def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
-    """Return the first free port of a range that each pytest-xdist worker has for itself.
+    """Return the first free port of this process's range; each pytest-xdist worker has a range of its own.
 
     Raises OSError if no port is free. Ranks that call it at the same time get the same port.
     """
@@ -61,7 +61,7 @@ def get_start_method_for_platform(preferred: str = "forkserver") -> str:
 
 
 def is_rocm_pytorch() -> bool:
-    """Whether torch was built for AMD's GPUs."""
+    """Return whether torch was built for AMD's GPUs."""
     return getattr(torch.version, "hip", None) is not None
 
 
@@ -142,7 +142,7 @@ def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
-    """Return ``op`` of the flags of all ranks; without a process group return ``flag`` itself."""
+    """Return ``op`` applied to the flags of all ranks; without a process group return ``flag``."""
     return op(exchange(bool(flag))) if dist.is_initialized() else flag
 
 

@@ -52,8 +52,7 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
 
     A pooled rank that keeps its process group gets no new ``MASTER_PORT``: a changed environment would end its pool.
     """
-    me = current_rank()
-    device = rank_device(me.rank, me.world_size)
+    device = rank_device(current_rank().rank, current_rank().world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NCCL_DEBUG", raising=False)
         if not (is_pooled and settings.init_distributed):
@@ -69,7 +68,7 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
 
 
 def find_common_port() -> str:
-    """Return a port that rank 0 found free, the same on all ranks, for tests that call ``init_process_group``."""
+    """Return a free port of rank 0's machine, the same on all ranks, for tests that call ``init_process_group``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(exchange(probe.getsockname()[1])[0])
@@ -101,7 +100,7 @@ def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
     """Make deepspeed.comm use the ranks' process group. Raises UsageError if the group has another backend."""
     backend = dist.get_backend()
     if settings.backend not in ("", backend):
-        raise UsageError(f"got backend {settings.backend!r}; the group of these ranks is {backend!r}")
+        raise UsageError(f"got backend {settings.backend!r}; the process group of these ranks uses {backend!r}")
     if deepspeed is not None:
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
 

@@ -1,1 +1,1 @@
-"""``zharness doctor``: inspect whether this machine and environment can run the harness, with a remedy per problem."""
+"""``zharness doctor``: inspect whether this machine can run the harness, and print a remedy for each problem."""

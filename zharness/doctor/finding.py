@@ -16,7 +16,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was inspected, how severe the result is, what was observed, and the remedy unless it is fine."""
+    """The result of an inspection: its title, severity and observation, and the remedy if something is wrong."""
 
     title: str
     severity: Severity

@@ -57,7 +57,7 @@ def parse_cpu_quota(text: str) -> float | None:
 def inspect_memory() -> Finding:
     """Inspect the memory that new processes can use: the machine's free memory and the rest of the cgroup's limit."""
     free, limit = free_memory(), cgroup_memory_left()
-    text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} left by the cgroup")
+    text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} allowed by the cgroup")
     available = free if limit is None else min(free, limit)
     remedy = "end other programs or raise the limit; --jobs 1 runs one cell at a time"
     severity = Severity.PROBLEM if available < 4 * RANK_BYTES else Severity.WARNING
@@ -67,7 +67,7 @@ def inspect_memory() -> Finding:
 def inspect_largest_world_size() -> Finding:
     """Inspect the largest world size that this machine can start."""
     largest, reason = largest_world_size()
-    remedy = f"raise {reason}"
+    remedy = f"increase {reason}"
     return make_finding("largest world size", f"{largest} ({reason})", Severity.PROBLEM, largest < 2, remedy)
 
 
@@ -99,7 +99,7 @@ def format_limit(value: int) -> str:
 def inspect_temporary_folder(path: Path) -> Finding:
     """Inspect the free space of the temporary folder, where ranks write evidence for the judge."""
     free = shutil.disk_usage(path).free
-    remedy = "free some, or set TMPDIR to a folder with more: ranks write copies of weights and gradients there"
+    remedy = "free disk space, or set TMPDIR to a folder with more: ranks write copies of weights and gradients there"
     severity = Severity.PROBLEM if free < LOW_SHARED_MEMORY_BYTES else Severity.WARNING
     return make_finding(
         "temporary folder", f"{format_bytes(free)} free at {path}", severity, free < LOW_DISK_BYTES, remedy
@@ -109,9 +109,11 @@ def inspect_temporary_folder(path: Path) -> Finding:
 def inspect_shared_memory(path: Path) -> Finding:
     """Inspect the free shared memory, which NCCL and data loaders with workers need; gloo does not."""
     if not path.is_dir():
-        return Finding("shared memory", Severity.WARNING, f"no {path}", "mount a tmpfs there: NCCL needs it, gloo not")
+        return Finding(
+            "shared memory", Severity.WARNING, f"no {path}", "mount a tmpfs there: NCCL needs it, gloo does not"
+        )
     usage = shutil.disk_usage(path)
-    remedy = "give the container more (docker run --shm-size=1g): NCCL needs it, gloo not"
+    remedy = "give the container more shared memory (docker run --shm-size=1g): NCCL needs it, gloo does not"
     text = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} at {path}"
     return make_finding("shared memory", text, Severity.WARNING, usage.free < LOW_SHARED_MEMORY_BYTES, remedy)
 
@@ -123,17 +125,17 @@ def inspect_loopback() -> Finding:
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             return ok_finding("loopback interface", f"{', '.join(names) or 'unnamed'}, 127.0.0.1 answers")
     except OSError as error:
-        remedy = "bring it up: ip link set lo up; in a sandbox allow connections to 127.0.0.1"
+        remedy = "enable it: ip link set lo up; in a sandbox allow connections to 127.0.0.1"
         return Finding("loopback interface", Severity.PROBLEM, f"127.0.0.1 does not answer: {error}", remedy)
 
 
 def inspect_backends() -> Iterator[Finding]:
     """Inspect whether torch has torch.distributed, gloo and NCCL."""
     if not dist.is_available():
-        yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch that has it")
+        yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch with it")
         return
     gloo = dist.is_gloo_available()
-    remedy = "ranks on CPU need it: install a torch of PyPI or of download.pytorch.org"
+    remedy = "ranks on CPU need it: install torch from PyPI or download.pytorch.org"
     yield make_finding("gloo", "available" if gloo else "not available", Severity.PROBLEM, not gloo, remedy)
     yield ok_finding("nccl", "available" if dist.is_nccl_available() else "not available, so ranks cannot use GPUs")
 

@@ -76,6 +76,6 @@ def inspect_torch_settings() -> Iterator[Finding]:
 def inspect_replaced_functions(current_conditions: ProcessConditions) -> Finding:
     """Inspect whether functions of torch were replaced by another package."""
     if not current_conditions.replacements:
-        return ok_finding("functions of torch", "all torch's own")
-    remedy = "a baseline cannot run with them: find the import that replaces them, and run without it"
+        return ok_finding("functions of torch", "none was replaced")
+    remedy = "no baseline can run with replaced functions: find the import that replaces them, and run without it"
     return Finding("functions of torch", Severity.PROBLEM, "; ".join(current_conditions.replacements), remedy)

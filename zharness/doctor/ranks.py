@@ -39,6 +39,6 @@ def inspect_two_ranks(timeout: float = TIMEOUT_SECONDS) -> Finding:
     sums = outcome.values()
     if sums != [sum(range(WORLD_SIZE + 1))] * WORLD_SIZE:
         return Finding(
-            title, Severity.PROBLEM, f"their all-reduce gives {sums}", "gloo of this torch is broken: reinstall torch"
+            title, Severity.PROBLEM, f"their all-reduce gives {sums}", "torch's gloo is broken: reinstall torch"
         )
     return ok_finding(title, f"started, connected and reduced in {time.monotonic() - started_at:.1f} s")

@@ -49,7 +49,8 @@ class RankTestController:
         self._item_indices = {item: index for index, item in enumerate(session.items)}
         self._test_numbers = count(1)
         self._pools: dict[tuple[str, int], ActivePool] = {}
-        all_requirements = [found for found in map(get_rank_requirements, session.items) if found is not None]
+        item_requirements = map(get_rank_requirements, session.items)
+        all_requirements = [requirements for requirements in item_requirements if requirements is not None]
         check_item_world_sizes(session.items)
         self._base_dir = get_tmp_path_base(session.config)
         self._terminal = open_terminal(session.config)
@@ -89,7 +90,7 @@ class RankTestController:
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Tear down the pools of a session that was stopped early; warn of failures, as reports come too late."""
+        """Tear down the pools of a session that was stopped early; warn of failures: reports come too late."""
         for report in self._iter_pool_teardowns(None):
             if report.failed:
                 warnings.warn(f"{report.nodeid}: {report.longreprtext}", pytest.PytestWarning, stacklevel=1)
@@ -139,7 +140,7 @@ class RankTestController:
     def _set_up_remote_fixtures(
         self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements, test_dir: Path
     ) -> list[pytest.TestReport] | None:
-        """Run the remote fixtures of a test and return their reports; log the first that fails and return None."""
+        """Run the remote fixtures of a test and return their reports; if one fails, log its failure and return None."""
         remote_reports: list[pytest.TestReport] = []
         for remote in remote_fixtures.find_remote_fixtures(item):
             outcome = self._call_ranks(
@@ -170,7 +171,7 @@ class RankTestController:
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Have the server call the test runner on every rank; return a failure of all ranks if that raises."""
+        """Let the server call the test runner on every rank; if the call raises, return a failure of all ranks."""
         try:
             return self._servers[requirements.warm_engine].call(
                 index,
@@ -194,7 +195,7 @@ class RankTestController:
         finally:
             reclaim_terminal(self._terminal)
             if requirements.isolation is Isolation.FRESH:
-                # Not for pooled ranks: they number their temporary directories in it until they end.
+                # Pooled ranks keep it: they number their temporary directories in it until they end.
                 remove_empty_dirs(test_dir)
 
     def _replace_dead_server(self, warm_engine: str) -> None:
@@ -206,7 +207,7 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log reports that were made inside the test, then ``reports``, then each distinct warning of the ranks."""
+        """Log reports made inside the test (of subtests), then ``reports``, then each distinct warning of the ranks."""
         hook = item.ihook
         for rank, effects in sorted(side_effects.items()):
             for data in effects.inner_reports:
@@ -221,13 +222,13 @@ class RankTestController:
             replay_warning(item, warning)
 
     def _tear_down_pools(self, nextitem: pytest.Item | None) -> None:
-        """Tear down what ``nextitem`` does not need in every pool and log failures."""
+        """Tear down the fixtures in every pool that ``nextitem`` does not need, and log failures."""
         for report in self._iter_pool_teardowns(nextitem):
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
 
     def _iter_pool_teardowns(self, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down what ``nextitem`` does not need in every pool, and end the pools if it is None; yield failures."""
+        """Tear down pool fixtures that ``nextitem`` does not need; if it is None, end the pools. Yield reports."""
         for key, pool in list(self._pools.items()):
             if nextitem is None:
                 yield from self._close_pool(key)
@@ -235,7 +236,7 @@ class RankTestController:
                 yield from self._tear_down_pool(key, nextitem)
 
     def _tear_down_pool(self, key: tuple[str, int], nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down what ``nextitem`` does not need in one pool; yield failures as reports of its last test."""
+        """Tear down fixtures in one pool that ``nextitem`` does not need; yield reports of the pool's last test."""
         pool = self._pools[key]
         next_index = None if nextitem is None else self._item_indices.get(nextitem)
         requirements = replace(pool.requirements, isolation=Isolation.EXISTING_POOL)  # never fork ranks for this
@@ -274,7 +275,7 @@ def get_pool_key(requirements: RankRequirements) -> tuple[str, int]:
 def is_pool_spent(
     outcome: GroupOutcome, side_effects: dict[int, RankSideEffects], reports: list[pytest.TestReport]
 ) -> bool:
-    """Whether a pool must be replaced: a rank failed, left threads or processes, or changed its state."""
+    """Return whether a pool must be replaced: a rank failed, left threads or processes, or changed its state."""
     return (
         any(effects.changed_state or effects.leftovers for effects in side_effects.values())
         or any(not rank.is_successful for rank in outcome.ranks)
@@ -324,9 +325,10 @@ def stop_session(stop: SessionStop) -> None:
 def add_local_teardown(
     item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
 ) -> list[pytest.TestReport]:
-    """Tear down fixtures of earlier tests in this process; append a report to ``reports`` if that raises.
+    """Tear down fixtures of earlier tests in this process; append a report to ``reports`` if a teardown raises.
 
-    pytest tears down what the next test does not need after every test that it runs itself; it did not run this one.
+    After every test that pytest runs itself, it tears down the fixtures that the next test does not need. A test on
+    ranks is not run by pytest, so this function does it.
     """
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is None:

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, terminal: Terminal) -> None:
     """Install the debugger on the rank of ``--pdb-rank``, and a plugin that skips breakpoints on all other ranks.
 
-    Call it once in each rank.
+    Call this function once in each rank.
     """
     pytestPDB._wrapped_pdb_cls = None  # the pytest process may have cached a class that uses its own output capture
     is_debugged = not terminal.unavailable_reason and rank == terminal.rank
@@ -83,7 +83,8 @@ class BreakpointSkipper:
     def report_skipped_stop(self, trigger: str, frame: FrameType | None) -> None:
         """Report that ``trigger`` does not stop this rank.
 
-        A line on stderr if another rank of the test can be stopped, else a warning, which also a passing test shows.
+        Write a line to stderr if another rank of the test can be stopped. Otherwise issue a warning, which pytest shows
+        even if the test passes.
         """
         reason = self.explain_unavailable()
         if not reason:
@@ -159,7 +160,7 @@ class RankDebugger:
             borrowed.close()
 
     def _flush(self) -> None:
-        """Flush all streams before the file descriptors change, so that buffered text goes where it was meant to go."""
+        """Flush all streams before the file descriptors change, so that buffered text goes to the old ones."""
         self._config.get_terminal_writer().flush()
         flush_streams()
 
@@ -179,7 +180,7 @@ class RankDebugger:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Suspend the deadline before a failure is reported: the server stops a group soon after a rank failed."""
+        """Suspend the deadline before a failure is reported: the server stops all ranks soon after one has failed."""
         self.return_terminal()  # the debugger may still have it: at the end of its input pdb raises BdbQuit
         if call.excinfo is None or not self._config.getoption("usepdb", default=False):
             return (yield)
@@ -207,7 +208,7 @@ class RankDebugger:
 
 @contextmanager
 def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
-    """Return the terminal at the end of the block; for fixture teardown that runs outside of a test's protocol."""
+    """Return the terminal at the end of the block, around fixture teardown that runs outside of a test's protocol."""
     try:
         yield
     finally:

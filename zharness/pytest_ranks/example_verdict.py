@@ -1,4 +1,4 @@
-"""What happened to one Hypothesis example on one rank: its status, its error and its drawn values, as short texts."""
+"""Describe one Hypothesis example on one rank: its status, its error and its drawn values, as short texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExampleStatus(Enum):
     SKIPPED = "skipped"
     XFAILED = "xfailed"
     FAILED = "failed"
-    STOPPED = "stopped"  # by Hypothesis, in the middle of a draw
+    STOPPED = "stopped"  # Hypothesis stopped the example in the middle of a draw
     ENDED = "ended"
 
 
@@ -47,7 +47,7 @@ class ExampleVerdict:
 
 
 def make_verdict(error: BaseException | None, arguments: str, example: Any) -> ExampleVerdict:
-    """Make the verdict on an example that raised ``error``, or None; ``example`` is Hypothesis' ConjectureData."""
+    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is the exception it raised, or None."""
     status = classify_error(error)
     origin = find_error_origin(error) if error is not None and status is ExampleStatus.FAILED else None
     text = summarize_error(error) if error is not None else ""
@@ -73,9 +73,9 @@ def classify_error(error: BaseException | None) -> ExampleStatus:
 
 
 def find_error_origin(error: BaseException, visited: tuple[BaseException, ...] = ()) -> object:
-    """Return what Hypothesis identifies a failure by: type, file and line of the error and of all errors within it.
+    """Return the key by which Hypothesis identifies a failure: type, file and line of the error and its inner errors.
 
-    Errors within it are its context and the members of an exception group; ``visited`` guards against cycles.
+    Inner errors are its context and the members of an exception group; ``visited`` guards against cycles.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     location = (frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else None
@@ -110,7 +110,7 @@ def summarize_error(error: BaseException) -> str:
 
 
 def _truncate_text(text: str) -> str:
-    """Truncate a long text and append a SHA-256 digest of all of it, so that different texts stay different."""
+    """Truncate a long text and append a SHA-256 digest of the whole text, so that different texts stay different."""
     if len(text) <= MAX_TEXT_LENGTH:
         return text
     return f"{text[:MAX_TEXT_LENGTH]}... (sha256 {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]})"
@@ -128,7 +128,7 @@ def describe_by_rank(
 ) -> str:
     """Join the text of each verdict, equal ones once, as in "ranks 0-1, 3: x; rank 2: y".
 
-    ``status`` restricts it to the verdicts with that status. ``verdicts`` are in rank order.
+    ``verdicts`` are in rank order. If ``status`` is given, only verdicts with that status are included.
     """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, verdict in enumerate(verdicts):

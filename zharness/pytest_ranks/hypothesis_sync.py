@@ -36,7 +36,7 @@ Exchange = Callable[[Any], list[Any]]
 
 
 class ExampleFailed(AssertionError):
-    """An example failed on some ranks only, or differently on several ranks. All ranks raise it without a cause.
+    """An example failed on some ranks only, or differently on several ranks. All ranks raise this without a cause.
 
     Hypothesis identifies a failure by the type, file and line of the error and of its chain of contexts. With a cause
     on one rank only, that rank would see another failure than its peers and shrink to another example.
@@ -48,9 +48,9 @@ class ExamplesDiverged(AssertionError):
 
 
 class _EngineAborted(BaseException):
-    """Abort Hypothesis' engine without shrinking, which it does for subclasses of Exception only.
+    """Abort Hypothesis' engine without shrinking: the engine shrinks only for subclasses of Exception.
 
-    ``error`` is raised in its place outside of the engine.
+    Outside of the engine, ``error`` is raised instead.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -67,10 +67,10 @@ def exchange_with_peers(value: Any) -> list[Any]:
 def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -> Iterator[None]:
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
 
-    Every rank has to enter it around the call phase of the same item. Does nothing if the item is not a Hypothesis
-    test. The test keeps those of its settings that have the same effect on every rank; all patches are undone at the
-    end. Raises UsageError for a kind of test that cannot run on several ranks, ExamplesDiverged when the ranks draw
-    different examples, and the error of ``exchange`` when a peer has ended.
+    Every rank has to enter this block around the call phase of the same item. Does nothing if the item is not a
+    Hypothesis test. The test keeps those of its settings that have the same effect on every rank; all patches are
+    undone at the end. Raises UsageError for a kind of test that cannot run on several ranks, ExamplesDiverged when the
+    ranks draw different examples, and the error of ``exchange`` when a peer has ended.
     """
     function = _get_hypothesis_test(item)
     if function is None:
@@ -106,7 +106,7 @@ def _get_hypothesis_test(item: pytest.Item) -> Any:
 def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to patch for the duration of the test: owner, attribute name, new value.
 
-    ``hypothesis.inner_test`` is the documented hook. The other names are private because no public API does it:
+    ``hypothesis.inner_test`` is the documented hook. The other names are private, since no public API does the same:
     @settings may not be applied twice, @seed cannot be undone, and nothing disables the inputs of the engine that
     differ between ranks. The private names of the function are the same from Hypothesis 6.100 to 6.170.
     """
@@ -116,7 +116,7 @@ def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[t
     yield function.hypothesis, "inner_test", _wrap_test_body(function, peers)
     yield function, "_hypothesis_internal_use_settings", _make_synced_settings(test_settings)
     if not _is_seeded(item, function):
-        # A fixed seed rather than a random one: there is no database, so the next run has to find a failure again.
+        # The seed is fixed, not random: without a database, the next run has to find a failure again by itself.
         seed = int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:8], "big")
         yield function, "_hypothesis_internal_use_seed", seed
     # The time limit of shrinking depends on the clock of each rank; the limit on the number of shrinks remains.
@@ -130,7 +130,7 @@ def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[t
 
 
 def _is_seeded(item: pytest.Item, function: Any) -> bool:
-    """Whether @seed, ``--hypothesis-seed`` or derandomize already determines the examples, the same on every rank."""
+    """Return whether @seed, ``--hypothesis-seed`` or derandomize already makes the examples equal on every rank."""
     return (
         function._hypothesis_internal_use_seed is not None
         or function._hypothesis_internal_use_settings.derandomize
@@ -166,12 +166,13 @@ def _patch_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
-    """Wrap the test's body so that each example has the same outcome on every rank."""
+    """Return the test's body wrapped so that each example has the same outcome on every rank."""
     inner = function.hypothesis.inner_test
     not_drawn = inspect.signature(function).parameters  # self, fixtures and parameters may differ between ranks
 
     @functools.wraps(inner)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run one example, exchange the verdicts, and raise the common outcome."""
         __tracebackhide__ = True
         # Format the arguments before the body runs, because it may modify them.
         arguments = format_arguments({name: value for name, value in kwargs.items() if name not in not_drawn})

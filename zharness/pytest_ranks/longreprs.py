@@ -27,7 +27,7 @@ _LOCATION_PATTERN = re.compile(r"\(([^()]+), line (\d+)\)")
 def replace_headline(item: pytest.Item, report: pytest.TestReport, headline: str, sections: Sections) -> ExceptionRepr:
     """Copy a report's failure with ``headline`` as its line in the short summary and ``sections`` after its traceback.
 
-    Copies, because merged reports and problems share the original.
+    The original stays unchanged, because merged reports and problems share it.
     """
     longrepr = report.longrepr
     if not isinstance(longrepr, ExceptionChainRepr | ReprExceptionInfo):

@@ -16,7 +16,7 @@ _STREAM_ORDER = ("stdout", "stderr")
 def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Collection[str]) -> list[tuple[str, str]]:
     """Return the captured sections of the merged report of ``phase``, as title and text, each line with its rank.
 
-    ``phases`` are those whose output to include: pytest's reports repeat the output of earlier phases.
+    ``phases`` are the phases whose output is included: pytest's reports repeat the output of earlier phases.
     """
     texts: dict[str, str] = {}
     for rank_result in rank_results:
@@ -31,7 +31,7 @@ def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Colle
 
 
 def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a rank's output in ``phases`` as sections; output outside of any phase counts as setup's."""
+    """Yield a rank's output in ``phases`` as sections; output outside of any phase counts as output of setup."""
     for part in rank_result.outcome.captured_output:
         label = part.phase if part.phase in PHASES else "setup"
         if label in phases:
@@ -39,7 +39,7 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a rank's report of ``phase``, or of its last report before if it sent none."""
+    """Yield the sections of a rank's report of ``phase``, or of its latest earlier report if there is none."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 

@@ -1,4 +1,4 @@
-"""Merge the reports of N ranks into one report for each phase of a test, as pytest makes for a test of its own.
+"""Merge the reports of N ranks into one report for each phase of a test, as for a test that pytest runs itself.
 
 [Note: from ranks to reports]
 ``rank_problems.py`` turns the reports and the end of each rank into problems and orders them by blame: the first one is
@@ -57,7 +57,7 @@ class JointResult:
 
     @cached_property
     def failures_by_phase(self) -> dict[str, list[RankProblem]]:
-        """The failures by the phase in which they are reported, each list in order of blame."""
+        """Return the failures by the phase in which they are reported, each list in order of blame."""
         by_phase: dict[str, list[RankProblem]] = {}
         for problem in self.failures:
             by_phase.setdefault(choose_reporting_phase(problem, self.failures), []).append(problem)
@@ -65,7 +65,7 @@ class JointResult:
 
     @cached_property
     def is_caused_by_skip(self) -> bool:
-        """Whether the cause is a skip on some ranks; stopped ranks then waited for a rank that did not fail."""
+        """Return whether the cause is a skip on some ranks; stopped ranks then waited for a rank that did not fail."""
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
     def get_reports(self, phase: str) -> list[pytest.TestReport]:
@@ -109,7 +109,7 @@ def merge_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestR
 
 
 def judge_setup(result: JointResult) -> PhaseVerdict:
-    """Judge setup; it counts as passed if a failure is reported in the call, which pytest shows only then."""
+    """Judge setup; it counts as passed if a failure is reported in the call: pytest shows a call only after setup."""
     if "call" in result.failures_by_phase and "setup" not in result.failures_by_phase:
         return PhaseVerdict("passed")
     return judge_phase(result, "setup")
@@ -134,7 +134,7 @@ def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
 
 
 def is_expected_failure(problem: RankProblem, phase: str) -> bool:
-    """Whether the problem is an expected failure in ``phase``."""
+    """Return whether the problem is an expected failure in ``phase``."""
     return problem.kind is ProblemKind.FAILED_AS_EXPECTED and problem.phase == phase
 
 
@@ -207,7 +207,7 @@ def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
 
 
 def format_by_ranks(texts: dict[int, str]) -> str:
-    """Return the text if all ranks have the same, else each different text with its ranks, as in ``x (ranks 0, 2)``."""
+    """Return the text if it is the same on all ranks, else each text with its ranks, as in ``x (ranks 0, 2)``."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_by_text.setdefault(text, []).append(rank)
@@ -222,7 +222,7 @@ def make_ranks_section(result: JointResult) -> list[tuple[str, str]]:
 
 
 def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> list[str]:
-    """Describe how each rank ended, one sentence for ranks that ended alike; the rank that is the cause comes first."""
+    """Describe how each rank ended, in one sentence for ranks that ended the same way; the cause comes first."""
     cause_rank = result.failures[0].rank if result.failures else -1
     groups: dict[tuple[object, ...], list[RankResult]] = {}
     for rank_result in sorted(rank_results, key=lambda rank_result: rank_result.rank != cause_rank):
@@ -271,12 +271,12 @@ def describe_problem(result: JointResult, problem: RankProblem) -> str:
 
 
 def format_problem_message(result: JointResult, problem: RankProblem) -> str:
-    """Return the message of a problem without a report; no rank has failed if the cause is a skip."""
+    """Return the message of a problem without a report; do not mention a failed rank if the cause is a skip."""
     return problem.message.replace(_STOPPED_REASON, "") if result.is_caused_by_skip else problem.message
 
 
 def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
-    """Make the section of a failure that is not the first; no section if there are no details to show."""
+    """Make the section of a failure that is not the first; return no section without details to show."""
     problem, ranks = group[0], format_ranks([problem.rank for problem in group])
     if problem.kind is ProblemKind.LEFT_BEHIND:
         return [(f"left behind by {ranks}", problem.details)]
@@ -300,14 +300,14 @@ def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, s
 
 
 def get_test_stack(rank_result: RankResult) -> str:
-    """Return a rank's stack without the frames of the harness, or all of it if there are no other frames."""
+    """Return a rank's stack without the frames of the harness, or the whole stack if it has no other frames."""
     return strip_harness_frames(rank_result.outcome.stack) or rank_result.outcome.stack.strip()
 
 
 def make_test_report(
     result: JointResult, phase: str, verdicts: dict[str, PhaseVerdict], earlier_reports: Sequence[pytest.TestReport]
 ) -> pytest.TestReport:
-    """Make the merged report of one phase; ``earlier_reports`` are the merged reports of the phases before."""
+    """Make the merged report of one phase; ``earlier_reports`` are the merged reports of earlier phases."""
     item, rank_reports, verdict = result.item, result.get_reports(phase), verdicts[phase]
     first_report = rank_reports[0] if rank_reports else None
     start, stop, duration = measure_phase(result, phase, verdict, earlier_reports)
@@ -336,9 +336,9 @@ def make_test_report(
 def measure_phase(
     result: JointResult, phase: str, phase_verdict: PhaseVerdict, earlier_reports: Sequence[pytest.TestReport]
 ) -> tuple[float, float, float]:
-    """Return start, stop and duration of a phase in seconds: the first rank's start, the last rank's end, the longest.
+    """Return the earliest start, latest stop and longest duration of a phase over all ranks, in seconds.
 
-    A failed phase that no rank reported gets the time of the whole group less that of the phases before.
+    A failed phase that no rank reported gets the time of the whole group minus that of earlier phases.
     """
     reports = result.get_reports(phase)
     if reports:

@@ -21,14 +21,14 @@ PARTIAL_DATA_WARNINGS = ["no-data-collected", "module-not-imported", "module-not
 def get_current_coverage() -> Any:
     """Return the ``Coverage`` object that measures this process, or None.
 
-    Does not import coverage: it is no dependency, and a process that measures has imported it.
+    Does not import coverage: it is not a dependency, and a process that measures has imported it.
     """
     coverage = sys.modules.get("coverage")
     return None if coverage is None else coverage.Coverage.current()
 
 
 def silence_worker_coverage() -> None:
-    """Disable coverage's no-data warnings in an xdist worker, which may run nothing itself but tests on ranks."""
+    """Disable coverage's no-data warnings in an xdist worker, since all of its tests may run on ranks."""
     coverage = get_current_coverage()
     if coverage is not None:
         disable_partial_warnings(coverage)

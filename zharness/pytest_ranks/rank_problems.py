@@ -1,4 +1,4 @@
-"""Find what kept a test from passing on its ranks, from their reports and how they ended, and order it by blame."""
+"""Find the problems that kept a test from passing, from the ranks' reports and ends, and order them by blame."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.world.outcome import MISMATCH_EXCEPTION, GroupOutcome, RankEnd, Ra
 from zharness.world.stacks import strip_harness_frames
 
 FATAL_ERROR_PREFIX = "Fatal Python error"  # the start of faulthandler's output
-STRICT_XPASS_PREFIX = "[XPASS(strict)]"  # only this text tells that a test passed under a strict xfail mark
+STRICT_XPASS_PREFIX = "[XPASS(strict)]"  # only this text shows that a test passed under a strict xfail mark
 # Parts of the server's messages about a crash. The first is replaced by the phase of the test, which is more precise.
 _BEFORE_RETURN = ", before its function had returned"
 _AFTER_RETURN = ", after its function had returned"
@@ -76,12 +76,12 @@ class RankProblem:
 
     @property
     def blame_order(self) -> tuple[int, int, int]:
-        """Sort key: the first problem in this order is the cause of the failure."""
+        """Return a sort key; the first problem in this order is the cause of the failure."""
         return (self.blame.value, self.at_ns, self.rank)
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """Equal for problems of several ranks that are reported once for all of these ranks."""
+        """Return a key; problems of several ranks with equal keys are reported once for all of these ranks."""
         crash = getattr(self.report and self.report.longrepr, "reprcrash", None)
         location = (crash.path, crash.lineno) if crash is not None else None
         return (self.kind, self.phase, location, mask_addresses(self.message), self.pending_collective)
@@ -97,7 +97,7 @@ class TimedReport:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended and its reports by phase; it had to send a report of each of ``expected_phases``."""
+    """How one rank ended, its reports by phase, and the phases of which it had to send a report."""
 
     outcome: RankOutcome
     timed_reports: Mapping[str, TimedReport]
@@ -105,16 +105,16 @@ class RankResult:
 
     @property
     def rank(self) -> int:
-        """The number of the rank."""
+        """Return the number of the rank."""
         return self.outcome.rank
 
     @property
     def missing_phases(self) -> tuple[str, ...]:
-        """The expected phases without a report, in order."""
+        """Return the expected phases without a report, in order."""
         return tuple(phase for phase in self.expected_phases if phase not in self.timed_reports)
 
     def latest_report(self, phase: str) -> pytest.TestReport | None:
-        """Return the report of ``phase``, or else of the last phase before it, whose sections it would repeat."""
+        """Return the report of ``phase`` or, if there is none, of the latest earlier phase."""
         phases = PHASES[: PHASES.index(phase) + 1]
         return next((self.timed_reports[name].report for name in reversed(phases) if name in self.timed_reports), None)
 
@@ -125,7 +125,7 @@ def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[Rank
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Deserialize the reports of one rank; keep the last of several reports of one phase, as subtests make them."""
+    """Deserialize the reports of one rank; if a phase has several reports, as with subtests, keep the last."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)
@@ -146,7 +146,7 @@ def load_phase_report(note: RankNote) -> PhaseReport | None:
 
 
 def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]:
-    """Return every problem of every rank; no ranks at all are a problem too, because nothing was tested."""
+    """Return every problem of every rank; an empty list of ranks is a problem too, because nothing was tested."""
     if not rank_results:
         return (RankProblem(0, "setup", 0, ProblemKind.MISSING_REPORT, BlameLevel.REPORTED, "was never started"),)
     skipped_phases = {phase for phase in PHASES if all(is_skipped(result, phase) for result in rank_results)}
@@ -163,7 +163,7 @@ def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Whether the rank skipped in ``phase``. An expected failure is not a skip, though pytest reports it as one."""
+    """Return whether the rank skipped in ``phase``. An expected failure is no skip, though pytest reports it as one."""
     timed_report = rank_result.timed_reports.get(phase)
     return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 
@@ -260,8 +260,9 @@ def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> R
 def make_crash_problem(rank_result: RankResult, reported_failures: Sequence[RankProblem]) -> RankProblem:
     """Make the problem of a rank that crashed, or on which code around the test raised.
 
-    Normally it is blamed before all reported failures. It is ordered by time instead if the rank had reported a failure
-    before, or if the harness raised after the last phase: there the ranks wait for each other, so a peer is the cause.
+    Normally a crash is blamed before all reported failures. It is ordered by time instead if the rank had reported a
+    failure earlier, or if the harness raised after the last phase: ranks wait for each other there, so a peer is the
+    cause.
     """
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     cause, *further = outcome.cause.split("\n")
@@ -347,8 +348,8 @@ def get_xfail_reason(item: pytest.Item) -> str | None:
 def select_failures(problems: Iterable[RankProblem]) -> tuple[RankProblem, ...]:
     """Return the problems that make the test fail, in order of blame.
 
-    If a rank failed as expected, the consequences for its peers are no failures: they were stopped while they waited
-    for it, or they passed unexpectedly.
+    If a rank failed as expected, the consequences for its peers do not count as failures: peers were stopped while they
+    waited for that rank, or passed unexpectedly.
     """
     problems = sorted(problems, key=lambda problem: problem.blame_order)
     failures = [problem for problem in problems if problem.kind is not ProblemKind.FAILED_AS_EXPECTED]
@@ -360,7 +361,7 @@ def select_failures(problems: Iterable[RankProblem]) -> tuple[RankProblem, ...]:
 
 
 def is_consequence(problem: RankProblem) -> bool:
-    """Whether the expected failure of a peer may have caused the problem."""
+    """Return whether the expected failure of a peer may have caused the problem."""
     return problem.kind in (ProblemKind.STOPPED, ProblemKind.SKIPPED) or problem.blame is BlameLevel.HUNG_IN_COLLECTIVE
 
 
@@ -368,8 +369,8 @@ def choose_reporting_phase(problem: RankProblem, failures: Sequence[RankProblem]
     """Return the phase whose merged report shows ``problem``; ``failures[0]`` is the cause of the test's failure.
 
     This is the phase of the cause, with two exceptions. If the cause is in teardown, problems of earlier phases belong
-    to the call, so that a call that one rank did not finish is never reported as passed. And a teardown failure that no
-    failure of a peer explains belongs to teardown.
+    to the call, so that a call that one rank did not finish is never reported as passed. A teardown failure that no
+    peer's failure explains belongs to teardown.
     """
     cause = failures[0]
     if cause.phase == "teardown":

@@ -52,14 +52,16 @@ class RecordedWarning:
 
 @dataclass(frozen=True)
 class RankSideEffects:
-    """What a rank returns for one test besides its phase reports.
+    """The result of one test on one rank, besides the phase reports.
 
     ``leftovers`` describes threads and processes that the test did not end, ``changed_state`` names process-wide
     settings that it changed.
     """
 
     recorded_warnings: tuple[RecordedWarning, ...] = ()
-    inner_reports: tuple[dict[str, Any], ...] = ()  # reports that were logged during the test, those of subtests
+    inner_reports: tuple[
+        dict[str, Any], ...
+    ] = ()  # reports that were logged during the test, such as those of subtests
     leftovers: tuple[str, ...] = ()
     changed_state: str = ""
     stop: SessionStop | None = None
@@ -95,7 +97,7 @@ class ReportChannel(Protocol):
     """The part of a rank's channel that sends reports before the test ends: ServerChannel or StoreChannel."""
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send ``payload`` with its time; a FAILED status makes the receiver stop the other ranks."""
+        """Send ``payload`` with the time of its event; a FAILED status makes the receiver stop the other ranks."""
 
     def label(self, phase: str) -> None:
         """Mark the output that follows as belonging to ``phase``."""
@@ -202,7 +204,7 @@ def find_picklable_category(category: type[Warning]) -> type[Warning]:
 
 
 def is_importable(category: type[Warning]) -> bool:
-    """Whether pickle finds the class by its module and name."""
+    """Return whether pickle finds the class by its module and name."""
     return getattr(sys.modules[category.__module__], category.__qualname__, None) is category
 
 
@@ -216,9 +218,9 @@ class RankTestRunner:
         main_process_plugins: tuple[object, ...],
         reporter: PhaseReporter | None = None,
     ) -> None:
-        """``main_process_plugins`` are unregistered in each forked rank.
+        """Prepare to run tests of ``session``; ``main_process_plugins`` are unregistered in each forked rank.
 
-        A process that torchrun started is set up as a rank already; it passes its ``reporter``.
+        A process that torchrun started is already set up as a rank, and passes its ``reporter``.
         """
         self._session = session
         self._terminal = terminal
@@ -230,8 +232,8 @@ class RankTestRunner:
     def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
         """Run the item at ``index``; keep the fixtures that the item at ``next_index`` needs as well.
 
-        With ``index`` None, only tear down what the item at ``next_index`` does not need. With the name of a remote
-        ``fixture``, only set up that fixture.
+        If ``index`` is None, only tear down the fixtures that the item at ``next_index`` does not need. If ``fixture``
+        names a remote fixture, only set up that fixture.
         """
         items = self._session.items
         nextitem = None if next_index is None else items[next_index]
@@ -271,15 +273,15 @@ class RankTestRunner:
         )
 
     def _take_previous_state(self) -> ProcessState:
-        """Return the state at the end of the last test, as nothing runs in a rank in between; else capture it now.
+        """Return the state at the end of the last test, since nothing runs between tests; without it, capture one now.
 
-        Forgets the state: if the next test does not end normally, the state is no longer valid.
+        The stored state is removed: if the next test does not end normally, it is no longer valid.
         """
         state, self._previous_state = self._previous_state, None
         return ProcessState.capture() if state is None else state
 
     def _tear_down(self, reporter: PhaseReporter, nextitem: pytest.Item | None) -> RankSideEffects:
-        """Tear down what ``nextitem`` does not need. Raises the exception of a fixture's teardown."""
+        """Tear down the fixtures that ``nextitem`` does not need. Raises the exception of a fixture's teardown."""
         self._previous_state = None
         reporter.channel.label("teardown")
         with debug.return_terminal_afterwards(self._session.config):
@@ -307,8 +309,8 @@ class RankTestRunner:
 
     def _set_up_rank(self, test_dir: str) -> PhaseReporter:
         """Replace what a forked rank shares with the pytest process: plugins, capture, temporary directories."""
-        config, me = self._session.config, current_rank()
-        channel = me.channel
+        config, this_rank = self._session.config, current_rank()
+        channel = this_rank.channel
         assert isinstance(channel, ServerChannel), "only a rank that a server forked needs this set-up"
         plugins = config.pluginmanager
         for plugin in plugins.get_plugins():
@@ -316,10 +318,10 @@ class RankTestRunner:
             if plugin in self._main_process_plugins or type(plugin).__module__ in XDIST_WORKER_MODULES:
                 plugins.unregister(plugin)
         disable_capture(config)
-        use_private_tmp_path_base(config, Path(test_dir) / f"rank{me.rank}")
+        use_private_tmp_path_base(config, Path(test_dir) / f"rank{this_rank.rank}")
         config.stash[RANKS_BASE_DIR] = Path(test_dir).parent
         rank_coverage.set_up_rank_coverage(channel)
-        debug.install_debugger(config, me.rank, channel, self._terminal)
+        debug.install_debugger(config, this_rank.rank, channel, self._terminal)
         reporter = PhaseReporter(config, channel)
         plugins.register(reporter, "zharness-phase-reporter")
         reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
@@ -338,9 +340,9 @@ def disable_capture(config: pytest.Config) -> None:
     ``capsys`` and ``capfd`` still work.
     """
     plugins = config.pluginmanager
-    inherited = plugins.getplugin("capturemanager")
-    if inherited is not None:
-        plugins.unregister(inherited)
+    inherited_manager = plugins.getplugin("capturemanager")
+    if inherited_manager is not None:
+        plugins.unregister(inherited_manager)
     manager = CaptureManager("no")
     manager.start_global_capturing()
     plugins.register(manager, "capturemanager")
@@ -363,7 +365,7 @@ def count_wide_finalizers(item: pytest.Item) -> list[tuple[str, int]]:
 
 
 def seed_generators(nodeid: str) -> None:
-    """Seed random, torch and numpy from the test's id: the same on every rank and in every run."""
+    """Seed random, torch and numpy from the test's id, so that every rank and every run draws the same numbers."""
     number = int.from_bytes(hashlib.sha256(nodeid.encode()).digest()[:4], "big")
     random.seed(number)
     seed_torch(number)

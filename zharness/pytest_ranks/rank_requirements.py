@@ -1,4 +1,4 @@
-"""Parse the markers and command-line options that say on which ranks a test runs, and how."""
+"""Parse the markers and command-line options that determine on which ranks a test runs, and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.world.task import CollectiveMode, Group, Isolation
 
 # "kept" reuses the process group of the previous test in a rank pool; fresh ranks have none and form a new one.
 GROUPS_BY_NAME = {"kept": Group.REUSED, "new": Group.DEFAULT, "none": Group.NONE}
-WORLD_SIZE_PARAM = "_world"  # the world size is a parameter of the test of this name, so that the test's id contains it
+WORLD_SIZE_PARAM = "_world"  # test parameter with the world size, so that test ids contain it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankRequirements:
 
 
 def get_closest_mark(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """Return the closest marker: of the function, the class, its base classes or the module; None without one.
+    """Return the closest marker, of the function, the class, its base classes or the module; None if there is none.
 
     pytest's own get_closest_marker returns the marker of the most distant base class instead of the class's own.
     """
@@ -68,7 +68,7 @@ def parametrize_world_sizes(metafunc: pytest.Metafunc) -> None:
 
 
 def has_world_size_parameter(item: pytest.Item) -> bool:
-    """Whether the test already has a parameter ``world_size``, which then sets the number of its ranks."""
+    """Return whether the test already has a parameter ``world_size``, which then sets the number of its ranks."""
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
         if "world_size" in (names.replace(",", " ").split() if isinstance(names, str) else names):
@@ -96,9 +96,10 @@ def get_rank_requirements(item: pytest.Item) -> RankRequirements | None:
 
 
 def parse_world_size(item: pytest.Item) -> int | None:
-    """Return a test's world size, or None: from its parameter, or from its marker if it cannot be parametrized.
+    """Return a test's world size from its parameter or its marker; None for a test without ranks.
 
-    A method of a ``unittest.TestCase`` cannot. Raises UsageError if its marker has more than one world size.
+    A test that cannot be parametrized, such as a method of ``unittest.TestCase``, takes its world size from the marker.
+    Raises UsageError if that marker has more than one world size.
     """
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     if WORLD_SIZE_PARAM in parameters:
@@ -147,7 +148,7 @@ def parse_rank_timeout(item: pytest.Item) -> float:
 
 
 def parse_collectives(item: pytest.Item) -> CollectiveMode:
-    """Return whether collectives are compared, from the marker ``collectives("trusted")``, or else ``--collectives``.
+    """Return whether collectives are checked, from the marker ``collectives("trusted")`` or else ``--collectives``.
 
     Raises UsageError if the marker is invalid.
     """
@@ -171,7 +172,7 @@ def parse_warm_engine(item: pytest.Item) -> str:
 
 
 def check_item_world_sizes(items: Sequence[pytest.Item]) -> None:
-    """Check that this machine can start the ranks of every test. Raises UsageError for the first test that fails it."""
+    """Raise UsageError for the first test whose ranks this machine cannot start."""
     for item in items:
         requirements = get_rank_requirements(item)
         if requirements is not None:

@@ -57,10 +57,11 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
+        # It gets the docstring of ``function`` below. On the ranks of the test itself it only checks the request.
         if not is_rank():
             raise UsageError(
-                f"the fixture {remote.name} runs on {remote.world_size} ranks of its own, before a test on ranks; "
-                "got a test in pytest's own process; mark it with @pytest.mark.world_size(N)"
+                f"the fixture {remote.name} runs on {remote.world_size} ranks of its own before a test on ranks, but "
+                "this test runs in pytest's own process; mark the test with @pytest.mark.world_size(N)"
             )
         running = request.node.stash.get(RUNNING_FIXTURE, "")
         if running == remote.name:
@@ -112,7 +113,7 @@ def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, Re
 
 @contextmanager
 def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
-    """Within the block, running ``item`` only sets up the remote fixture ``fixture_name`` and what it needs.
+    """Limit ``item`` within the block to the setup of the remote fixture ``fixture_name`` and of fixtures it needs.
 
     An empty ``fixture_name`` changes nothing.
     """
@@ -136,7 +137,7 @@ def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
 def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | None:
     """Make a passed call report for a rank that sets up a remote fixture and so does not run the test's body.
 
-    Return None for other ranks and after a failed setup. Without it, the missing report would count as a failure.
+    Return None for other ranks and after a failed setup. Without it, the missing report would be a failure.
     """
     if not item.stash.get(RUNNING_FIXTURE, "") or not setup.passed:
         return None
@@ -149,7 +150,7 @@ def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pyt
 def make_remote_setup_reports(
     item: pytest.Item, remote: RemoteFixture, outcome: GroupOutcome
 ) -> list[pytest.TestReport]:
-    """Return the setup report of a test after one remote fixture; if that failed, a passed teardown report as well."""
+    """Return the setup report of a test after one remote fixture; add a passed teardown report if it failed."""
     reports = merge_reports(item, outcome)
     failed = next((report for report in reports if not report.passed), None)
     setup = copy.copy(failed or reports[0])

@@ -24,7 +24,7 @@ _FILE_WRITING_PLUGINS = (
 
 
 class DeferredTerminalOutput:
-    """Buffer pytest's terminal output until it is known whether this process reports, then print or discard it."""
+    """Buffer pytest's terminal output until the plugin knows whether this process reports; then print or discard it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -65,13 +65,13 @@ def use_private_basetemp(config: pytest.Config, rank: int) -> None:
     """Use a directory for each rank beside that of ``--basetemp``, which rank 0 removes and creates again."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None and factory._given_basetemp is not None and factory._basetemp is None:
-        given = Path(factory._given_basetemp)
-        given.parent.mkdir(parents=True, exist_ok=True)
-        factory._given_basetemp = given.with_name(f"{given.name}-rank{rank}")
+        basetemp = Path(factory._given_basetemp)
+        basetemp.parent.mkdir(parents=True, exist_ok=True)
+        factory._given_basetemp = basetemp.with_name(f"{basetemp.name}-rank{rank}")
 
 
 def find_capture_files(config: pytest.Config) -> Mapping[str, IO[Any]]:
-    """Return the files to which pytest's global capture redirects "stdout" and "stderr"; empty without such files."""
+    """Return the files to which pytest's capture redirects "stdout" and "stderr"; an empty mapping without capture."""
     capture = getattr(config.pluginmanager.getplugin("capturemanager"), "_global_capturing", None)
     files = {}
     for name, stream in (("stdout", getattr(capture, "out", None)), ("stderr", getattr(capture, "err", None))):

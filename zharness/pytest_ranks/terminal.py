@@ -135,7 +135,7 @@ def reclaim_terminal(terminal: Terminal) -> None:
 
 @contextmanager
 def borrow_terminal(terminal: Terminal) -> Iterator[None]:
-    """Give a rank the standard streams, the foreground and the key signals of the pytest process within the block."""
+    """Let a rank use the standard streams, foreground and key signals of the pytest process within the block."""
     with ExitStack() as stack:
         for part in (
             redirect_descriptors(terminal),
@@ -151,7 +151,7 @@ def borrow_terminal(terminal: Terminal) -> Iterator[None]:
 def redirect_descriptors(terminal: Terminal) -> Iterator[None]:
     """Redirect descriptors 0, 1 and 2 to the terminal within the block.
 
-    At the end it leaves a descriptor alone that was redirected meanwhile: pdb's "continue" resumes ``capfd`` earlier.
+    A descriptor that was redirected again meanwhile is not restored: pdb's "continue" resumes ``capfd`` earlier.
     """
     copies = (terminal.stdin, terminal.stdout, terminal.stderr)
     before = [os.dup(descriptor) for descriptor in range(3)]
@@ -190,7 +190,7 @@ class UnbufferedStdin(io.RawIOBase):
     """Standard input without read-ahead: later lines of a script belong to the next debugger, on another rank."""
 
     def readable(self) -> bool:
-        """Whether it can be read: always."""
+        """Return True: standard input can be read."""
         return True
 
     def fileno(self) -> int:
@@ -198,7 +198,7 @@ class UnbufferedStdin(io.RawIOBase):
         return 0
 
     def isatty(self) -> bool:
-        """Whether descriptor 0 is a terminal."""
+        """Return whether descriptor 0 is a terminal."""
         return os.isatty(0)
 
     def readinto(self, buffer: Any) -> int:

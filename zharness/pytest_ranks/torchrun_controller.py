@@ -1,4 +1,4 @@
-"""Run tests on the ranks that torchrun started: the controller of rank 0, and the part of every rank."""
+"""Run tests on the ranks that torchrun started: the controller on rank 0, and the test runner on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zharness.world.task import Group
 
 @dataclass(frozen=True)
 class CollectionQuery:
-    """Question of rank 0 to every other rank: which of these tests did you collect, and does this file exist?"""
+    """Question of rank 0 to every other rank: did it collect the tests ``nodeids``, and does it see ``file``?"""
 
     nodeids: tuple[str, ...]
     file: str
@@ -58,7 +58,7 @@ class TorchrunTestController(RankTestController):
         return self._leader
 
     def verify_collection(self) -> None:
-        """Check that every rank collected every test. Raises UsageError that names a rank and the tests it lacks."""
+        """Raise UsageError unless every rank collected every test; the message names a rank and the tests it lacks."""
         file = self._base_dir / "attached"
         file.touch()
         query = CollectionQuery(tuple(item.nodeid for item in self.session.items), str(file))
@@ -69,7 +69,7 @@ class TorchrunTestController(RankTestController):
             if reply.missing_nodeids:
                 reason = "\n".join(reply.collection_errors) or "every rank needs the same files and the same options"
                 raise UsageError(
-                    f"rank {rank} did not collect {', '.join(reply.missing_nodeids)}, as rank 0 did; {reason}"
+                    f"rank {rank} did not collect {', '.join(reply.missing_nodeids)}, but rank 0 did; {reason}"
                 )
 
     @pytest.hookimpl(tryfirst=True)
@@ -81,7 +81,7 @@ class TorchrunTestController(RankTestController):
         self._local_item = item
         if nextitem is None or get_rank_requirements(nextitem) is None:
             return None
-        return self._run_locally(item)  # the next test also uses this process, as rank 0, and needs all torn down
+        return self._run_locally(item)  # this process is rank 0 of the next test, which needs all fixtures torn down
 
     def _run_locally(self, item: pytest.Item) -> bool:
         """Run a test in this process and tear down fixtures of all scopes after it."""
@@ -109,7 +109,7 @@ class TorchrunTestController(RankTestController):
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Run the test on the ranks; if the group broke, ranks that failed because of a lost peer count as stopped."""
+        """Run the test on the ranks; if the group broke, mark ranks that failed because of a lost peer as stopped."""
         outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture)
         return mark_cut_off_ranks(outcome) if self._leader.is_group_broken else outcome
 
@@ -129,7 +129,7 @@ class TorchrunTestController(RankTestController):
         super()._log_reports(item, reports, new_effects)
 
     def log_lost_test(self, outcome: GroupOutcome, message: str) -> None:
-        """Log the test that ran when a rank was lost as failed."""
+        """Log a failure of the test that was running when a rank was lost."""
         if self._current_item is not None:
             item = self._current_item
             self._log_reports(item, merge_reports(item, mark_cut_off_ranks(outcome)), dict(iter_side_effects(outcome)))
@@ -141,7 +141,7 @@ class TorchrunTestController(RankTestController):
 
 
 class TorchrunTestRunner:
-    """Run tests that rank 0 sends in this process, which acts as a rank while a test runs."""
+    """Runs the tests that rank 0 sends; this process acts as a rank while a test runs."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -159,7 +159,7 @@ class TorchrunTestRunner:
         self._reporter.channel = channel
         config.stash[RANKS_BASE_DIR] = Path(test_dir).parent
         item: Any = self._session.items[index]
-        # Running a remote fixture modifies the item, which other ranks do not notice because they end afterwards.
+        # Running a remote fixture modifies the item. Forked ranks end afterwards, but this process has to restore it.
         fixture_names, setuponly = list(getattr(item, "fixturenames", ())), config.option.setuponly
         config.pluginmanager.register(self._reporter, "zharness-phase-reporter")
         self._reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
@@ -173,12 +173,12 @@ class TorchrunTestRunner:
 
 
 def mark_cut_off_ranks(outcome: GroupOutcome) -> GroupOutcome:
-    """Mark the ranks as stopped that failed only because a peer had crashed or closed its connection."""
+    """Mark ranks as stopped if they failed only because a peer had crashed or closed its connection."""
     return replace(outcome, ranks=tuple(map(mark_if_cut_off, outcome.ranks)))
 
 
 def mark_if_cut_off(rank: RankOutcome) -> RankOutcome:
-    """Mark a rank as stopped and drop its failure if that only reports a lost peer; keep the output of that phase."""
+    """Mark a rank as stopped and drop its failure if it only reports a lost peer; keep the output of the phase."""
     for note in rank.notes:
         phase_report = load_phase_report(note)
         if (

@@ -6,7 +6,7 @@ pytest on rank 0 reports, and its controller runs each test on the processes of 
 on the other ranks is silent and runs the tests that rank 0 sends. A test with a smaller world size than the launch runs
 on the first ranks, one with a larger world size is deselected, and one without a world size runs on rank 0 only. All
 tests share the processes, but fixtures of every scope are set up again for each test, because the world size may differ
-between tests. If neither tests on ranks nor cells are collected, every process runs pytest as if without this plugin.
+between tests. If neither tests on ranks nor cells are collected, every process runs pytest as usual.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TorchrunPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """Buffer the output of every rank but 0 until it is known whether the plugin engages."""
+        """Buffer the output of every rank other than 0 until the collection shows whether the plugin engages."""
         if self._launch.rank:
             self._terminal_output.start_buffering()
 
@@ -115,7 +115,8 @@ class TorchrunPlugin:
         ]
         if self._deselected_tests:
             lines.append(
-                f"deselected, launched with {self._launch.world_size} ranks: {', '.join(self._deselected_tests)}"
+                f"deselected, because only {self._launch.world_size} ranks were launched: "
+                f"{', '.join(self._deselected_tests)}"
             )
         return lines
 
@@ -150,7 +151,7 @@ class TorchrunPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> bool | None:
-        """On a follower, run what rank 0 sends until the session ends; on rank 0, leave the loop to pytest."""
+        """On a follower, run the tests that rank 0 sends until the session ends; on rank 0, let pytest run its loop."""
         if self._follower is None:
             return None
         self._exit_status = self._follower.follow()

@@ -15,11 +15,12 @@ from zharness.run.record_reader import load_records
 
 
 def run_report(files: Sequence[Path], against: Path | None, contracts: bool, outputs: Outputs) -> int:
-    """Load records, print a table, write the requested files, and return the exit code of the run. Raises UsageError.
+    """Load records, print a table, write the requested files, and return the exit code.
 
     ``against`` is the file of an earlier run: the differences from it are printed first. ``contracts`` prints the
-    documented differences instead of the overview. Lines that are not records are listed; if all records are as
-    expected the exit code is then 2, since a skipped line may have been a failure.
+    documented differences instead of the overview. Lines that are not records are skipped and listed; since such a line
+    may have been a failure, the exit code is 2 if all records are as expected. Raises UsageError for files that cannot
+    be read or written.
     """
     outputs.require_writable()
     current = load_records(files)

@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def latest_record(self) -> Record:
-        """The later record, or the earlier one of a removed cell."""
+        """Return the later record; for a removed cell, return the earlier one."""
         latest = self.after or self.before
         assert latest is not None
         return latest
@@ -63,7 +63,7 @@ class RunComparison:
 
     def differences_of_kind(self, kind: DifferenceKind) -> list[Difference]:
         """Return the differences of one kind."""
-        return [each for each in self.differences if each.kind is kind]
+        return [difference for difference in self.differences if difference.kind is kind]
 
     def count_by_kind(self) -> dict[DifferenceKind, int]:
         """Count the differences of each kind that occurs."""
@@ -78,8 +78,8 @@ class RunComparison:
 def compare_runs(before: Sequence[Record], after: Sequence[Record]) -> RunComparison:
     """Compare two runs; the last record of a cell in each run counts.
 
-    An engine of which each run has one release is the same engine in both, even if the releases differ. Raises
-    UsageError if the runs share no cell.
+    If each run has a single release of an engine, the two releases are compared with each other. Raises UsageError if
+    the runs share no cell.
     """
     ambiguous = engines_with_several_releases(before, after)
     earlier, later = ({comparison_key(record.cell, ambiguous): record for record in run} for run in (before, after))
@@ -91,12 +91,12 @@ def compare_runs(before: Sequence[Record], after: Sequence[Record]) -> RunCompar
         )
     classified = [classify_difference(earlier.get(cell), later.get(cell)) for cell in dict.fromkeys([*later, *earlier])]
     order = list(DifferenceKind)
-    differences = sorted(filter(None, classified), key=lambda each: order.index(each.kind))
+    differences = sorted(filter(None, classified), key=lambda difference: order.index(difference.kind))
     return RunComparison(tuple(differences), len(shared))
 
 
 def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
-    """Return the engines, without release, of which one of the runs has several releases."""
+    """Return the names, without release, of engines that have several releases in one of the runs."""
     engines = set()
     for run in runs:
         releases: dict[str, set[str]] = {}
@@ -122,8 +122,8 @@ def classify_difference(before: Record | None, after: Record | None) -> Differen
     kind = classify_change(before, after)
     if kind is not None:
         return Difference(_DIFFERENCE_KINDS[kind], before, after)
-    newly = law_status(after) is LawStatus.HOLDS and law_status(before) is LawStatus.UNKNOWN
-    return Difference(DifferenceKind.NEWLY_HOLDING, before, after) if newly else None
+    holds_newly = law_status(after) is LawStatus.HOLDS and law_status(before) is LawStatus.UNKNOWN
+    return Difference(DifferenceKind.NEWLY_HOLDING, before, after) if holds_newly else None
 
 
 def render_comparison(comparison: RunComparison) -> str:
@@ -134,7 +134,7 @@ def render_comparison(comparison: RunComparison) -> str:
 
 def render_difference_group(kind: DifferenceKind, differences: Sequence[Difference]) -> str:
     """Render the differences of one kind; beyond MAX_LISTED_CELLS they are only counted by law."""
-    lines = [line for each in differences[:MAX_LISTED_CELLS] for line in render_difference(each)]
+    lines = [line for difference in differences[:MAX_LISTED_CELLS] for line in render_difference(difference)]
     if len(differences) > MAX_LISTED_CELLS:
         unlisted = differences[MAX_LISTED_CELLS:]
         lines.append(f"  ... and {len(unlisted)} more, by law: {count_by_law(unlisted)}")
@@ -158,5 +158,5 @@ def render_record_outcome(record: Record) -> str:
 
 def count_by_law(differences: Iterable[Difference]) -> str:
     """Count differences by law, as in ``training.grads 3, state.save 1``."""
-    counts = Counter(each.latest_record.cell.law for each in differences)
+    counts = Counter(difference.latest_record.cell.law for difference in differences)
     return ", ".join(f"{name} {count}" for name, count in counts.items())

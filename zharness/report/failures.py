@@ -15,9 +15,9 @@ MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
 
 
 def render_failures(records: Iterable[Record]) -> str:
-    """Render what did not pass: a paragraph for each cause of unexpected failures, with every cell's command.
+    """Render the cells that did not pass: a paragraph for each cause of unexpected failures, with every cell's command.
 
-    Expected failures, withheld features and unsupported cells follow, summed up.
+    Summaries of expected failures, withheld features and unsupported cells follow.
     """
     records = list(records)
     unexpected = (record for record in records if outcome_name(record) in UNEXPECTED_OUTCOMES)
@@ -46,7 +46,9 @@ def render_failure_group(records: Sequence[Record]) -> str:
 def render_expected_failures(records: Sequence[Record]) -> list[str]:
     """Render a paragraph for each upstream issue or documented difference behind expected failures."""
     expected = (record for record in records if outcome_name(record) in EXPECTED_OUTCOMES)
-    groups = group_records(expected, lambda each: (outcome_name(each), each.documentation_url or each.expected_failure))
+    groups = group_records(
+        expected, lambda record: (outcome_name(record), record.documentation_url or record.expected_failure)
+    )
     return [
         f"{outcome.upper()} {len(group)} cells by {source}\n  for example {group[0].cell.id}\n"
         f"  {shorten_cause(group[0].cause)}\n  again: {group[0].command}"

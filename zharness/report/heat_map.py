@@ -16,8 +16,8 @@ MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
 def render_heat_map(evidence: MismatchReport | None) -> list[str]:
     """Draw the map: at most five lines of at most 40 characters, between a heading and a legend.
 
-    Each line begins with the ranks that own its elements. If a line stands for one row of the parameter, a bar inside
-    it marks the end of a shard, unless there are more than MAX_BARS. Returns no lines for a parameter of one element,
+    Each line begins with the ranks that own its elements. If a line stands for one row of the parameter, bars inside it
+    mark the ends of shards, unless there are more than MAX_BARS. Returns an empty list for a parameter of one element,
     or without evidence.
     """
     if evidence is None or evidence["heat"] is None or math.prod(evidence["shape"]) == 1:

@@ -27,7 +27,7 @@ def render_matrix(records: Iterable[Record], tablefmt: str = "simple") -> str:
 
 
 def render_engine_table(engine: str, version: str, records: Sequence[Record], tablefmt: str) -> str:
-    """Render the table of one engine, under a line with its name and version."""
+    """Render the table of one engine below a line with its name and version."""
     columns = sorted({matrix_column(record) for record in records})
     head = [f"stage {stage}, {world_size} ranks, {dtype}" for stage, world_size, dtype in columns]
     body = [

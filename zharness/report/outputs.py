@@ -29,7 +29,7 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written, before a long run."""
+        """Raise UsageError if the page or the XML file cannot be written; called before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:
@@ -68,7 +68,7 @@ class Outputs:
         step_summary.append_section(
             "zharness",
             render_summary(records, seconds),
-            f"{len(skipped)} lines skipped, which are not records" if skipped else "",
+            f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
             step_summary.render_details("What did not pass", render_failures(records)),

@@ -73,7 +73,7 @@ def outcome_letter(outcomes: Sequence[str]) -> str:
 
 
 def render_contracts(records: Sequence[Record]) -> str:
-    """Render the documented differences: how many laws of each group, stages, reason and address."""
+    """Render the documented differences as a table: counts of laws by group, stages, reason and address."""
     contracts: dict[tuple[str, str, str], dict[str, set[int]]] = {}
     for record in records:
         if outcome_name(record) == "contract":

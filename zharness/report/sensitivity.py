@@ -1,4 +1,4 @@
-"""Render how sensitive the comparisons were: how close errors came to their bounds, and which errors would be found."""
+"""Render the sensitivity of the comparisons: how close errors came to their bounds, and which errors they find."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def render_sensitivity(records: Iterable[Record]) -> str:
 
 
 def describe_sensitivity(records: Sequence[Record]) -> str:
-    """Describe the tiers of these records, and the cells that would find the least."""
+    """Describe the tiers of these records, and the cells that are the least sensitive to errors."""
     tiers = [record.tier for record in records]
     tier_counts = ", ".join(f"{tiers.count(tier)} cells by tier {tier}" for tier in ("X", "S", "C") if tier in tiers)
     bluntest = max(records, key=smallest_scale_error)
@@ -40,7 +40,7 @@ def describe_sensitivity(records: Sequence[Record]) -> str:
 def smallest_scale_error(record: Record) -> float:
     """Return the smallest scale error that the cell would have found.
 
-    0 if the cell compares numbers that cannot be scaled, such as counts.
+    Returns 0 if the cell compares numbers that cannot be scaled, such as counts.
     """
     error = record.smallest_scale_error
     return 0.0 if error is None or math.isinf(error) else error

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """Whether the law of a record holds. Expected failures do not matter here: an excused failure is broken."""
+    """The status of a record's law, without regard to expected failures: an excused failure is BROKEN."""
 
     HOLDS = "holds"
     BROKEN = "broken"
@@ -63,14 +63,14 @@ def strip_release(cell: Cell) -> Cell:
 
 
 def classify_change(before: Record, after: Record) -> ChangeKind | None:
-    """Return how one cell changed, or None.
+    """Return how one cell changed; None if it did not, or if the law holds now and its status was unknown before.
 
-    None also if nothing was known before and the law holds now. Two failures with the same signature are no change.
+    Two failures with the same signature do not count as a change.
     """
     was, now = law_status(before), law_status(after)
     if was is now:
-        is_same = was is not LawStatus.BROKEN or failure_signature(before) == failure_signature(after)
-        return None if is_same else ChangeKind.FAILS_DIFFERENTLY
+        is_unchanged = was is not LawStatus.BROKEN or failure_signature(before) == failure_signature(after)
+        return None if is_unchanged else ChangeKind.FAILS_DIFFERENTLY
     if was is LawStatus.UNKNOWN:
         return ChangeKind.NEW_FAILURE if now is LawStatus.BROKEN else None
     return {

@@ -32,15 +32,15 @@ from zharness.world.server import RankEnvironment
 
 
 class RunReporter(Protocol):
-    """Where a run's records go; ``zharness.report.outputs.Outputs`` prints and writes them."""
+    """The interface that reports the records of a run, implemented by ``zharness.report.outputs.Outputs``."""
 
     @property
     def jsonl(self) -> Path | None:
-        """The file for one JSON line per cell, written while cells run."""
+        """Return the path of the file that gets one JSON line per cell while cells run; None without such a file."""
         ...
 
     def require_writable(self) -> None:
-        """Raise UsageError if a file cannot be written, before a long run."""
+        """Raise UsageError if a file cannot be written; called before a long run."""
         ...
 
     def report_run(self, records: Sequence[Record], seconds: float, unmatched_failures: Sequence[str] = ()) -> int:
@@ -82,9 +82,10 @@ class RunOptions:
 
 
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
-    """Run every cell of ``request`` and report; return the exit code of the command. Raises UsageError.
+    """Run every cell of ``request``, report the records, and return the command's exit code.
 
-    ``get_environment(engine)`` returns the environment of an engine's rank server.
+    ``get_environment(engine)`` returns the environment of an engine's rank server. Raises UsageError for a request that
+    cannot be run and for an output file that cannot be written.
     """
     launch = detect_launch()
     if launch is not None:
@@ -110,7 +111,7 @@ def run_request(
     open_sink: Callable[[], RecordFile | None],
     get_environment: GetEnvironment,
 ) -> tuple[list[Record], list[str]]:
-    """Run every cell of ``request``. Raises UsageError.
+    """Run every cell of ``request``. Raises UsageError for a request that cannot be run.
 
     Returns the records in the order of the matrix, and a sentence for each expected failure that matched no cell.
     ``open_sink`` opens the file to which each record is written when its cell ends; it is called after the request was
@@ -151,6 +152,7 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner]) -> Iterat
         free_runners.put(runner)
 
     def run_on_free_runner(cell: PlannedCell) -> Record:
+        """Wait for a free runner and run ``cell`` on it."""
         runner = free_runners.get()
         try:
             return runner.run(cell)

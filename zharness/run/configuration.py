@@ -49,8 +49,9 @@ _registered_configs: dict[str, Mapping[str, Any]] = {}
 class Configuration:
     """A parsed configuration.
 
-    ``training`` is how the laws train, ``options`` go to the engine. ``stage`` and ``dtype`` are None if the file does
-    not set them. ``autocast_dtype`` is that of ``torch_autocast``, ``reduce_dtype`` is ``communication_data_type``.
+    ``training`` sets how the laws train, ``options`` are passed to the engine. ``stage`` and ``dtype`` are None if the
+    file does not set them. ``autocast_dtype`` is the dtype of ``torch_autocast``, ``reduce_dtype`` is
+    ``communication_data_type``.
     ``ignored_keys`` are keys of the file that no law uses.
     """
 
@@ -90,22 +91,22 @@ def load_configuration(name: str) -> Configuration:
 
 
 def load_json_object(name: str) -> Mapping[str, Any]:
-    """Read the JSON object in a file. Raises ConfigError."""
+    """Read the JSON object in the file ``name``. Raises ConfigError if the file has none or cannot be read."""
     if set(name) & set("[]{}"):
         raise ConfigError(
-            f"got the configuration {name!r}; its path becomes part of cell ids, so it must not have []{{}}"
+            f"got the configuration {name!r}; its path becomes part of cell ids, so it must not contain []{{}}"
         )
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config {name!r} is not a readable JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"config {name!r} holds a {type(content).__name__}; expected one JSON object")
+        raise ConfigError(f"config {name!r} contains a {type(content).__name__}; expected one JSON object")
     return content
 
 
 def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
-    """Parse a configuration. Raises ConfigError that names the key which cannot be used."""
+    """Parse a configuration. Raises ConfigError for a key that cannot be used, and names that key."""
     reject_auto_values(name, config)
     require_valid_sections(name, config)
     remaining = {key: value for key, value in config.items() if key not in (*BATCH_SIZE_KEYS, "scheduler", "optimizer")}
@@ -174,7 +175,7 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
     if not params.get("bias_correction", True):
         raise ConfigError(
             f"config {name!r}: optimizer.params.bias_correction is false, which torch's {ELEMENTWISE[kind].__name__} "
-            "does not support, and each step is compared with torch's; leave it out"
+            "does not support, but each step is compared with torch's; leave the key out"
         )
     params = {key: value for key, value in params.items() if key not in DEEPSPEED_ADAM_KEYS}
     args: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
@@ -186,9 +187,9 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def ignored_kernel_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``torch_adam`` if it is set: it has no effect, since every engine gets torch's optimizer."""
-    given = "torch_adam" in config.get("optimizer", {}).get("params", {})
-    return (TORCH_ADAM_KEY,) if given else ()
+    """Return the key ``torch_adam`` if it is set: it has no effect, since every engine gets torch's optimizer."""
+    is_set = "torch_adam" in config.get("optimizer", {}).get("params", {})
+    return (TORCH_ADAM_KEY,) if is_set else ()
 
 
 def explain_ignored_key(key: str) -> str:
@@ -221,7 +222,7 @@ def pop_precision_dtype(remaining_config: dict[str, Any]) -> str | None:
 
 
 def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
-    """Parse a dtype by DeepSpeed's name or torch's. Raises ConfigError."""
+    """Parse a dtype by the name that DeepSpeed or torch gives it. Raises ConfigError for an unknown name."""
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     text = str(value).removeprefix("torch.")
     text = short.get(text, text)
@@ -231,5 +232,5 @@ def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
 
 
 def configuration_for(engine_variant: str) -> Configuration:
-    """Load the configuration of an engine variant; an empty one if the variant is not a file."""
+    """Load the configuration of an engine variant; return an empty configuration if the variant is not a file."""
     return load_configuration(engine_variant) if is_config_file(engine_variant) else Configuration()

@@ -1,4 +1,4 @@
-"""Read expected failures, those of ``zharness/expected_failures/`` and of a user's files, and match cells with them."""
+"""Read expected failures from ``zharness/expected_failures/`` and from users' files, and match cells with them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _HEADER = re.compile(r"\s*\[\[\s*excuse\s*\]\]\s*(#.*)?")
 
 @dataclass(frozen=True)
 class ExpectedFailure:
-    """One entry of a file: the cells that are known to fail, why, and how.
+    """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
-    Empty tuples match everything. ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to
-    end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its
-    texts also has to occur in the tracebacks and output of the ranks; it is for causes that say little, such as a
-    KeyError. A cell that fails in another way is not excused.
+    An empty tuple matches every value. ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has
+    to end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of
+    its texts also has to occur in the tracebacks and output of the ranks; use it if the cause says little, as a
+    KeyError does. A cell that fails in another way is not excused.
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
@@ -89,9 +89,9 @@ class ExpectedFailure:
         return is_same_cause and (not self.details or any(text in details for text in self.details))
 
     def applies_to_version(self, version: str) -> bool:
-        """Return whether ``version`` is among the releases of this entry.
+        """Return whether ``version`` is among the releases of this entry; True if the entry has no ``releases``.
 
-        False for a text that is not a version, unless the entry has no ``releases``.
+        Otherwise returns False for a text that is not a version.
         """
         try:
             return not self.releases or SpecifierSet(self.releases).contains(Version(version), prereleases=True)
@@ -120,21 +120,21 @@ def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]
 
     Raises UsageError with file and line for a file or an entry that cannot be used.
     """
-    found: list[ExpectedFailure] = []
+    entries: list[ExpectedFailure] = []
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read expected failures from {str(path)!r}: {error}") from error
-        found.extend(parse_expected_failures(text, str(path)))
-    return tuple(found)
+        entries.extend(parse_expected_failures(text, str(path)))
+    return tuple(entries)
 
 
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:
     """Parse the tables ``[[excuse]]`` of one file. Raises UsageError with file and line.
 
-    Keys ``engine`` and ``releases`` above the tables apply to tables that do not set them; ``engine`` is the default of
-    both. A table whose ``engine`` is a list becomes one entry for each of them.
+    Keys ``engine`` and ``releases`` above the tables apply to tables that do not set them; without the key ``engine``,
+    the parameter ``engine`` applies. A table whose ``engine`` is a list becomes one entry for each engine.
     """
     try:
         content = tomllib.loads(text)
@@ -155,13 +155,13 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
 
 
 def expand_engines(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``entry`` once for each engine of its list, or unchanged if it names one."""
-    named = entry.get("engine")
-    return [{**entry, "engine": engine} for engine in named] if isinstance(named, list) and named else [entry]
+    """Return a copy of ``entry`` for each engine of its list; return it unchanged if it names a single engine."""
+    names = entry.get("engine")
+    return [{**entry, "engine": engine} for engine in names] if isinstance(names, list) and names else [entry]
 
 
 def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
-    """Parse one table. Raises UsageError for an unknown, missing or mistyped key, and for a pattern without a law."""
+    """Parse one table. Raises UsageError for an unknown, missing or mistyped key, and for a pattern of no law."""
     allowed = {*STRING_KEYS, *LIST_KEYS, "remedy"}
     for key, value in entry.items():
         if key not in allowed:
@@ -191,9 +191,9 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
 
 
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:
-    """Return the expected failures of one engine, the user's before the shipped ones.
+    """Return the expected failures of one engine, those of the user before those of the package.
 
-    The first that covers a cell applies.
+    The first entry that covers a cell applies to it.
     """
     name = split_release(engine)[0]
     return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))

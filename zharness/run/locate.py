@@ -1,4 +1,4 @@
-"""Find the module in which a local wrong number of a failed cell begins."""
+"""Find the first module whose numbers are wrong, for a cell whose error arises on one rank without its peers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from zharness.parity.baseline import run_backward
 from zharness.parity.module_divergence import find_divergences, record_trace
 from zharness.run.observe_and_judge import build_baseline, build_cell_context
 
-LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # what a rank computes without other ranks
+LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # need no other rank
 
 
 def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: Capabilities) -> bool:
     """Return whether a mismatch can be traced through modules.
 
-    Only what a rank computes without other ranks can be traced, in the initial weights and the mismatch's micro-batch:
-    not if the engine's kernels differ from torch's, nor if a program of engine verbs had changed the weights.
+    The trace runs one rank's part of a step with the initial weights and the mismatch's micro-batch. So the mismatch
+    has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, and no program
+    of engine verbs may have changed the weights.
     """
     if mismatch is None or get_law(cell.law).steps_are_verbs:
         return False
@@ -44,6 +45,7 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
         model, batch = baseline.build_module(), baseline.batch(rank, step)
 
         def run() -> None:
+            """Run forward and backward of the baseline on this rank's micro-batch."""
             output = baseline.compute_output(model, batch)  # noqa: B023 - called before the next rank
             run_backward(model, baseline.objective(output, batch), baseline.loss_scale)  # noqa: B023 - as above
 
@@ -51,10 +53,10 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 
 
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:
-    """In every rank: run the engine on the mismatch's micro-batch in the initial weights, and trace its modules.
+    """On every rank: run the engine with the initial weights on the mismatch's micro-batch, and trace its modules.
 
-    Each module gets the baseline's inputs. Returns a description of the first module that departs in each direction, or
-    an empty string.
+    Each module gets the baseline's inputs. Returns a description of the first module that departs from the baseline in
+    forward and in backward; the empty string if none does.
     """
     ctx = build_cell_context(cell, salt, capabilities, {})
     engine = ctx.build_engine()

@@ -39,8 +39,8 @@ from zharness.run.uncompared_gradients import KERNELS_LAW, explain_uncompared_gr
 from zharness.world.limits import available_memory
 
 DROPOUT_REASON = (
-    "dropout: the engine's own kernels draw other random numbers than torch's, and they are compared on samples in "
-    "another order, each with another dropout mask; set the model's dropout to 0 to have its gradients compared"
+    "dropout: the engine's own kernels draw other random numbers than torch's, and their law runs the samples in "
+    "another order, each with another dropout mask; set the model's dropout to 0 to compare its gradients"
 )
 CONFIGURED_LAW = "model.configured"
 OpenSink = Callable[[], RecordFile | None]
@@ -48,9 +48,9 @@ OpenSink = Callable[[], RecordFile | None]
 
 @dataclass(frozen=True)
 class ModelCheckRequest:
-    """What to check: a model by its factory's path, and the axes.
+    """The model to check, by the path of its factory, and the axes of its cells.
 
-    ``config`` is the path of a DeepSpeed JSON file or empty. Empty ``stages`` and ``dtype`` are taken from that file.
+    ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file sets it.
     ``steps`` is the number of training steps of the law ``model.configured``.
     """
 
@@ -78,7 +78,7 @@ def run_model_command(
     reporter: RunReporter,
     get_environment: GetEnvironment,
 ) -> int:
-    """Run the laws and report; return the exit code. Raises UsageError before anything long starts."""
+    """Run the laws, report the records and return the exit code. Raises UsageError before the first law runs."""
     reporter.require_writable()
     began = time.monotonic()
     with ExitStack() as stack:
@@ -106,8 +106,8 @@ def check_model(
 ) -> list[Record]:
     """Run every law that applies to the model, and return the records in the order of the matrix.
 
-    ``report_status`` receives lines about what is about to run. Raises UsageError for a model that cannot be judged or
-    does not fit into memory, and for a configuration that the engine refuses.
+    ``report_status`` is called with lines that describe the next steps. Raises UsageError for a model that cannot be
+    judged or does not fit into memory, and for a configuration that the engine refuses.
     """
     request = check_request.build_request()
     validate_request(request)
@@ -145,9 +145,9 @@ def start_more_runners(
     facts: ModelFacts,
     get_environment: GetEnvironment,
 ) -> list[Runner]:
-    """Start the runners besides the first: as many as requested, by default one per core.
+    """Start the runners other than the first, so that there are as many as requested, by default one per core.
 
-    Starts no more than fit into memory with their models.
+    Starts no more runners than fit into memory with their models.
     """
     fitting = int(available_memory() // facts.estimate_memory(check_request.world_size))
     lane_count = max(1, min(options.job_count(), fitting))
@@ -160,7 +160,7 @@ def start_more_runners(
 def plan_model_cells(
     request: Request, check_request: ModelCheckRequest, facts: ModelFacts, claims: ClaimsLookup
 ) -> list[PlannedCell]:
-    """Plan the cells with the requested number of steps, without those that show nothing for this model."""
+    """Plan the cells with the requested number of steps, without cells that test nothing for this model."""
     cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
     return [skip_random_forward(cell, facts) for cell in cells if is_relevant(cell.cell, facts, claims)]
 
@@ -180,7 +180,7 @@ def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
 
 
 def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
-    """Return whether the law of ``cell`` says anything about this model, engine and configuration."""
+    """Return whether the law of ``cell`` tests anything for this model, engine and configuration."""
     if cell.law == "model.checkpointing":
         return facts.supports_checkpointing
     if cell.law == KERNELS_LAW:
@@ -191,10 +191,10 @@ def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
 
 
 def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Record]:
-    """Build the engine once at each stage, as the user configured it.
+    """Build the engine once at each stage, with the user's configuration.
 
-    Returns a failure record for each stage at which that crashes or hangs. Raises UsageError with the engine's message
-    if it refuses.
+    Returns a failure record for each stage at which the engine crashes or hangs. Raises UsageError with the engine's
+    message if the engine raises.
     """
     failures = {}
     supported = [cell.cell for cell in cells if not cell.unsupported_reason]
@@ -210,7 +210,7 @@ def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Re
 def skip_unbuildable_stage(planned: PlannedCell, failure_records: Mapping[Cell, Record]) -> PlannedCell:
     """Mark the cell as unsupported if the engine crashed or hung while it was built at the cell's stage.
 
-    Each further try would take the time-out again.
+    Each further attempt to build it could take the whole time-out again.
     """
     failure = next((record for cell, record in failure_records.items() if cell.stage == planned.cell.stage), None)
     if failure is None or planned.unsupported_reason or planned.cell in failure_records:

@@ -1,4 +1,4 @@
-"""Measure a user's model before any law runs: whether it can be judged, and the memory and time that it takes."""
+"""Measure a user's model before any law runs: whether it can be judged, and the memory and time that it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zharness.workload.models import collect_tensors
 from zharness.workload.user_model import build_fresh_model
 
 SEED = 0
-OTHER_RANKS = (1, 2, 3)  # several, since a small data set may give two ranks the same rows by chance
+OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
 GIB = 2**30
 # Copies of the model in memory at once, counted from the code. In each rank: the factory's model, a copy of the initial
 # state, and the weights, gradients and two moments of two engines. In the judge: weights, local gradients, float64
@@ -33,7 +33,7 @@ RANK_MODEL_COPIES, JUDGE_MODEL_COPIES, PROCESS_BYTES = 11, 9, 0.35 * GIB
 # fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
 # seconds that do not depend on the model. The judge repeats the work of every rank.
 FORWARD_BACKWARD_RUNS, AUTOCAST_RUNS, MEMORY_PASSES, CELL_OVERHEAD_SECONDS = 3, 1.5, 40, 1.0
-PROBE_ELEMENTS = 1 << 24  # of a tensor too large for caches, like a model's tensors
+PROBE_ELEMENTS = 1 << 24  # elements of a tensor that, like a model's tensors, is too large for the caches
 NONDETERMINISM_HINT = (
     "likely causes: dropout that draws from its own generator, from numpy or from random, or a batch function that "
     "ignores its generator, such as an iterator over a data loader"
@@ -42,11 +42,11 @@ NONDETERMINISM_HINT = (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What was measured of a model.
+    """The measurements of a model.
 
-    ``parameters`` and ``trained_parameters`` count elements; ``forward_backward_seconds`` is for one forward and
-    backward. ``draws_random_numbers``: the forward does. ``supports_checkpointing``: the model can recompute
-    activations.
+    ``parameters`` and ``trained_parameters`` count elements; ``forward_backward_seconds`` is the time of one forward
+    and backward. ``draws_random_numbers`` is true if the forward does so, ``supports_checkpointing`` if the model can
+    recompute activations.
     """
 
     parameters: int
@@ -58,14 +58,14 @@ class ModelFacts:
     supports_checkpointing: bool
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
-        """Estimate the most bytes that the processes of ``jobs`` cells take at a time."""
+        """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
         ranks = world_size * (RANK_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
         return jobs * (ranks + JUDGE_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
-        """Estimate the seconds for ``cells`` cells, ``jobs`` at a time.
+        """Estimate the seconds that ``cells`` cells take if ``jobs`` run at a time.
 
-        ``autocast_cells`` of them run under autocast.
+        ``autocast_cells`` of the cells run under autocast.
         """
         runs = self.forward_backward_seconds * (
             FORWARD_BACKWARD_RUNS * (cells - autocast_cells)
@@ -78,9 +78,9 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """How fast this machine is: seconds to read and write a byte, and the time of a bf16 product over an fp32 one.
+    """The speed of this machine: seconds to read and write a byte, and the time of a bf16 product over an fp32 product.
 
-    The latter is 20 and more on processors without bf16 instructions.
+    ``autocast_slowdown`` is this quotient, 20 or more on processors without bf16 instructions.
     """
 
     seconds_per_byte: float
@@ -92,14 +92,14 @@ def measure_machine_speed() -> MachineSpeed:
     large, rows = torch.ones(PROBE_ELEMENTS), torch.ones(64, 512)
     layer = nn.Linear(512, 512, bias=False)
 
-    def product(dtype: torch.dtype) -> float:
+    def time_product(dtype: torch.dtype) -> float:
         """Time forward and backward of a linear layer in ``dtype``."""
         model, inputs = copy.deepcopy(layer).to(dtype), rows.to(dtype).requires_grad_()
         return time_fastest_run(lambda: model(inputs).sum().backward())
 
     return MachineSpeed(
         time_fastest_run(lambda: large + large) / large.nbytes,
-        max(1.0, product(torch.bfloat16) / product(torch.float32)),
+        max(1.0, time_product(torch.bfloat16) / time_product(torch.float32)),
     )
 
 
@@ -148,28 +148,28 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
 
 
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if two calls of a factory with one seed gave two different models."""
+    """Raise UsageError if two calls of a factory with the same seed returned models with different weights."""
     for key, tensor in first.items():
         if key not in second or tensor.shape != second[key].shape or not torch.equal(tensor, second[key]):
             raise UsageError(
-                f"the factory {name} returned two models that differ in {key!r}, with torch's generator at one seed: "
-                "its weights depend on another source, such as numpy's generator or the order of a set; draw them "
-                "with torch, or seed that source in the factory"
+                f"the factory {name} returned two models that differ in {key!r}, with the same seed of "
+                "torch's generator: its weights depend on another source, such as numpy's generator or the order of a "
+                "set; draw them with torch, or seed that source in the factory"
             )
 
 
 def require_seeded_batches(spec: ModelSpec) -> None:
-    """Raise UsageError if one seed gives two different micro-batches, or all seeds give the same one."""
+    """Raise UsageError if one seed gives two different micro-batches, or if all seeds give the same micro-batch."""
     drawn = [collect_tensors(spec.micro_batch(SEED, rank, 0).inputs) for rank in (0, 0, *OTHER_RANKS)]
     if not all(map(torch.equal, drawn[0], drawn[1])):
         raise UsageError(
-            f"the batch function of {spec.name} returned two different micro-batches from generators at one seed: "
-            f"ranks and the baseline would train different data; {NONDETERMINISM_HINT}"
+            f"the batch function of {spec.name} returned two different micro-batches from generators with the "
+            f"same seed: ranks and the baseline would train different data; {NONDETERMINISM_HINT}"
         )
     # torch.equal is also false for different shapes, so batches of different lengths count as different.
     if all(torch.equal(*pair) for other in drawn[2:] for pair in zip(drawn[0], other, strict=True)):
         raise UsageError(
-            f"the batch function of {spec.name} returned the same micro-batch from generators at different seeds: if "
+            f"the batch function of {spec.name} returned the same micro-batch from generators with different seeds: if "
             "all ranks train the same data, their gradients are equal, and an engine that never reduces them passes; "
             "draw the batch from the generator, as in torch.randn(4, 16, generator=generator), or choose rows of your "
             "data by torch.randint(len(data), (4,), generator=generator)"
@@ -183,10 +183,10 @@ def require_deterministic_results(name: str, first: LocalResult, second: LocalRe
     wrong = next((key for key, grad in first.grads.items() if not tensors_equal(grad, second.grads.get(key))), None)
     if tensors_equal(first.loss, second.loss) and wrong is None:
         return
-    what = f"the gradient of {wrong!r}" if tensors_equal(first.loss, second.loss) else "the loss"
+    difference = f"the gradient of {wrong!r}" if tensors_equal(first.loss, second.loss) else "the loss"
     raise UsageError(
-        f"two runs of plain PyTorch on the model of {name} differ in {what}, from the same weights, micro-batch and "
-        f"seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
+        f"two runs of plain PyTorch on the model of {name} differ in {difference}, from the same weights, micro-batch "
+        f"and seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
     )
 
 
@@ -206,9 +206,9 @@ def has_random_forward(baseline: Baseline, first: LocalResult) -> bool:
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:
-    """In every rank: build the engine around the user's model as configured, and close it.
+    """On every rank: build the engine around the user's model with its configuration, and close it.
 
-    Raises UsageError for whatever the engine raises, so that the user sees it before anything long starts.
+    Raises UsageError for any exception of the engine, so that the user sees the message before any law runs.
     """
     ctx = build_cell_context(cell, salt, capabilities, {})
     with raise_as_usage_error(f"{cell.engine_label} at stage {cell.stage}, built around {cell.model}"):

@@ -1,4 +1,4 @@
-"""The two halves of a cell: observe an engine in every rank, and judge the evidence in a separate process."""
+"""The two halves of a cell: observe an engine on every rank, and judge the evidence in a separate process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mi
 class Judgement:
     """The result of all comparisons of a cell: the first mismatch, the loosest tier and the largest ratio.
 
-    In every compared tensor a relative scale error above ``smallest_scale_error``, and ``wrong_elements`` lost
-    elements, would have been found. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is what
-    the report shows of the mismatch.
+    In every compared tensor, the judge would have found a relative scale error above ``smallest_scale_error``, and the
+    loss of ``wrong_elements`` elements. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is
+    the data about the mismatch that the report shows.
     """
 
     comparisons: int
@@ -58,12 +58,12 @@ class Judgement:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether so many elements are smaller than their bound that finding no mismatch is not a pass."""
+        """Return whether so many elements are smaller than their bound that a judgement without mismatch is no pass."""
         return self.undetermined > MAX_UNDETERMINED_SHARE * self.elements
 
 
 def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
-    """In every rank: run the law on the engine, and write the recorded tensors into ``evidence_dir``."""
+    """On every rank: run the law on the engine, and write the recorded tensors into ``evidence_dir``."""
     ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
     # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
     seed_torch(cell.seed(salt))
@@ -76,7 +76,7 @@ def build_cell_context(
 ) -> RankContext:
     """Build this rank's context of a cell.
 
-    Its records go into ``evidence_dir``, or into a temporary file that is discarded if that is None.
+    Its records go into ``evidence_dir``; if that is None, they go into a temporary file and are discarded.
     """
     config = EngineConfig(
         stage=cell.stage,
@@ -93,7 +93,7 @@ def build_cell_context(
 def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     """Return the engine options of a cell: those of its configuration file, or of its named engine variant.
 
-    For a user's model, the engine's default options for such models are merged below them.
+    For a user's model, the engine's default options for such models apply where the cell sets no other.
     """
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
@@ -153,14 +153,14 @@ def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
 def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) -> Judgement:
     """Judge the evidence of every rank against the baseline, in a process that never imported the engine.
 
-    Raises HarnessFault if functions of torch were replaced in this process. Settings of torch in which the ranks
-    differed from this process are noted.
+    Raises HarnessFault if functions of torch were replaced in this process. The judgement notes each setting of torch
+    in which a rank differed from this process.
     """
     return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
 
 def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, capabilities: Capabilities) -> Judgement:
-    """Judge the evidence as ``judge`` does, against a given ``baseline`` of the cell."""
+    """Judge the evidence in the same way as ``judge``, against a given ``baseline`` of the cell."""
     conditions = read_process_conditions()
     require_clean_torch(conditions)
     ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, capabilities, cell.variant)
@@ -190,7 +190,7 @@ def build_judge_context(
 
 
 def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
-    """Run all comparisons of ``law`` up to the first mismatch; for a mismatch, add what the report shows of it."""
+    """Run all comparisons of ``law`` up to the first mismatch; for a mismatch, add the data that the report shows."""
     remaining = law.judge(ctx)
     compared = list(stop_at_first_mismatch(remaining))
     judgement = summarize_comparisons(compared)
@@ -208,7 +208,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
 def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:
     """Return the engine's and the baseline's losses and gradient norms over the steps, by name.
 
-    Empty if the law does not train, or if the evidence is too wrong to draw curves from it.
+    The mapping is empty if the law does not train, or if the evidence is too broken to draw curves from.
     """
     training_run = law.get_variant(ctx.variant).get_training_run(ctx.training)
     if training_run is None:
@@ -220,29 +220,29 @@ def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:
 
 
 def summarize_comparisons(comparisons: Sequence[Comparison]) -> Judgement:
-    """Summarize comparisons, of which only the last may be a mismatch.
+    """Summarize comparisons; only the last of them may be a mismatch.
 
-    Raises HarnessFault if there are none.
+    Raises HarnessFault if there are no comparisons.
     """
     if not comparisons:
         raise HarnessFault("the law compared nothing, so it cannot have passed")
     tiers = list(Tier)
-    detectable = [each.smallest_detectable for each in comparisons if math.isfinite(each.smallest_detectable)]
+    scale_errors = (comparison.smallest_detectable for comparison in comparisons)
     return Judgement(
         comparisons=len(comparisons),
-        tier=max((each.tier for each in comparisons), key=tiers.index),
-        ratio=max(each.ratio for each in comparisons),
-        smallest_scale_error=max(detectable, default=math.inf),
+        tier=max((comparison.tier for comparison in comparisons), key=tiers.index),
+        ratio=max(comparison.ratio for comparison in comparisons),
+        smallest_scale_error=max(filter(math.isfinite, scale_errors), default=math.inf),
         mismatch=comparisons[-1].mismatch,
-        elements=sum(each.elements for each in comparisons),
-        undetermined=sum(each.undetermined for each in comparisons),
-        wrong_elements=1 + max(each.undetermined for each in comparisons),
-        notes=tuple(dict.fromkeys(each.note for each in comparisons if each.note)),
+        elements=sum(comparison.elements for comparison in comparisons),
+        undetermined=sum(comparison.undetermined for comparison in comparisons),
+        wrong_elements=1 + max(comparison.undetermined for comparison in comparisons),
+        notes=tuple(dict.fromkeys(comparison.note for comparison in comparisons if comparison.note)),
     )
 
 
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """In a rank: build the engine once, and return the capabilities that it claims.
+    """On one rank: build the engine once, and return the capabilities that it claims.
 
     Raises UsageError for a factory that does not import, raises, returns something that is not an Engine, or changes
     the model that it gets; and for gradients with other names or shapes than the model's parameters.
@@ -255,7 +255,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of the engine of {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
-    # An exception in forward or backward is left to the cells, which report it with every rank's traceback.
+    # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
     with suppress(Exception):
         batch = spec.micro_batch(0, 0, 0)
         built.backward(spec.loss(built(batch.inputs), batch.target))
@@ -268,7 +268,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
 
 @contextmanager
 def raise_as_usage_error(subject: str) -> Iterator[None]:
-    """Run a block of the user's code; raise whatever it raises as a UsageError that begins with ``subject``."""
+    """Run a block of the user's code; convert its exception to a UsageError that begins with ``subject``."""
     try:
         yield
     except EngineContractError as error:

@@ -25,9 +25,9 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: glob patterns of laws or whole cell ids, and the axes of the matrix.
+    """The cells to run: glob patterns of laws or whole cell ids, and the axes of the matrix.
 
-    Empty tuples mean all values.
+    An empty tuple selects all values.
     """
 
     patterns: tuple[str, ...] = ()
@@ -41,9 +41,9 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell, and why it is unsupported; the reason is empty for a cell that is run.
+    """A cell, and the reason if it is unsupported; the reason is empty for a cell that is run.
 
-    ``refused_feature`` is the feature that the engine does not claim, if that is the reason.
+    ``refused_feature`` is the feature that the engine does not claim, if the cell is unsupported only for that reason.
     """
 
     cell: Cell
@@ -67,7 +67,7 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
         raise UsageError(
             f"nothing to run: no law among {', '.join(request.patterns) or 'all'} uses "
             f"{'the models ' + ', '.join(request.models) if request.models else 'these options'}; "
-            "`zharness list laws` and `zharness list models` show what there is"
+            "`zharness list laws` and `zharness list models` list the possible names"
         )
     return list({cell.cell: cell for cell in cells}.values())
 
@@ -75,7 +75,7 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
 def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
     """Shuffle ``cells`` by ``seed``.
 
-    Pooled ranks run cells one after the other, so another order may show what a cell leaves behind.
+    Pooled ranks run cells one after the other, so another order may reveal state that a cell leaves behind.
     """
     return random.Random(seed).sample(cells, len(cells))  # noqa: S311 - not a secret
 
@@ -100,7 +100,7 @@ def validate_request(request: Request) -> None:
 
 
 def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
-    """Plan the cell that was given by its id. Raises UsageError if the matrix has no such cell."""
+    """Plan a cell that the request names by its id. Raises UsageError if the matrix has no such cell."""
     law = get_law(cell.law)
     law.required_features(cell.variant)  # raises UsageError for an unknown variant
     validate_request(Request((), (cell.engine,), (cell.stage,), (cell.world_size,), (cell.dtype,), (cell.model,)))
@@ -146,7 +146,7 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
     if is_config_file(variant):
         load_configuration(variant)
         return
-    known = list(dict.fromkeys(each for stage in stages for each in claims(engine, stage).variants))
+    known = list(dict.fromkeys(name for stage in stages for name in claims(engine, stage).variants))
     if variant and variant not in known:
         raise UsageError.unknown_name(f"variant of engine {engine!r}", variant, known or ("(it has none)",))
 
@@ -154,7 +154,7 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """Return the claims at the first of ``stages`` at which the engine can be built.
 
-    Raises UsageError if it can be built at none.
+    Raises UsageError if the engine cannot be built at any of them.
     """
     for stage in stages[:-1]:
         try:
@@ -188,9 +188,9 @@ def require_any_model_law(law: Law, cell: Cell) -> None:
     """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
     if not law.get_variant(cell.variant).applies_to_user_models:
         applicable = [
-            f"{each.name}{variant and f' ({variant})'}"
-            for each in find_laws(())
-            for variant in each.user_model_variants
+            f"{applicable_law.name}{variant and f' ({variant})'}"
+            for applicable_law in find_laws(())
+            for variant in applicable_law.user_model_variants
         ]
         raise UsageError.unknown_name("law for a user's model", f"{law.name} {cell.variant}".strip(), applicable)
 
@@ -217,7 +217,7 @@ def unsupported_reason(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return why the matrix has no such cell, whatever features the engine claims; else the empty string."""
+    """Return why the matrix has no such cell, even if the engine claimed every feature; else the empty string."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
     if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
@@ -232,7 +232,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return why there is no justified tolerance for a cell; else the empty string."""
+    """Return why no tolerance can be justified for a cell; else the empty string."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself

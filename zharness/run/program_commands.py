@@ -28,7 +28,7 @@ def run_given_programs(
 ) -> int:
     """Parse ``texts`` as programs with ``settings``, run them at each stage, world size and dtype, and print outcomes.
 
-    Returns the exit code. Raises UsageError.
+    Returns the exit code. Raises UsageError for a text that is not a program or that the engine cannot run.
     """
     parsed = [parse_program(text, settings) for text in texts]
     groups = [
@@ -49,7 +49,10 @@ def programs_exit_code(outcomes: Sequence[ProgramOutcome]) -> int:
 
 
 def run_program_search(engine: str, options: SearchOptions, timeout: float, get_environment: GetEnvironment) -> int:
-    """Draw programs, print the smallest that fails, and return the exit code. Raises UsageError."""
+    """Draw programs, print the smallest that fails, and return the exit code.
+
+    Raises UsageError if Hypothesis is not installed or an option has an unknown name.
+    """
     with ProgramRunner(get_environment(engine), timeout) as runner:
         result = search_programs(runner, engine, options)
     click.echo(result.describe(engine))

@@ -32,7 +32,7 @@ from zharness.world import Group, Isolation, RankServer, RankTask
 from zharness.world.rank import seed_torch
 from zharness.world.server import RankEnvironment
 
-SEED = 0x5EED  # of every program's weights; its batches also depend on its text
+SEED = 0x5EED  # seed of every program's weights; the batches also depend on the program's text
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def format_program_command(engine: str, programs: Sequence[Program]) -> str:
 
 
 def observe_programs(engine: str, programs: Sequence[Program], evidence_dir: str, capabilities: Capabilities) -> None:
-    """In every rank: run the programs in turn, and write the evidence of each into its own folder."""
+    """On every rank: run the programs in turn, and write the evidence of each into its own folder."""
     for number, program in enumerate(programs):
         config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
         folder = program_evidence_dir(evidence_dir, number)
@@ -113,9 +113,9 @@ class ProgramRunner:
     """
 
     def __init__(self, environment: RankEnvironment | None = None, timeout: float = 60.0) -> None:
-        """Start the servers, with ``environment`` for that of the ranks.
+        """Start the servers; ``environment`` is that of the ranks' server.
 
-        ``timeout`` is in seconds, for the ranks of one run.
+        ``timeout`` is the time limit in seconds for the ranks of one run.
         """
         # torch loads some 800 modules at the first optimizer: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
@@ -125,7 +125,7 @@ class ProgramRunner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
+        """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
         if (engine, stage) not in self._claims:
             self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]
@@ -133,7 +133,8 @@ class ProgramRunner:
     def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
         """Run ``programs`` one after the other in the same ranks.
 
-        They differ in their text only. Raises UsageError if the engine does not claim what one of them needs.
+        The programs may differ only in their text. Raises UsageError if the engine does not claim a feature that one of
+        them needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:

@@ -23,10 +23,10 @@ T = TypeVar("T", LayerKind, Act, Mark)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search: ``batches`` batches of programs that follow from ``seed``, over stages, world sizes and dtypes.
+    """The programs to search: ``batches`` batches drawn from ``seed``, over stages, world sizes and dtypes.
 
-    To search past a known bug, ``excluded_names`` are layers, verbs and marks that no program may have, and
-    ``max_outputs`` limits the outputs that a program keeps for backward at once.
+    Two options exclude a known bug from the search: ``excluded_names`` are layers, verbs and marks that programs must
+    not use, and ``max_outputs`` limits the outputs that a program keeps for backward at once.
     """
 
     stages: Sequence[int]
@@ -52,7 +52,7 @@ class SearchResult:
     def describe(self, engine: str) -> str:
         """Describe the result for a terminal."""
         if not self.smallest:
-            return f"{self.program_count} programs on {engine}, and none fails"
+            return f"{self.program_count} programs on {engine}: none fails"
         description = self.outcome.describe(engine, self.smallest)
         return f"{self.program_count} programs on {engine}; the smallest that fails:\n{description}"
 
@@ -101,8 +101,8 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
     verdict = outcomes[failing].verdict
 
     def fails_alike(batch: ProgramBatch) -> bool:
-        # A wrong number that shrinks into a hang is another bug, and each run of a hang takes the time-out.
         """Return whether a smaller batch fails with the same verdict."""
+        # A wrong number that shrinks into a hang is another bug, and each run of a hang takes the time-out.
         return fails(batch) and outcomes[batch].verdict is verdict
 
     smallest = shrink_batch(failing, fails_alike, repertoires[failing[0].stage].limits)

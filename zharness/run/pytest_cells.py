@@ -1,4 +1,4 @@
-"""Run cells as pytest items: they are planned at collection and run on servers that are forked right after it."""
+"""Run cells as pytest items: plan them at collection, and run them on servers that are forked right afterwards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RUNNER_KEY = pytest.StashKey[Runner]()
 
 @cache
 def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
-    """Return a cached lookup of claims, which starts a rank server if an engine has to be built to read them."""
+    """Return a cached lookup of claims; it starts a rank server if the engine has to be built to read its claims."""
 
     @cache
     def claims(engine: str, stage: int) -> Capabilities:
-        """Return what ``engine`` claims at ``stage``."""
+        """Return the capabilities that ``engine`` claims at ``stage``."""
         return get_claims(engine, stage, lambda: RankServer(get_environment(engine)))
 
     return claims
@@ -54,7 +54,7 @@ def plan_marked_cells(
     planned: list[PlannedCell] = []
     for request in narrow_to_engines(requests, engine_names) if engine_names else requests:
         (engine,) = request.engines
-        get_environment(engine)  # raises UsageError for a release that cannot be had
+        get_environment(engine)  # raises UsageError for a release that cannot be installed
         marked_stages = request.stages or stages
         selected = tuple(stage for stage in marked_stages if stage in (stages or marked_stages))
         # With --engine, a stage that the engine does not have is an error; without it, the marker is left out.
@@ -99,7 +99,7 @@ def build_request(
     stages: tuple[int, ...] = (),
     variant: str = "",
 ) -> Request:
-    """Build the request of one marker. ``checks`` are patterns of laws; without any, all laws are run."""
+    """Build the request of one marker. ``checks`` are patterns of laws; without a pattern, all laws are run."""
     return Request(checks, (engine,), stages, world_sizes, dtypes, models, variant)
 
 
@@ -128,7 +128,7 @@ def start_servers(session: pytest.Session, get_environment: GetEnvironment) -> N
 
 
 def get_planned_cell(item: pytest.Item) -> PlannedCell | None:
-    """Return the cell that an item was parametrized with; None if there is none or its parameter set is empty."""
+    """Return the cell with which an item was parametrized; None without one, or if the parameter set is empty."""
     callspec = getattr(item, "callspec", None)
     planned = callspec.params.get("cell") if callspec is not None else None
     return planned if isinstance(planned, PlannedCell) else None

@@ -33,12 +33,12 @@ class Verdict(Enum):
     CRASH = "crash"  # the engine raised, or took its process down
     HANG = "hang"
     ERROR = "error"  # the harness itself failed
-    UNDETERMINED = "undetermined"  # no wrong number, but most are smaller than their bound, so nothing was shown
+    UNDETERMINED = "undetermined"  # no wrong number, but most are smaller than their bound, which proves nothing
     UNSUPPORTED = "unsupported"
 
     @property
     def is_broken(self) -> bool:
-        """Whether the law does not hold."""
+        """Return whether the law does not hold."""
         return self in (Verdict.FAIL, Verdict.CRASH, Verdict.HANG)
 
 
@@ -46,18 +46,20 @@ class Verdict(Enum):
 class Record:
     """The outcome of a cell.
 
-    ``tier``; ``ratio`` (the largest error over its bound); ``smallest_scale_error`` (the smallest relative scale error
-    that would have been found); ``wrong_elements`` (so many lost elements of one tensor would have been found); and
-    ``undetermined`` of ``elements`` (smaller than their bound) are None if nothing was compared. ``notes`` say why a
-    tier is not the promised one, or how the ranks' settings of torch differed.
+    These fields are None if nothing was compared: ``tier``; ``ratio``, the largest error over its bound;
+    ``smallest_scale_error``, the smallest relative scale error that the judge would have found; ``wrong_elements``, the
+    number of lost elements of one tensor that it would have found; ``elements``, the number of compared elements; and
+    ``undetermined``, the number of those that are smaller than their bound. ``notes`` explain why a tier is not the one
+    that the law promises, or how the ranks' settings of torch differed.
 
-    ``divergence`` is the first wrong number, ``evidence`` what the report shows of it, and ``module_departures``
-    describe the first modules that depart from the baseline, if a rank's own computation is wrong. ``cause`` is one
+    ``divergence`` is the first wrong number, ``evidence`` is what the report shows about it, ``module_departures``
+    describes the first modules that depart from the baseline, if a rank's own computation is wrong. ``cause`` is one
     line, ``details`` the reports of all ranks; details are not written to JSON.
 
-    ``expected_failure`` is the upstream issue of an expected failure, ``stale_reason`` says that the law holds although
-    a failure was expected, and which entry to delete. ``documentation_url`` documents the difference behind the verdict
-    ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law holds when tried.
+    ``expected_failure`` is the upstream issue of an expected failure. ``stale_reason`` is set if the law holds although
+    a failure was expected, and names the entry to delete. ``documentation_url`` is where the engine documents the
+    difference behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim
+    although the law holds with it.
     """
 
     cell: Cell
@@ -85,7 +87,7 @@ class Record:
 
     @property
     def is_expected(self) -> bool:
-        """Whether this outcome does not fail a run."""
+        """Return whether this outcome is expected, so that it does not fail a run."""
         if self.stale_reason:
             return False
         if self.verdict is Verdict.UNDETERMINED:
@@ -94,12 +96,12 @@ class Record:
 
     @property
     def command(self) -> str:
-        """The shell command that runs this cell again.
+        """Return the shell command that runs this cell again.
 
-        For a model or configuration that was passed to ``zharness.verify``, a sentence instead.
+        For a model or configuration that was passed to ``zharness.verify``, return a sentence that tells to call it.
         """
         if any(part.startswith(f"{IN_PROCESS_PACKAGE}:") for part in (self.cell.model, self.cell.engine_variant)):
-            return "call zharness.verify again, as this process did"
+            return "call zharness.verify again with the same arguments"
         salt = f" --seed {self.seed}" if self.seed else ""
         return f"zharness check {shlex.quote(self.cell.id)}{salt}"
 
@@ -151,7 +153,7 @@ def divergence_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
 
 
 def as_json_number(value: Any) -> Any:
-    """Return ``value``, or its text if it is a float that JSON cannot hold."""
+    """Return ``value``; convert a float that JSON cannot represent (infinity, NaN) to a string."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -196,7 +198,7 @@ def parse_json_number(value: float | str | None) -> float | None:
 
 
 def require_string_list(value: Any) -> list[str]:
-    """Check that ``value`` is a list of strings: a single string would be split into letters. Raises TypeError."""
+    """Return ``value``. Raises TypeError unless it is a list of strings: a string would be split into letters."""
     require_type(value, list[str], "notes")
     return cast("list[str]", value)
 
@@ -244,10 +246,10 @@ class RecordFile:
 
 @contextmanager
 def open_record_file(path: Path) -> Iterator[RecordFile]:
-    """Open a RecordFile that appears at ``path`` when the block ends, also on an exception.
+    """Open a RecordFile; the file appears at ``path`` when the block ends, also after an exception.
 
-    Until then it is named ``path`` + ``.partial``, so that no reader takes half a run for a whole one, and a killed run
-    still leaves its finished records. A terminal, pipe or device is written to directly, since it must not be replaced.
+    Until then its name is ``path`` + ``.partial``, so that no reader mistakes half a run for a whole one, and a killed
+    run still leaves its finished records. A terminal, pipe or device is written directly: it must not be replaced.
     Raises UsageError if the file cannot be written.
     """
     path = path.resolve()

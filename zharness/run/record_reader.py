@@ -14,7 +14,7 @@ MAX_LISTED_SKIPS = 5  # skipped lines that are listed one by one in a terminal
 
 @dataclass(frozen=True)
 class LoadedRecords:
-    """The records of some files, and a description of each line that is not a record."""
+    """The records of one or more files, and a description of each line that is not a record."""
 
     records: tuple[Record, ...]
     skipped_lines: tuple[str, ...]
@@ -29,7 +29,7 @@ class LoadedRecords:
 
 
 def load_records(paths: Iterable[Path]) -> LoadedRecords:
-    """Load every record of some JSON-lines files. Raises UsageError if a file cannot be read or there is no record."""
+    """Load the records of JSON-lines files. Raises UsageError if a file cannot be read or no file has a record."""
     paths = list(paths)
     records: list[Record] = []
     skipped: list[str] = []

@@ -1,4 +1,4 @@
-"""The runner: runs planned cells on rank servers, which are forked before anything else happens, and records them."""
+"""The runner: it runs planned cells on rank servers, which it forks before anything else, and records them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from zharness.world.cores import assign_cores
 from zharness.world.rank import is_gpu_requested
 from zharness.world.server import RankEnvironment
 
-JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so only a bug of the harness could make it hang
+JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if the harness has a bug
 
 
 class WithheldPolicy(Enum):
-    """Whether to run cells that need a feature which the engine does not claim."""
+    """What to do with cells that need a feature which the engine does not claim: skip them or run them."""
 
     SKIP = "left"
-    TRY = "tried"  # if the law holds all the same, the record names the feature as withheld
+    TRY = "tried"  # if the law holds nevertheless, the record names the feature as withheld
 
 
 class Runner:
@@ -57,10 +57,10 @@ class Runner:
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
     ) -> None:
-        """Start the servers. ``environments`` are by engine name; ``timeout`` is in seconds, for the ranks of one cell.
+        """Start the servers. ``environments`` maps engine names; ``timeout`` is in seconds, for the ranks of one cell.
 
-        ``isolation`` says whether the cells of one engine and stage share ranks, one after the other.
-        ``user_expected_failures`` come before those of the package.
+        ``isolation`` determines whether the cells of one engine and stage share ranks, one after the other.
+        ``user_expected_failures`` take precedence over those of the package.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
@@ -75,7 +75,7 @@ class Runner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what an engine claims at a stage. Raises UsageError if the engine cannot be built."""
+        """Return the capabilities that an engine claims at a stage. Raises UsageError if it cannot be built."""
         key = (engine, stage)
         if key not in self._claims:
             self._claims[key] = get_claims(engine, stage, lambda: nullcontext(self._servers[engine]))
@@ -103,7 +103,8 @@ class Runner:
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
         """Call ``function(cell, seed, capabilities)`` on ranks.
 
-        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError for what ``function`` raises.
+        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function``
+        raises.
         """
         arguments = (cell, self.seed, self.claims(cell.engine, cell.stage))
         outcome = self._servers[cell.engine].submit(RankTask(function, arguments, cell.world_size, self.timeout))
@@ -127,17 +128,17 @@ class Runner:
         return replace(record, seconds=time.monotonic() - began)
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
-        """Build the record of an unsupported cell; if the policy says so, run it to see whether its law holds."""
+        """Build the record of an unsupported cell; with the policy TRY, run the cell to see whether its law holds."""
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:
             return record
-        tried = self._run_once(planned.cell, blank_record, {})
+        trial = self._run_once(planned.cell, blank_record, {})
         return (
-            replace(record, withheld_feature=planned.refused_feature.value) if tried.verdict is Verdict.PASS else record
+            replace(record, withheld_feature=planned.refused_feature.value) if trial.verdict is Verdict.PASS else record
         )
 
     def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any]) -> Record:
-        """Run a cell with these engine options, without expected failures."""
+        """Run a cell once with the engine options ``options``; do not apply expected failures."""
         evidence_dir = (
             self._free_evidence_dirs.pop()
             if self._free_evidence_dirs
@@ -149,7 +150,7 @@ class Runner:
         except WorldError as error:
             return replace(blank_record, cause=str(error))
         finally:
-            # A failed cell may leave other files than the next one overwrites, which would be judged with them.
+            # A failed cell may leave files that the next cell does not overwrite; they would be judged with that cell.
             if record.verdict is Verdict.PASS:
                 self._free_evidence_dirs.append(evidence_dir)
             else:
@@ -199,8 +200,8 @@ class Runner:
     def _locate_divergence(self, record: Record, observe_task: RankTask, judge_task: RankTask) -> Record:
         """Add to ``record`` the first module whose numbers depart from the baseline's.
 
-        The judge's server traces the baseline, then the ranks run the engine against that trace. If either fails,
-        ``record`` is returned unchanged.
+        The judge's server traces the baseline, then the ranks run the engine and compare it with that trace. If either
+        step fails, return ``record`` unchanged.
         """
         mismatch = record.divergence
         assert mismatch is not None, "called only for a record with a wrong number"
@@ -223,7 +224,7 @@ class Runner:
             server.pin_to_cores(cores)
 
     def close(self) -> None:
-        """End every server; this also deletes the evidence of all cells, which lies in the servers' folders."""
+        """End every server; this also deletes the evidence of all cells, which is in the servers' folders."""
         for server in (*self._servers.values(), self._judge_server):
             server.close()
 
@@ -235,7 +236,7 @@ class Runner:
 
 
 def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]) -> None:
-    """Pin each runner to one core, if there is a busy runner for every core. Call it before the first cell.
+    """Pin each runner to one core, if there is a busy runner for every core. Call this before the first cell.
 
     Runs on GPUs and runs of a user's model are not pinned: ranks on GPUs have threads that wait, and a large model may
     use several cores.

@@ -35,7 +35,7 @@ LOST_RANK_EXIT_CODE = 1  # a rank is lost when its cell crashes or hangs, so a l
 def run_torchrun_check(
     launch: Launch, request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment
 ) -> int:
-    """Run ``request`` on the ranks of ``launch``; return the exit code, the same on every rank.
+    """Run ``request`` on the ranks of ``launch``; return the exit code, which is the same on every rank.
 
     Raises UsageError on rank 0 only.
     """

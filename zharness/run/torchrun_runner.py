@@ -34,14 +34,14 @@ PREPARATION_TIMEOUT = 600.0  # seconds for the imports of all engines
 
 
 class TorchrunRunner(Runner):
-    """Run cells one after the other on the ranks of a torchrun launch.
+    """Runs cells one after the other on the ranks of a torchrun launch.
 
-    All cells share the ranks' processes, so an engine may find what another one left there: DeepSpeed's stage 3
-    replaces torch.nn.functional.linear for good and keeps the first process group. Cells of one world size share a
+    All cells share the ranks' processes, so state that one engine leaves there may affect the next: DeepSpeed's stage 3
+    replaces torch.nn.functional.linear permanently and keeps the first process group. Cells of one world size share a
     group until one of them fails. To separate engines or stages, start torchrun once for each.
 
-    The judge is not affected: its process is forked before any engine is imported, and rank 0 hands it the ranks'
-    evidence as files.
+    The judge is not affected: its process is forked before any engine is imported, and it reads the ranks' evidence
+    from files that rank 0 writes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TorchrunRunner(Runner):
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
     ) -> None:
-        """Raise UsageError for two releases of one engine: a process can import only one."""
+        """Create the runner of rank 0. Raises UsageError for two releases of one engine: a process imports only one."""
         names = [split_release(name)[0] for name in environments]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -79,7 +79,7 @@ class TorchrunRunner(Runner):
                 raise UsageError(f"rank {rank}: {problem}")
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what an engine claims at a stage, probed on the launch's ranks if need be."""
+        """Return the capabilities that an engine claims at a stage; to read them, build it on the launch's ranks."""
         self._leader.task_title = f"the probe of {engine}"
         return super().claims(engine, stage)
 
@@ -90,7 +90,7 @@ class TorchrunRunner(Runner):
         if planned.cell.world_size > ranks and not planned.unsupported_reason:
             planned = replace(
                 planned,
-                unsupported_reason=f"world size {planned.cell.world_size}: torchrun started {ranks}",
+                unsupported_reason=f"world size {planned.cell.world_size}: torchrun started {ranks} ranks",
                 refused_feature=None,
             )
         return super().run(planned)
@@ -130,14 +130,14 @@ class TorchrunRunner(Runner):
 
 
 def prepare_environments(environments: tuple[RankEnvironment, ...]) -> str:
-    """In every rank: apply the environments and import their engines; return the problems as text, or ''."""
+    """On every rank: apply the environments and import their engines; return the problems as text, or ''."""
     return "; ".join(problem for problem in map(prepare_process, environments) if problem)
 
 
 def observe_and_read_evidence(cell: Cell, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> bytes:
-    """In every rank: run the law on the engine and return the bytes of the evidence file.
+    """On every rank: run the law on the engine and return the bytes of the evidence file.
 
-    The file itself cannot be passed on: rank 0 may be on another machine.
+    Rank 0 may not be able to read the file itself: it may be on another machine.
     """
     channel = current_rank().channel
     assert isinstance(channel, StoreChannel), "sent only to the ranks of a launch"

@@ -1,4 +1,4 @@
-"""Whether a run on a user's model compared any gradient: if it compared none, the other laws say little."""
+"""Detect a run on a user's model that compared no gradient: then the laws that hold prove little."""
 
 from __future__ import annotations
 

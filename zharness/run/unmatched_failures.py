@@ -39,7 +39,7 @@ def describe_unmatched_failures(
 
 
 def is_fully_run(covered_cells: Iterator[PlannedCell], run_cells: Set[Cell]) -> bool:
-    """Return whether all supported cells of ``covered_cells`` were run; if none is supported, whether any was run."""
+    """Return whether all supported cells of ``covered_cells`` were run; if none is supported, whether one was run."""
     covered = list(covered_cells)
     supported = [cell for cell in covered if not cell.unsupported_reason]
     if supported:
@@ -52,7 +52,7 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield the cells of the whole matrix that an expected failure covers.
 
-    An entry without world sizes is taken to be for 2 ranks.
+    An entry without world sizes counts as an entry for 2 ranks.
     """
     engine_stages = first_buildable_claims(engine, STAGES, claims).stages
     stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)

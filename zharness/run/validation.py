@@ -1,4 +1,4 @@
-"""Check that data from JSON has the types that the annotations of a class promise; the report relies on them."""
+"""Check that data from JSON has the annotated types of its class, on which the report relies."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def matches_type(value: Any, expected_type: Any) -> bool:
         has_same_keys = isinstance(value, dict) and value.keys() == fields.keys()
         return has_same_keys and all(matches_type(value[name], fields[name]) for name in fields)
     if kind is Mapping:
-        return isinstance(value, dict) and all(matches_type(each, parts[1]) for each in value.values())
+        return isinstance(value, dict) and all(matches_type(item, parts[1]) for item in value.values())
     if not isinstance(value, kind):
         return False
     # A heat map has a thousand numbers: comparing the set of their types is faster than checking each.
     types = leaf_types(parts[0])
-    return all(matches_type(each, parts[0]) for each in value) if types is None else types.issuperset(map(type, value))
+    return all(matches_type(item, parts[0]) for item in value) if types is None else types.issuperset(map(type, value))
 
 
 @cache
@@ -80,10 +80,12 @@ def require_valid_exhibit(exhibit: MismatchReport) -> None:
 
 
 def require_valid_heat_map(heat: HeatMap) -> None:
-    """Raise ValueError unless there is at least one block and ``values`` has ``rows`` x ``columns`` of them."""
+    """Raise ValueError unless ``values`` has ``rows`` x ``columns`` blocks, at least one."""
     sizes, widths = [heat["rows"], heat["columns"], *heat["block"]], {len(row) for row in heat["values"]}
     if len(sizes) != 4 or min(sizes) < 1 or len(heat["values"]) != heat["rows"] or widths != {heat["columns"]}:
-        raise ValueError(f"a heat map of {heat['rows']} x {heat['columns']} blocks of {heat['block']} has other values")
+        raise ValueError(
+            f"a heat map of {heat['rows']} x {heat['columns']} blocks of {heat['block']} has values of another size"
+        )
     for row in heat["values"]:
         require_numeric(row)
 

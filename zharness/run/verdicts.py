@@ -1,4 +1,4 @@
-"""The verdict of a cell: from the ends of its ranks, the judgement, and the expected failure that covers it."""
+"""Derive the verdict of a cell from the ends of its ranks, the judgement, and the expected failure that covers it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
         share = (
             f"{judgement.undetermined} of {judgement.elements} elements are smaller than the bound of their rounding"
         )
-        return Verdict.UNDETERMINED, f"{share}, so no mismatch shows nothing; compare in a wider dtype, or larger steps"
+        return (
+            Verdict.UNDETERMINED,
+            f"{share}, so finding no mismatch proves nothing; compare in a wider dtype, or use larger steps",
+        )
     return Verdict.PASS, ""
 
 

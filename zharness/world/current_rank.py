@@ -17,8 +17,8 @@ class RankChannel(Protocol):
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
         """Send ``value`` and return every rank's value, in rank order.
 
-        ``operation`` names the function that the test called, ``call_site`` where. Raises WorldError if a peer ended
-        before it sent its value, ExchangeMismatchError if a peer called another function.
+        ``operation`` names the function that the test called, ``call_site`` is the file and line of that call. Raises
+        WorldError if a peer ended before it sent its value, ExchangeMismatchError if a peer called another function.
         """
         ...
 
@@ -45,7 +45,7 @@ def set_current_rank(current: CurrentRank) -> None:
 
 
 def clear_current_rank() -> None:
-    """Undo ``set_current_rank``, in a process that goes on with other work."""
+    """Undo ``set_current_rank``, because this process does other work from now on."""
     _current_ranks.clear()
 
 
@@ -89,8 +89,8 @@ def format_call_site(frame: FrameType) -> str:
 def assert_together(condition: object, message: str = "") -> None:
     """Assert ``condition`` on all ranks: raise AssertionError on every rank if it is false on any.
 
-    So no rank enters a collective that a failed peer never reaches. The error lists the failed ranks, each with its
-    ``message``. Every rank has to call this; raises the errors of ``exchange`` too.
+    This keeps ranks out of a collective that a failed peer never reaches. The error lists the failed ranks, each with
+    its ``message``. Every rank has to call this function. It also raises the errors of ``exchange``.
     """
     results = exchange_as("assert_together", (bool(condition), str(message)))
     failed = [(rank, reason) for rank, (is_true, reason) in enumerate(results) if not is_true]

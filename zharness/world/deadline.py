@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-GRACE_SECONDS = 0.5  # time for the other ranks to end by themselves once one has failed
+GRACE_SECONDS = 0.5  # time for the other ranks to end by themselves once one rank has failed
 LAST_GRACE_SECONDS = 0.8  # further time for a rank outside of any collective: it may be rendering its own failure
 RECHECK_SECONDS = 0.5  # interval between two checks of a rank that builds or imports
 BUILD_LIMIT_SECONDS = 600.0  # time that builds and first imports may take on top of the time-out
@@ -31,7 +31,7 @@ class Deadline:
         return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
 
     def is_over(self) -> bool:
-        """Return whether the time is up, and not only a scheduled check due."""
+        """Return whether the time is up; False if only a scheduled check is due."""
         return time.monotonic() >= self._ends_at
 
     def shorten(self, seconds: float) -> None:
@@ -41,13 +41,16 @@ class Deadline:
         self._ends_at = min(self._ends_at, now + seconds)
 
     def restore(self) -> bool:
-        """Undo ``shorten``: end at the original time-out. Returns False if this was done before."""
+        """Undo ``shorten``: end at the original time-out. Returns False if the deadline was restored before."""
         first, self._was_restored = not self._was_restored, True
         self._ends_at = max(self._started_at + self._seconds, time.monotonic())
         return first
 
     def grant_last_grace(self) -> bool:
-        """Extend a shortened deadline by half a grace period. Returns False when ``LAST_GRACE_SECONDS`` are used up."""
+        """Extend a shortened deadline by half a grace period.
+
+        Returns False if the deadline was not shortened, or once ``LAST_GRACE_SECONDS`` are used up.
+        """
         now = time.monotonic()
         if now >= self._cut_at + LAST_GRACE_SECONDS or math.isinf(self._cut_at):
             return False
@@ -55,7 +58,7 @@ class Deadline:
         return True
 
     def schedule_check(self, seconds: float) -> None:
-        """Make ``remaining_seconds`` end in ``seconds``, so that the ranks are checked then."""
+        """Schedule a check of the ranks in ``seconds``: ``remaining_seconds`` is 0 at that time."""
         self._next_check = time.monotonic() + seconds
 
     def extend(self, is_building: bool) -> bool:
@@ -74,9 +77,9 @@ class Deadline:
         return False
 
     def hold(self, rank: int, reason: str) -> None:
-        """Suspend the deadline for ``rank``; with an empty ``reason``, resume it.
+        """Suspend the deadline while a debugger holds ``rank``; with an empty ``reason``, resume the deadline.
 
-        It resumes with the whole time-out, or with a grace period if a failure shortened it meanwhile.
+        The deadline resumes with the whole time-out, or with a grace period if a failure has shortened it meanwhile.
         """
         if reason:
             self._held_ranks.add(rank)

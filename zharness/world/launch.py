@@ -42,7 +42,7 @@ class Launch:
 
 
 def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch | None:
-    """Return the rank that torchrun made of this process; None for any other process.
+    """Return this process's rank in a torchrun launch; None if torchrun did not start this process.
 
     The first process that calls this is the rank: its process id is recorded in ``environment``. Processes that it
     starts (pytest in a test, workers of xdist, forked ranks) inherit the record and get None. Raises UsageError if
@@ -78,6 +78,6 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
 
 
 def default_world_size() -> int:
-    """Return the default world size: that of the launch, else 2, the smallest that shards anything."""
+    """Return the world size of the launch; without a launch 2, the smallest world size that shards anything."""
     launch = detect_launch()
     return 2 if launch is None else launch.world_size

@@ -61,7 +61,10 @@ class ExitMessage:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One task of the launch: its serial number, its title, and the port of a store of its own (0 for none)."""
+    """One task of the launch, with its serial number and title.
+
+    ``port`` is that of a store that serves only this task; 0 selects the launch's store.
+    """
 
     serial: int
     task: RankTask
@@ -84,7 +87,7 @@ class LaunchedRank:
         """Start the witness and connect to the store.
 
         ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. ``capture_files`` are further
-        files that the rank's output goes to; the witness reads their ends if the rank dies.
+        files that the rank's output goes to; the witness reads the end of each file if the rank dies.
         """
         self.launch = launch
         self._inherited_function = inherited_function
@@ -99,7 +102,7 @@ class LaunchedRank:
         self._witness_pipe = witness.start_witness(launch, self._scratch_dir, streams)
         self.store = LaunchStore(launch, serve=launch.rank == 0)
         faulthandler.enable(file=self._stack_file)
-        # The fatal error of a forked child is not the rank's: in the rank's file the witness would take it for one.
+        # Forked children dump fatal errors to stderr: in the rank's file, the witness would take them for the rank's.
         os.register_at_fork(after_in_child=partial(faulthandler.enable, file=2))
         faulthandler.register(signal.SIGUSR1, file=self._stack_file, all_threads=True)
         torch.set_num_threads(1)
@@ -135,11 +138,11 @@ class LaunchedRank:
             return RankOutcome(self.launch.rank, RankEnd.RETURNED, time.monotonic_ns(), payload=payload)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended its part
+        except BaseException as error:  # noqa: BLE001 - a rank reports every exception that ended its task
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that a task requires; the user's environment chooses the interface."""
+        """Form the default process group that a task requires; the user's environment selects the network interface."""
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():
@@ -161,7 +164,7 @@ class LaunchedRank:
         )
 
     def destroy_group(self) -> None:
-        """Destroy the default process group, if there is one; call it once every rank has ended the task."""
+        """Destroy the default process group, if any; call this method once every rank has ended the task."""
         if dist.is_initialized():
             with suppress(Exception):  # a peer of the group may have died
                 dist.destroy_process_group()
@@ -199,7 +202,7 @@ class LaunchedRank:
 
     @contextmanager
     def _redirect_output(self, task: RankTask) -> Iterator[None]:
-        """Redirect standard output and error to files while a task runs; not for pytest tests: pytest captures them."""
+        """Redirect standard output and error to files while a task runs, except for pytest tests: pytest captures."""
         if task.function is inherited_function_placeholder:
             yield
             return
@@ -217,7 +220,7 @@ class LaunchedRank:
             self.undo_redirection()
 
     def undo_redirection(self) -> None:
-        """Restore standard output and error as they were before this task. Any thread may call it."""
+        """Undo the redirection of standard output and error. Any thread may call this method."""
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             saved = self._saved_descriptors.pop(number, None)
             if saved is not None:
@@ -226,6 +229,7 @@ class LaunchedRank:
                 os.close(saved)
 
     def _read_output(self) -> Iterator[CapturedOutput]:
+        """Yield the end of what the task wrote to standard output and to standard error."""
         for name, file in self._output_files.items():
             file.seek(0)
             text = file.read()
@@ -237,9 +241,9 @@ class Follower(LaunchedRank):
     """A rank other than 0: it runs the tasks that the leader posts."""
 
     def answer_leader(self, answer: Callable[[Any], object]) -> None:
-        """Wait for the leader's question before the first task and post ``answer(question)``, then the clock.
+        """Wait for the leader's question, post ``answer(question)``, and then post this rank's clock.
 
-        Returns early if the leader posts the first message without a question.
+        Call it before the first task. Returns early if the leader posts a task without asking a question.
         """
         if not self.store.wait_for_keys([QUESTION_KEY], lambda _: self.store.has_keys("work/1")):
             return

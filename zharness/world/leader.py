@@ -92,8 +92,9 @@ class Leader(LaunchedRank, RankServer):
     def ask_followers(self, question: object) -> dict[int, Any]:
         """Post ``question`` before the first task; return every follower's answer by rank.
 
-        Then every follower posts its clock, so that times of several machines can be compared: to about 20 ms, less
-        than a failure needs to show on another rank. Raises UsageError if a follower does not answer.
+        Then every follower posts its clock, so that times of several machines can be compared. The comparison is
+        accurate to about 20 ms, less than a failure takes to reach another rank. Raises UsageError if a follower does
+        not answer.
         """
         self.store.post(QUESTION_KEY, question)
         answers = self._collect_from_followers(
@@ -139,10 +140,10 @@ class Leader(LaunchedRank, RankServer):
                 channel = self.run_assignment(assignment)
                 outcome = self._collect_outcomes(assignment, channel)
             finally:
-                self._report_lock.acquire()  # blocks for good if the launch is over: the guard thread is writing then
+                self._report_lock.acquire()  # blocks forever if the launch is over: the guard thread reports
         self._current_assignment = None
         if task.group is not Group.REUSED:
-            self.destroy_group()  # this process goes on without ranks until the next task
+            self.destroy_group()  # this process needs no process group until the next task
         self._group_size = (
             task.world_size if all(rank.is_successful for rank in outcome.ranks) and group is not Group.NONE else 0
         )
@@ -175,6 +176,7 @@ class Leader(LaunchedRank, RankServer):
 
     @property
     def _follower_count(self) -> int:
+        """Return the number of ranks other than rank 0."""
         return self.launch.world_size - 1
 
     def stop_guard(self) -> None:
@@ -210,7 +212,7 @@ class Leader(LaunchedRank, RankServer):
         return GroupOutcome(ranks, time.monotonic() - started_at)
 
     def _read_outcomes(self, store: LaunchStore, assignment: Assignment) -> tuple[RankOutcome, ...]:
-        """Return the outcomes that the witnesses posted, with times in this machine's clock; HUNG for a missing one."""
+        """Return the outcomes that the witnesses posted, in this machine's clock; a missing outcome counts as HUNG."""
         ranks = []
         for rank in range(assignment.task.world_size):
             key = rank_outcome_key(f"work/{assignment.serial}", rank)
@@ -255,9 +257,9 @@ class Leader(LaunchedRank, RankServer):
                 assign_blame(tuple(map(mark_peer_loss_as_stopped, self._read_outcomes(store, assignment)))), 0.0
             )
         over: LaunchOver = store.read_value(LAUNCH_OVER_KEY)
-        dead = outcome.cause if outcome is not None and outcome.cause is not None else None
+        cause = outcome.cause if outcome is not None and outcome.cause is not None else None
         reason = (
-            dead.describe() if dead is not None and dead.end in (RankEnd.SIGNALLED, RankEnd.EXITED) else over.message
+            cause.describe() if cause is not None and cause.end in (RankEnd.SIGNALLED, RankEnd.EXITED) else over.message
         )
         status = 3
         self.undo_redirection()
@@ -290,17 +292,17 @@ PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "
 
 
 def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
-    """Return the outcome as STOPPED if the rank raised because a peer closed the connection; else unchanged."""
+    """Mark the rank as STOPPED if it raised only because a peer closed the connection. Return the outcome."""
     if outcome.end is not RankEnd.RAISED or not any(message in outcome.cause for message in PEER_LOST_MESSAGES):
         return outcome
     return replace(outcome, end=RankEnd.STOPPED, cause="", exception="", traceback="")
 
 
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Return the outcomes with ranks that torchrun ended marked as consequences, or as causes if there is no other.
+    """Decide whether ranks that torchrun ended are the cause of the failure or a consequence; return the outcomes.
 
-    If another rank's failure is known, ranks whose process is gone become STOPPED; else ranks that torchrun terminated
-    become SIGNALLED.
+    If the failure of another rank is known, ranks whose process is gone become STOPPED. Otherwise ranks that torchrun
+    terminated become SIGNALLED.
     """
     causes = [
         rank
@@ -322,8 +324,8 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
     """Serve a new store for a task that forms its own group by ``env://``; yield its port.
 
-    The launch's own store still has the keys of earlier groups. Yields 0, and serves nothing, if the task needs no
-    store or the launch's address is on another machine.
+    The launch's own store cannot be used: it still has the keys of earlier groups. Yields 0, and serves no store, if
+    the task needs none or the launch's address is on another machine.
     """
     if group is not Group.NONE or not launch.uses_agent_store or not is_local_address(launch.address):
         yield 0
@@ -333,7 +335,7 @@ def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether this machine has the address: whether a socket can be bound to it."""
+    """Return whether ``address`` belongs to this machine, by binding a socket to it."""
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""What a task leaves behind in its rank: threads, processes, and changes of process-wide state."""
+"""Find what a task leaves behind in its rank: threads, processes, and changes of process-wide state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_leftovers() -> dict[str, str]:
 
 
 def iter_leftover_threads() -> Iterator[tuple[str, str]]:
-    """Yield key and description, with its current line, of every non-daemon thread except the main thread."""
+    """Yield key and description (name and current line) of every non-daemon thread except the main thread."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread is threading.main_thread() or thread.daemon or thread.ident not in frames:
@@ -41,7 +41,7 @@ def iter_leftover_threads() -> Iterator[tuple[str, str]]:
 
 
 def iter_leftover_processes() -> Iterator[tuple[str, str]]:
-    """Yield key and description, with its command line, of every living child process. Linux only."""
+    """Yield key and description (process id and command line) of every living child process. Linux only."""
     for pid, command_line in find_living_children().items():
         yield f"process {pid}", f"process {pid}, {command_line[:100]}"
 

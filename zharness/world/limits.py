@@ -16,7 +16,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that new processes can use: the machine's free memory or the rest of the cgroup's limit."""
+    """Return the bytes that new processes can use: the machine's free memory or, if less, the rest of the cgroup's."""
     left = cgroup_memory_left()
     return free_memory() if left is None else min(free_memory(), left)
 
@@ -49,7 +49,7 @@ def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
 def cached_file_bytes(stat_file: Path) -> int:
     """Return the bytes of cached files in a cgroup's memory: counted as used, but reclaimed when memory runs short.
 
-    In version 1 the totals include the groups below, as its usage does.
+    In version 1 the total counts include child cgroups, as the usage of version 1 does.
     """
     if not stat_file.exists():
         return 0

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class RankStatus(Enum):
-    """The state of a rank after a note: it goes on, it has failed, or it takes no further part (a skip)."""
+    """The state of a rank after a note: it continues, has failed, or has skipped the rest of the task."""
 
     OK = "fine"
     FAILED = "failed"
@@ -31,7 +31,8 @@ class RankNote:
 class ExchangeRequest:
     """A rank's value for an exchange; the rank waits until every rank has sent one.
 
-    ``ordinal`` counts this rank's exchanges, ``operation`` names the function that it called, ``call_site`` where.
+    ``ordinal`` counts this rank's exchanges, ``operation`` names the function that it called, ``call_site`` is the file
+    and line of the call.
     """
 
     rank: int
@@ -68,8 +69,7 @@ class DeadlineHold:
 class ExchangeResult:
     """The server's answer to a complete exchange: every rank's value, in rank order.
 
-    ``ordinal`` is that of the rank's request, so that a rank can skip the answer to an exchange that it left by an
-    exception.
+    ``ordinal`` is that of the rank's request: a rank skips the answer to an exchange that an exception interrupted.
     """
 
     ordinal: int
@@ -86,7 +86,7 @@ class ExchangeFailure:
 
 @dataclass(frozen=True)
 class ExchangeMismatch:
-    """The server's answer when ranks requested exchanges in different functions."""
+    """The server's answer when ranks called different exchange functions; ``reason`` names the calls."""
 
     ordinal: int
     reason: str
@@ -97,4 +97,4 @@ ExchangeAnswer = ExchangeResult | ExchangeFailure | ExchangeMismatch
 
 @dataclass(frozen=True)
 class ShutdownMessage:
-    """The last message to a rank or a witness: there are no more tasks, end."""
+    """The last message to a rank or a witness: it has no more tasks and has to end."""

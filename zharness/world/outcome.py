@@ -23,8 +23,8 @@ class RankEnd(Enum):
     STOPPED = "was stopped because another rank had failed"
 
 
-# The death of a rank ranks before the errors that it causes in its peers' collectives: a peer notices the closed
-# connection within a millisecond, often before the server wakes up, so times alone would blame the peer.
+# The death of a rank takes precedence over the errors that it causes in its peers' collectives: a peer notices the
+# closed connection within a millisecond, often before the server wakes up, so times alone would blame the peer.
 _CAUSE_PRECEDENCE = {RankEnd.SIGNALLED: 0, RankEnd.EXITED: 0, RankEnd.RAISED: 1, RankEnd.HUNG: 2, RankEnd.STOPPED: 3}
 
 
@@ -34,7 +34,7 @@ OUTPUT_TAIL_CHARS = 4000  # characters of a rank's output in a description
 
 @dataclass(frozen=True)
 class CapturedOutput:
-    """The text that a rank wrote to ``stream`` ("stdout" or "stderr") during ``phase``; a long one lacks its middle."""
+    """The text that a rank wrote to ``stream`` ("stdout" or "stderr") during ``phase``, without the middle if long."""
 
     phase: str
     stream: str
@@ -50,7 +50,7 @@ class RankOutcome:
     ``stack`` is the stack of a hung or stopped rank, ``site`` the collective in which it waited, if any. ``phase`` is
     the test phase in which it ended. ``payload`` is the pickled return value. ``notes`` are the reports that it sent
     before. ``leftovers`` describes the threads and processes that it did not end. ``imported_modules`` are the modules
-    of torch that the task imported.
+    of torch that the task was the first to import.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class RankOutcome:
 
     @property
     def precedence(self) -> int:
-        """Return the end's order among causes: lower ones cause higher ones, whatever the times say.
+        """Return a sort key: an end with a lower number is the cause of ends with higher ones, even if it came later.
 
         A collective mismatch comes first, because it may make a peer abort.
         """
@@ -103,13 +103,13 @@ class GroupOutcome:
 
     ranks: tuple[RankOutcome, ...]
     seconds: float
-    previous_outcome: GroupOutcome | None = None  # of the pool's former ranks, if one of them died between two tasks
+    previous_outcome: GroupOutcome | None = None  # of the pool's former ranks, if one died between tasks
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
         """Return the ranks that did not return, the cause first.
 
-        Of hung ranks, one that waits in no collective comes first: the others wait for it.
+        Among hung ranks, one that waits in no collective comes first, because the others wait for it.
         """
         failed = [outcome for outcome in self.ranks if outcome.end is not RankEnd.RETURNED]
         return tuple(sorted(failed, key=lambda outcome: (outcome.precedence, bool(outcome.site), outcome.at_ns)))
@@ -145,7 +145,7 @@ class RanksFailed(ZHarnessError):
 
 
 def signal_name(signal_number: int) -> str:
-    """Return the name of a signal: ``SIGSEGV`` for 11, ``signal 99`` for one without a name."""
+    """Return the name of a signal: ``SIGSEGV`` for 11, ``signal 99`` for a number without a name."""
     try:
         return signal.Signals(signal_number).name
     except ValueError:

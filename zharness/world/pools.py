@@ -78,7 +78,8 @@ class RankPools:
     def import_rank_modules(self) -> None:
         """Import the modules of torch that the last ranks imported, so that the next ranks inherit them.
 
-        torch loads some 800 modules at the first optimizer, DTensor or transform: a second in every rank, or once here.
+        torch loads some 800 modules at the first optimizer, DTensor or transform, which takes a second. Without this
+        import, every new rank would spend that second.
         """
         names, self._modules_to_import = self._modules_to_import, ()
         for name in names:

@@ -77,7 +77,7 @@ def explain_kill(signal_number: int, oom_kills_before: int) -> str:
 
 
 def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
-    """Explain where a rank is that did not finish within ``seconds``: its collective, else its innermost frame."""
+    """Explain why a rank did not finish within ``seconds``: the collective it waits in, else its innermost frame."""
     if has_returned:
         return f"its function had returned, but its process did not end within {seconds:g} s"
     if not stack.strip():
@@ -87,7 +87,7 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
     location = (
         f"waits in {site}"
         if site
-        else f"stands in {describe_innermost_frame(frames)}"
+        else f"is in {describe_innermost_frame(frames)}"
         if frames
         else "its function was still running"
     )
@@ -95,7 +95,7 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
 
 
 def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None) -> RankOutcome:
-    """Return the outcome with a cause from elsewhere: ``mismatch``, or the fatal-error stack on its standard error."""
+    """Return the outcome with its cause replaced by ``mismatch``, or completed by the fatal-error stack on stderr."""
     if mismatch is not None and outcome.rank in mismatch.ranks:
         return replace(
             outcome, end=RankEnd.RAISED, cause=mismatch.message, exception=MISMATCH_EXCEPTION, at_ns=mismatch.at_ns

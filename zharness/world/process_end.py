@@ -1,4 +1,4 @@
-"""How a launched rank's process ended: read from /proc, or from faulthandler's dump."""
+"""Find out how a launched rank's process ended, from /proc or from faulthandler's dump."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from zharness.world.outcome import RankEnd, signal_name
 from zharness.world.postmortem import CLOSED_PIPE_CAUSE, FATAL_ERROR_PREFIX
 
-PROCESS_GONE_CAUSE = "its process has ended, and only torchrun knows how"
+PROCESS_GONE_CAUSE = "its process has ended, and only torchrun has its exit status"
 
 
 def read_process_end(pid: int) -> tuple[RankEnd, str] | None:

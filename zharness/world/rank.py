@@ -45,8 +45,8 @@ from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, I
 
 PIPE_CLOSED_STATUS = 74  # exit status of a rank whose control pipe is closed: EX_IOERR of sysexits.h
 LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
-# The server enforces the deadline of a task, since it knows of builds and debuggers. The collectives' own time-out is
-# longer than any of those, so that it never fires first.
+# The server enforces the deadline of a task, and extends it for builds and debuggers. The time-out of collectives is
+# longer than any such deadline, so that it never fires first.
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 
 
@@ -115,7 +115,7 @@ class ServerChannel:
             if not isinstance(answer, ExchangeAnswer):
                 raise WorldError(f"the rank server answered an exchange with {answer!r}")
             if answer.ordinal < self._exchange_count:
-                continue  # the answer to an exchange that this rank left by an exception, as of a signal handler
+                continue  # the answer to an exchange that an exception interrupted, such as one of a signal handler
             if isinstance(answer, ExchangeResult):
                 return answer.values
             raise (
@@ -125,7 +125,7 @@ class ServerChannel:
             )
 
     def receive_task(self) -> RankTask | ShutdownMessage:
-        """Return the server's next task or its shutdown message; drop answers to an exchange that was left early."""
+        """Return the server's next task or its shutdown message; drop answers to an interrupted exchange."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
         assert isinstance(message, (RankTask, ShutdownMessage)), f"unexpected message of the rank server: {message!r}"
@@ -155,7 +155,7 @@ class ServerChannel:
 def run_rank(
     slot: RankSlot, pipes: RankPipes, task: RankTask, inherited_function: Callable[..., Any] | None
 ) -> NoReturn:
-    """Set this forked process up as a rank; run ``task``, then each further one until the shutdown. Never returns."""
+    """Set up this forked process as a rank; run ``task`` and all further tasks until the shutdown. Never returns."""
     os.setpgid(0, 0)  # so that children that the rank leaves behind can be killed with its process group
     die_with_parent(slot.server_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
@@ -235,7 +235,7 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
             payload=payload,
             imported_modules=find_new_torch_modules(modules_before),
         )
-    except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it, and nothing is swallowed
+    except BaseException as error:  # noqa: BLE001 - a rank reports every exception that ended it
         return outcome_from_exception(slot.rank, error)
 
 
@@ -245,11 +245,11 @@ def find_new_torch_modules(modules_before: set[str]) -> tuple[str, ...]:
 
 
 def inherited_function_placeholder() -> None:
-    """Mark a task whose function is the one that the server inherited by its fork, which needs no pickling."""
+    """Stand for the function that the server inherited by its fork, which therefore needs no pickling."""
 
 
 def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
-    """Return the outcome of a rank whose function raised ``error``; all strings, so that it can be pickled."""
+    """Return the outcome of a rank whose function raised ``error``, which is described by strings to allow pickling."""
     at_ns = time.monotonic_ns()
     frames = traceback.extract_tb(error.__traceback__)
     message = str(error).strip() or "(no message)"
@@ -279,16 +279,16 @@ def set_launcher_variables(slot: RankSlot) -> None:
 
 
 def form_group(task: RankTask, slot: RankSlot) -> None:
-    """Form the default process group that a task requires, or reuse or destroy that of the task before.
+    """Form the default process group that a task requires, or reuse or destroy the previous task's group.
 
-    gloo uses the loopback interface. Every rank has ended the task before, so destroying its group waits for no one.
+    gloo uses the loopback interface. Every rank has ended the previous task, so destroying its group does not block.
     """
     if task.isolation is Isolation.EXISTING_POOL:
         return  # the task tears down fixtures: it runs with the group that the rank has, even if ranks differ
     level = choose_debug_level(task)
     if dist.is_initialized():
-        is_same = dist.get_world_size() == slot.world_size and get_debug_level() == level
-        if task.group is Group.REUSED and is_same:
+        can_reuse = dist.get_world_size() == slot.world_size and get_debug_level() == level
+        if task.group is Group.REUSED and can_reuse:
             return
         dist.destroy_process_group()
     if task.group is Group.NONE:
@@ -306,7 +306,7 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:
-    """Return torch's debug level for a task: TORCH_DISTRIBUTED_DEBUG if set, else DETAIL if checked, else OFF."""
+    """Return torch's debug level: TORCH_DISTRIBUTED_DEBUG if set, else DETAIL if collectives are checked, else OFF."""
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
         set_debug_level_from_env()
         return get_debug_level()

@@ -38,10 +38,10 @@ class RankCoordinator:
     def add_exchange_request(self, request: ExchangeRequest) -> dict[int, ExchangeAnswer]:
         """Add a rank's request; return the answers to send, by rank.
 
-        Empty until the last rank's request arrives. If two ranks are in different functions, all waiting ranks get an
-        ExchangeMismatch at once.
+        There are no answers until the last rank's request arrives. If two ranks called different functions, all waiting
+        ranks get an ExchangeMismatch at once.
         """
-        self._requests[request.rank] = request  # replaces the request of an exchange that the rank left by an exception
+        self._requests[request.rank] = request  # replaces the request of an interrupted exchange
         other = next((earlier for earlier in self._requests.values() if earlier.operation != request.operation), None)
         if other is not None:
             first, second = sorted((other, request), key=lambda request: request.rank)
@@ -57,14 +57,14 @@ class RankCoordinator:
         return {rank: ExchangeResult(request.ordinal, values) for rank, request in waiting.items()}
 
     def abandon_exchange(self, reason: str) -> dict[int, ExchangeAnswer]:
-        """Give up the open exchange; return the answers to the ranks that wait in it."""
+        """Fail the open exchange; return an ExchangeFailure for each rank that waits in it."""
         waiting, self._requests = self._requests, {}
         return {rank: ExchangeFailure(request.ordinal, reason) for rank, request in waiting.items()}
 
     def add_announcement(self, announcement: CollectiveAnnouncement) -> bool:
         """Add an announcement; return whether a peer announced another collective under the same number.
 
-        Then ``mismatch`` describes the first such pair of ranks.
+        If so, ``mismatch`` describes this pair of ranks. Later mismatches are ignored.
         """
         if self.mismatch:
             return False
@@ -85,8 +85,8 @@ class RankCoordinator:
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Return the error for two ranks in different functions; each is given as (rank, function, call site)."""
-    return f"the ranks are not at the same place: {describe_calls(first, second)}"
+    """Return the message for two ranks that called different functions, given as (rank, function, call site)."""
+    return f"the ranks called different functions: {describe_calls(first, second)}"
 
 
 def describe_calls(*calls: tuple[int, str, str]) -> str:

@@ -130,6 +130,7 @@ class RankServer:
         return answer if isinstance(answer, GroupOutcome) else None
 
     def _request(self, request: RankTask | ClosePoolRequest) -> object:
+        """Send a request to the server and return its answer. Raises WorldError if the server has ended."""
         try:
             self._pipe.send(request)
             return self._pipe.recv()
@@ -165,7 +166,7 @@ class RankServer:
         if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
-        # By signal, not by closing the pipe: a thread that still reads from the pipe keeps it open.
+        # End the server by a signal, not by closing the pipe: a thread that still reads from the pipe keeps it open.
         self._process.terminate()
         wait_for_end(self._process, SHUTDOWN_TIMEOUT)
         if self._process.exitcode is None:
@@ -200,7 +201,7 @@ def run(
 
 
 def refuse_cuda(culprit: str = "") -> None:
-    """Raise UsageError if CUDA is initialised in this process. ``culprit`` names the code that did it, if known."""
+    """Raise UsageError if CUDA is initialised in this process. ``culprit`` names the code that initialised it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
             f"CUDA was initialised in this process{culprit and f' by {culprit}'}, so no rank can be forked from it; "
@@ -262,7 +263,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
-    """Apply the environment and run the warm-up before ranks are forked; return an error message, or ""."""
+    """Apply the environment and run the warm-up before ranks are forked; return an error message, or "" if it works."""
     problem = describe_shadowed_module(rank_environment)
     if problem:
         return problem
@@ -275,7 +276,7 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
         imported = importlib.import_module(module) if module else None
         if function:
             getattr(imported, function)()
-    except Exception as error:  # noqa: BLE001 - an import may raise anything; every request is answered with it
+    except Exception as error:  # noqa: BLE001 - an import may raise any exception; every request is answered with it
         return f"the rank server's warm-up {rank_environment.warm_up} raised {type(error).__name__}: {error}"
     freeze_garbage_collector()
     return describe_shadowed_module(rank_environment)
@@ -301,7 +302,7 @@ def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
 def handle_request(
     request: RankTask | ClosePoolRequest, pools: RankPools, client: Connection
 ) -> GroupOutcome | CancelRequest | str:
-    """Run a request on the pools and return its outcome; an error message if there is none."""
+    """Run a request on the pools and return its outcome, or an error message if it could not be run."""
     try:
         if isinstance(request, ClosePoolRequest):
             return pools.close_pool(request, client) or "no rank pool has this name and world size"

@@ -14,7 +14,7 @@ _COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
 _LOGGER_FILE = "/torch/distributed/c10d_logger.py"
 _COMM_FILE = "/zharness/comm.py"
 RANK_FILE = "/zharness/world/rank.py"
-# Code that compiles an engine's operators or imports a module: it has no time limit of its own.
+# Code that compiles an engine's operators or imports a module: a rank in it is not hung yet.
 _BUILD_PATHS = ("/torch/utils/cpp_extension.py", "/op_builder/", "<frozen importlib._bootstrap>")
 
 

@@ -36,7 +36,7 @@ class CollectiveMismatch(ZHarnessError):
 
 
 def pause(seconds: float) -> None:
-    """Sleep; signal handlers run meanwhile."""
+    """Sleep for ``seconds``; signal handlers run meanwhile."""
     _never_set.wait(seconds)
 
 
@@ -44,7 +44,7 @@ class LaunchStore:
     """Pickled values under keys that every rank can read. Not thread-safe: each thread opens its own connection."""
 
     def __init__(self, launch: Launch, *, serve: bool = False) -> None:
-        """Connect; with ``serve``, also run the store's server in this process if torchrun's agent runs none."""
+        """Connect to the store; with ``serve``, also run its server in this process if torchrun's agent runs none."""
         self.torch_store: Store = PrefixStore(f"zharness/{launch.restart_count}", connect_to_store(launch, serve=serve))
 
     def post(self, key: str, value: object) -> None:
@@ -148,7 +148,7 @@ class StoreChannel:
             if absent is not None:
                 raise WorldError(f"rank {absent} ended before it took part in the exchange")
         requests = [pickle.loads(data) for data in self._store.torch_store.multi_get(keys)]  # noqa: S301 - from our ranks
-        # All ranks have posted the value of this exchange, so all have read those of the one before.
+        # All ranks have posted a value for this exchange, so all have read the values of the previous exchange.
         self._store.delete_keys(f"{self._prefix}/exchange/{self._exchange_count - 1}/{self._rank}")
         first = requests[0]
         other = next((request for request in requests if request[1] != first[1]), None)
@@ -160,10 +160,10 @@ class StoreChannel:
         """Post the collective that this rank enters next. Raises CollectiveMismatch if a peer posted another one."""
         self._announcement_count += 1
         key = f"{self._prefix}/collective/{self._announcement_count}"
-        mine = (self._rank, operation, call_site)
-        first = self._store.post_if_absent(key, mine)
-        if first[1] != operation:
-            calls = describe_calls(*sorted((first, mine)))
+        own_call = (self._rank, operation, call_site)
+        first_call = self._store.post_if_absent(key, own_call)
+        if first_call[1] != operation:
+            calls = describe_calls(*sorted((first_call, own_call)))
             raise CollectiveMismatch(f"collective {self._announcement_count} differs: {calls}")
         if self._store.add_to_counter(f"{key}/seen") == self._world_size:
             self._store.delete_keys(key, f"{key}/seen")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from zharness.world.outcome import CapturedOutput
 
-HEAD_BYTES = TAIL_BYTES = 32 * 1024  # kept of the beginning and of the end of each phase and stream
+HEAD_BYTES = TAIL_BYTES = 32 * 1024  # bytes kept of the beginning and of the end of the output, per phase and stream
 READ_BYTES = 1 << 18
 # A rank writes this marker at the beginning of each phase. Text does not contain NUL followed by RS.
 _MARKER = re.compile(rb"\x00\x1ezharness:(\w*)\x00")
@@ -81,7 +81,7 @@ class RankStream:
         return bool(data)
 
     def drain(self) -> None:
-        """Read until the pipe is empty, in at most 8 reads, so that a rank that keeps printing cannot block this."""
+        """Read until the pipe is empty, in at most 8 reads, so that a rank that keeps printing cannot block it."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, READ_BYTES)
@@ -118,6 +118,7 @@ class RankStream:
         self._store_bytes(rest[:opening] if unfinished else rest)
 
     def _store_bytes(self, data: bytes) -> None:
+        """Append ``data`` to the output of the current phase, and echo the lines that it completes."""
         if not data:
             return
         self._outputs.setdefault(self.phase, TruncatedOutput()).add(data)
@@ -129,6 +130,7 @@ class RankStream:
                 self._echo(line)
 
     def _flush_echo(self) -> None:
+        """Echo the last line, which has no newline yet."""
         if self._echo is None:
             return
         line, self._partial_line = self._partial_line + self._decoder.decode(b"", final=True), ""
@@ -140,6 +142,7 @@ def make_echo(rank: int) -> Callable[[str], None]:
     """Return a function that writes one line to standard output, prefixed with the rank."""
 
     def echo(line: str) -> None:
+        """Write ``line`` with its prefix and flush it."""
         sys.stdout.write(f"[rank {rank}] {line}\n")
         sys.stdout.flush()
 

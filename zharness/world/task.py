@@ -13,11 +13,11 @@ class Group(Enum):
 
     NONE = "none"
     DEFAULT = "default"  # a new default group
-    REUSED = "kept"  # the default group of the pool's previous task; a new one if there is none
+    REUSED = "kept"  # the default group of the pool's previous task; a new group if there is none
 
 
 class Isolation(Enum):
-    """Whether ranks are forked for one task, or stay in a pool for the next one."""
+    """The lifetime of ranks: they are forked for one task, or stay in a pool for further tasks."""
 
     FRESH = "fresh"
     POOLED = "pooled"
@@ -25,7 +25,7 @@ class Isolation(Enum):
 
 
 class CollectiveMode(Enum):
-    """Whether torch compares every collective between the ranks before it runs.
+    """The choice whether torch compares every collective between the ranks before the collective runs.
 
     CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch, with which gloo alone would hang or compute a
     wrong result. It costs about 2 ms per collective on 2 ranks, and more on larger worlds.
@@ -35,7 +35,7 @@ class CollectiveMode(Enum):
     TRUSTED = "trusted"
 
 
-MAX_CHECKED_WORLD_SIZE = 16  # above, comparing costs more than the task (256 ranks: 19.7 s against 7.1 s)
+MAX_CHECKED_WORLD_SIZE = 16  # with more ranks, comparing takes longer than the task (256 ranks: 19.7 s against 7.1 s)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class TaskWatcher:
         self._coordinator = RankCoordinator(task.world_size)
         self._outcomes: dict[int, RankOutcome] = {}
         self._notes: dict[int, list[RankNote]] = {member.rank: [] for member in team.members}
-        self._has_departures = False  # whether a rank skipped the rest, so that others may wait for it forever
+        self._has_departures = False  # whether a rank skipped the rest of its task: others may wait for it forever
         self._hang_phases: dict[int, str] = {}
         self._ended_ranks: set[int] = set()
         self._pipe_faults: dict[int, str] = {}  # how ranks broke their control pipe; read on after "it"
@@ -116,7 +116,7 @@ class TaskWatcher:
             self._handle_process_end(member)
 
     def _handle_client(self) -> NoReturn:
-        """Raise TaskCancelled for the client's message, the only one it sends during a task, or ClientGone."""
+        """Raise TaskCancelled if the client sent its cancel request, ClientGone if the client has ended."""
         assert self._client is not None, "only a registered client has events"
         try:
             self._client.recv()
@@ -170,6 +170,7 @@ class TaskWatcher:
         self._send_answers(self._coordinator.add_exchange_request(request))
 
     def _send_answers(self, answers: Mapping[int, ExchangeAnswer]) -> None:
+        """Send each rank its answer to an exchange."""
         for rank, answer in answers.items():
             self._team.members[rank].send(answer)
 
@@ -201,8 +202,8 @@ class TaskWatcher:
     def _check_ranks(self) -> None:
         """Decide what to do when the deadline is due: kill the ranks that run, extend it, or schedule another check.
 
-        Ranks are killed if the time is up, unless a build makes progress; after a failure, unless a rank is still
-        outside of any collective; and after a departure, once all others wait in collectives.
+        Ranks are killed in three cases: the time is up and no build makes progress; a rank failed and all others wait
+        in collectives or have used up their grace period; a rank skipped its task and all others wait in collectives.
         """
         running = [member for member in self._team.members if member.rank not in self._outcomes]
         if not running:  # all have outcomes, but some processes did not end after the shutdown message

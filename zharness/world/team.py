@@ -110,6 +110,7 @@ class RankTeam:
         pipes = ranks.RankPipes(theirs, out_end, err_end)
 
         def main() -> None:
+            """Run the rank in the forked process."""
             # Open duplicates in this rank would keep the other ranks' pipes open after their death.
             for member in self.members:
                 member.close()
@@ -137,6 +138,7 @@ class RankTeam:
         self._register(member)
 
     def _register(self, member: TeamMember) -> None:
+        """Register the control pipe, the end descriptor and the streams of a rank with the selector."""
         register = self.selector.register
         register(member.control, selectors.EVENT_READ, SelectorEvent(member, "control"))
         register(member.end_descriptor, selectors.EVENT_READ, SelectorEvent(member, "ended"))
@@ -159,7 +161,7 @@ class RankTeam:
             member.send(ShutdownMessage())
 
     def is_reusable(self) -> bool:
-        """Return whether every rank is alive and their directory exists: a test may have removed it."""
+        """Return whether every rank is alive and the scratch directory exists, which a test may have removed."""
         return self.scratch_dir.is_dir() and not wait([member.end_descriptor for member in self.members], timeout=0)
 
     def close(self) -> None:
@@ -215,8 +217,8 @@ def wait_for_end(process: ForkProcess, seconds: float) -> None:
 def open_end_descriptor(process: ForkProcess) -> int:
     """Return a descriptor that becomes readable when ``process`` ends.
 
-    A pidfd if the system has them: multiprocessing's sentinel is a pipe, and children that the rank leaves behind keep
-    it open.
+    It is a pidfd if the system supports pidfds. Otherwise it is multiprocessing's sentinel, a pipe, which stays open
+    while children that the rank left behind are alive.
     """
     if process.pid is None or not hasattr(os, "pidfd_open"):
         return process.sentinel

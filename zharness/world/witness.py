@@ -1,7 +1,7 @@
 """The witness of a launched rank: a process beside it that reports how the rank ended when the rank cannot.
 
 [Note: witnesses]
-torchrun's agents start and watch the ranks of a launch, and no interface tells rank 0 how a rank ended. So each rank
+torchrun's agents start and watch the ranks of a launch, but do not report to rank 0 how a rank ended. So each rank
 forks a witness before anything else. The rank sends its witness, through a pipe, the tasks that it begins, its notes
 and its outcomes; the witness posts the outcomes in the store for rank 0. When the rank dies, the witness is woken at
 once and reads signal and status from /proc. When a task exceeds its time, the witness makes the rank dump its stacks by
@@ -59,7 +59,7 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class LaunchOver:
-    """Why the launch runs no further task: a rank died or hangs, or torchrun ends all. ``rank`` posted this."""
+    """Why the launch runs no further task: a rank died or hangs, or torchrun ends all ranks. ``rank`` posted this."""
 
     rank: int
     message: str
@@ -191,7 +191,7 @@ class Witness:
         self._current_task = None
 
     def _check_deadline(self, task: TaskStarted) -> None:
-        """Near or after the end of the time-out: extend it while any rank builds or is debugged, else end the rank."""
+        """Extend the time-out while any rank builds or is debugged; end the rank once the time is up."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
         if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
@@ -241,14 +241,14 @@ class Witness:
         return not is_process_alive(self._watched_rank.pid)
 
     def _make_unfinished_outcome(self, task: TaskStarted, launch_over: LaunchOver, stack: str) -> RankOutcome:
-        """Return the outcome of a rank that is killed: HUNG if a time-out ended the launch, else STOPPED."""
+        """Return the outcome of a rank that will be killed: HUNG if a time-out ended the launch, else STOPPED."""
         site = find_waiting_collective(parse_main_thread(stack))
         cause = describe_hang(task.timeout, stack, False) if launch_over.is_hang else ""
         end = RankEnd.HUNG if launch_over.is_hang else RankEnd.STOPPED
         return self._make_outcome(end, cause, stack=stack, site=site)
 
     def _make_outcome(self, end: RankEnd, cause: str, *, stack: str = "", site: str = "") -> RankOutcome:
-        """Return an outcome of the rank as of now, with its current phase and output."""
+        """Return an outcome of the rank with the current time, phase and output."""
         return RankOutcome(
             self._rank,
             end,

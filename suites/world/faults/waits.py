@@ -37,8 +37,8 @@ def disagrees(name: str, culprit_call: str, peer_call: str, *patterns: str, by: 
 OUT_OF_TIME = "did not finish in time, in call: no end within 2 s; "
 
 HANGING = (
-    hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "stands in wait", stacks="all"),
-    hangs("hangs_in_c", "ctypes.CDLL(None).pause()  # site", OUT_OF_TIME + "stands in test_hangs_in_c", stacks="all"),
+    hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "is in wait", stacks="all"),
+    hangs("hangs_in_c", "ctypes.CDLL(None).pause()  # site", OUT_OF_TIME + "is in test_hangs_in_c", stacks="all"),
     hangs(
         "hangs_with_all_signals_blocked",
         "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), ctypes.CDLL(None).pause()",

@@ -99,7 +99,7 @@ def read_asset(name: str) -> str:
 
 
 def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """Return a Content-Security-Policy that allows only these scripts and styles, and fetching nothing."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, and forbids to fetch anything."""
     return "; ".join(
         [
             "default-src 'none'",

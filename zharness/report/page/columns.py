@@ -15,7 +15,7 @@ from zharness.report.overview import OUTCOME_LETTERS
 from zharness.run.outcomes import OUTCOME_ORDER, outcome_name
 from zharness.run.record import Record, as_json_number
 
-# Texts that many records share: stored once, and by index in each record.
+# Texts that many records share: each text is stored once, and records refer to it by index.
 TEXT_COLUMNS = (
     *("id", "check", "engine", "version", "torch", "dtype", "model", "variant", "outcome", "verdict", "tier", "notes"),
     *("cause", "details", "excuse", "stale", "documented", "withheld", "modules", "command"),
@@ -34,7 +34,7 @@ OUTCOME_MEANINGS = {
     "fail": "the law is broken: a number is wrong",
     "crash": "the engine raised, or took its process down",
     "hang": "the engine hung",
-    "undetermined": "no wrong number, but most are smaller than their bound, so nothing was shown",
+    "undetermined": "no wrong number, but most are smaller than their bound, which proves nothing",
     "excused": "the law is broken, and was expected to be",
     "contract": "the law holds with the remedy that the engine documents",
     "unsupported": "not claimed by the engine, or not stated for this dtype",
@@ -47,7 +47,7 @@ STEP_PARTS = tuple(
 
 
 def record_as_row(record: Record) -> dict[str, Any]:
-    """Return one record under the page's column names; floats that JSON lacks are strings."""
+    """Return one record with the page's column names as keys; infinite and NaN floats become strings."""
     plain = record.as_json()
     return {
         **plain,
@@ -72,9 +72,9 @@ def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
     rows = [record_as_row(record) for record in records]
     return {
         "size": len(rows),
-        "texts": {name: encode_dictionary([each[name] for each in rows]) for name in TEXT_COLUMNS},
-        "numbers": {name: [each[name] for each in rows] for name in NUMBER_COLUMNS},
-        "sparse": {name: {i: each[name] for i, each in enumerate(rows) if each[name]} for name in SPARSE_COLUMNS},
+        "texts": {name: encode_dictionary([row[name] for row in rows]) for name in TEXT_COLUMNS},
+        "numbers": {name: [row[name] for row in rows] for name in NUMBER_COLUMNS},
+        "sparse": {name: {i: row[name] for i, row in enumerate(rows) if row[name]} for name in SPARSE_COLUMNS},
     }
 
 
@@ -96,18 +96,18 @@ def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> 
     An index is None if that run lacks the cell. Current records are indexed in ``records``, which has to contain them;
     earlier records are returned under ``before``.
     """
-    before = [each.before for each in comparison.differences if each.before is not None]
+    before = [difference.before for difference in comparison.differences if difference.before is not None]
     current_index, earlier_index = ({record: i for i, record in enumerate(group)} for group in (records, before))
     return {
         "before": records_as_columns(before),
         "turns": [[kind.value, count] for kind, count in comparison.count_by_kind().items()],
         "rows": [
             [
-                each.kind.value,
-                None if each.after is None else current_index[each.after],
-                None if each.before is None else earlier_index[each.before],
+                difference.kind.value,
+                None if difference.after is None else current_index[difference.after],
+                None if difference.before is None else earlier_index[difference.before],
             ]
-            for each in comparison.differences
+            for difference in comparison.differences
         ],
         "words": comparison.describe(),
     }
@@ -130,16 +130,16 @@ def build_payload(
 def compress_payload(plain: Mapping[str, Any]) -> str:
     """Return the data as JSON, deflated (RFC 1950) and base64-encoded.
 
-    That is a quarter of the size, and cannot contain the end of a script element.
+    The result has a quarter of the size, and cannot contain the end tag of a script element.
     """
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode("ascii")
 
 
 def as_json_numbers(value: Any) -> Any:
-    """Return ``value`` with every float that JSON lacks as a string, at any depth."""
+    """Return ``value`` with every infinite or NaN float converted to a string, at any depth."""
     if isinstance(value, Mapping):
-        return {key: as_json_numbers(each) for key, each in value.items()}
+        return {key: as_json_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json_numbers(each) for each in value]
+        return [as_json_numbers(item) for item in value]
     return as_json_number(value)

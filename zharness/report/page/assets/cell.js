@@ -3,7 +3,7 @@
 const TIERS = {
   X: "exact: every sum is exact in this dtype, so the numbers have to be equal bit for bit",
   S: "staged: each part of the step against plain PyTorch, within the rounding that the part may have",
-  C: "calibrated: the engine's kernels differ from plain PyTorch's, so errors are held against those of plain runs",
+  C: "calibrated: the engine's kernels differ from plain PyTorch's, so errors are compared with those of plain runs",
 };
 
 /** Fill the pane beside the matrix and scroll it into view. */
@@ -52,7 +52,7 @@ function openSquare(records, what, column) {
     what,
     make("p", { class: "where" }, column ? `${engineOf(column)}, ${stageOf(column)}` : "everywhere"),
     law ? make("p", { class: "says" }, law) : null,
-    make("p", {}, counted(records)),
+    make("p", {}, describeCounts(records)),
     shown,
   );
 }
@@ -94,7 +94,7 @@ function judgement(record) {
           record.smallest === null
             ? ""
             : number(record.smallest) === Infinity
-              ? "nothing was scaled here"
+              ? "no number here can be scaled"
               : `a scale error of ${short(record.smallest)}`,
           record.wrong_elements ? `, ${plural(record.wrong_elements, "lost element")}` : "",
         ].join(""),
@@ -111,54 +111,54 @@ function judgement(record) {
 }
 
 /** Render the cause of the outcome, and the issue or documentation behind it. */
-function account(record) {
-  const words = record.stale || record.cause;
+function renderCause(record) {
+  const cause = record.stale || record.cause;
   const meaning = page.outcomes.find(([word]) => word === record.outcome)[2];
   return make(
     "section",
     {},
     make("h3", {}, "What happened"),
     make("p", { class: "outcome" }, mark(record.outcome), " ", make("strong", {}, record.outcome), `: ${meaning}`),
-    words ? make("p", { class: "words" }, linked(words)) : null,
+    cause ? make("p", { class: "words" }, linkAddresses(cause)) : null,
     terms([
-      ["excuse", record.excuse && linked(record.excuse)],
-      ["documented", record.documented && linked(record.documented)],
+      ["expected failure", record.excuse && linkAddresses(record.excuse)],
+      ["documented", record.documented && linkAddresses(record.documented)],
       ["modules", record.modules],
       [
         "withheld claim",
-        record.withheld && `the engine does not claim ${record.withheld}, and the law holds all the same`,
+        record.withheld && `the engine does not claim ${record.withheld}, but the law holds with it`,
       ],
     ]),
     record.details
-      ? make("details", {}, make("summary", {}, "What every rank said"), make("pre", { tabindex: "0" }, record.details))
+      ? make("details", {}, make("summary", {}, "Reports of all ranks"), make("pre", { tabindex: "0" }, record.details))
       : null,
   );
 }
 
 /** Render the command that runs the cell again, with a button that copies it. */
 function again(record) {
-  const said = make("span", { role: "status", "aria-live": "polite" });
+  const status = make("span", { role: "status", "aria-live": "polite" });
   const command = make("code", {}, record.command);
   const copy = async () => {
     try {
       await navigator.clipboard.writeText(record.command);
-      said.textContent = " copied";
+      status.textContent = " copied";
     } catch {
       getSelection().selectAllChildren(command); // some browsers keep local files from the clipboard
-      said.textContent = " selected: copy it with Ctrl+C";
+      status.textContent = " selected: copy it with Ctrl+C";
     }
   };
   return make(
     "section",
     {},
-    make("h3", {}, "See it again"),
+    make("h3", {}, "Run this cell again"),
     make(
       "div",
       { class: "command" },
       make("pre", { tabindex: "0" }, command),
       make("button", { type: "button", class: "copy", click: copy }, "Copy"),
     ),
-    said,
+    status,
   );
 }
 
@@ -176,7 +176,7 @@ function openCell(record) {
       make("h3", {}, "The law"),
       make("p", { class: "says" }, law ?? "this release does not know it"),
     ),
-    account(record),
+    renderCause(record),
     strip(record.evidence?.part ?? record.divergence?.part),
     divergenceOf(record),
     evidenceOf(record),
@@ -211,7 +211,7 @@ function closeCell() {
 }
 
 /** Decode the key in the address; an invalid escape such as "#%" is used unchanged. */
-function addressed() {
+function readAddressKey() {
   const text = location.hash.slice(1);
   try {
     return decodeURIComponent(text);
@@ -222,7 +222,7 @@ function addressed() {
 
 /** Open the cell that the address names. */
 function followAddress() {
-  const key = addressed();
+  const key = readAddressKey();
   const record = page.byKey.get(key);
   if (record) openCell(record);
   else if (key) show("No such cell", make("p", {}, "This page has no cell ", make("code", {}, key), "."));

@@ -19,8 +19,8 @@ function rows({ size, texts, numbers, sparse }) {
   return found;
 }
 
-/** Add to each record what the page needs: its group, a unique key, and the label of its model. */
-function prepared(table) {
+/** Add the fields that the page needs to each record: group, unique key, column, and the label of its model. */
+function prepareRecords(table) {
   const seen = new Map();
   return rows(table).map((record) => {
     const times = (seen.get(record.id) ?? 0) + 1;
@@ -49,7 +49,7 @@ function haystack(record) {
   return record.words;
 }
 
-/** Parse a number that JSON holds as a number or as text, such as "inf". */
+/** Parse a number that JSON holds as a number or as text, such as "inf"; NaN without a number. */
 function number(value) {
   return value === "inf"
     ? Infinity
@@ -60,7 +60,7 @@ function number(value) {
         : Number(value);
 }
 
-/** Format three digits, or a symbol for infinity. */
+/** Format a number with three digits, infinity as a symbol, and a missing number as an empty string. */
 function short(value) {
   const found = number(value);
   if (found === Infinity) return "∞";
@@ -70,7 +70,7 @@ function short(value) {
   return extreme ? found.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(Number(found.toPrecision(3)));
 }
 
-/** Format nine digits, enough to tell any two float32 apart. */
+/** Format a number with nine digits, which distinguish any two float32 values. */
 const long = (value) => (Number.isFinite(number(value)) ? String(Number(number(value).toPrecision(9))) : short(value));
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
@@ -93,7 +93,7 @@ function sign(outcomes) {
 }
 
 /** Count outcomes, as in ``2 fail, 3 pass``, the most serious first. */
-function counted(records) {
+function describeCounts(records) {
   const counts = d3.rollup(
     records,
     (some) => some.length,

@@ -23,7 +23,7 @@ function mark(word, glyph = page.glyphs.get(word)) {
 const linkTo = (record, text = record.id) => make("a", { href: `#${encodeURIComponent(record.key)}` }, text);
 
 /** Turn web addresses, and issues written as ``owner/name#1``, into links. */
-function linked(text) {
+function linkAddresses(text) {
   const found = /https:\/\/[^\s)'"<>]+[^\s)'"<>.,;:]|\b[\w.-]+\/[\w.-]+#\d+\b/g;
   const parts = [];
   let from = 0;

@@ -76,9 +76,9 @@ function divergenceOf({ divergence: found }) {
       ["where", make("code", {}, place)],
       ["step and part", `step ${found.step}, ${found.part}`],
       [
-        "held by",
+        "owned by",
         found.owner === null
-          ? "every rank, whole"
+          ? "every rank"
           : `rank ${found.owner}, as element ${found.offset} of its shard; seen on rank ${found.seen_on}`,
       ],
       ["expected", make("code", {}, String(found.expected))],

@@ -48,7 +48,7 @@ function drawFilters() {
   $("filters").addEventListener("reset", () => setTimeout(() => (view.off.clear(), update())));
 }
 
-/** The first click on an outcome shows only that outcome; further clicks add or remove one; none means all. */
+/** Show only ``word`` at the first click on an outcome, then add or remove outcomes; without any, show all. */
 function toggleOutcome(word) {
   const words = page.outcomes.map(([each]) => each);
   if (!view.off.size) words.filter((each) => each !== word).forEach((each) => view.off.add(each));
@@ -59,7 +59,7 @@ function toggleOutcome(word) {
 }
 
 /** Return the records that pass every filter. */
-function filtered() {
+function filterRecords() {
   const wanted = $("text").value.toLowerCase().split(/\s+/).filter(Boolean);
   const chosen = AXES.map(([name, , value]) => [$(`axis-${name}`).value, value]).filter(([text]) => text);
   return page.records.filter(
@@ -72,7 +72,7 @@ function filtered() {
 
 /** Redraw the page with the filtered records. */
 function update() {
-  view.records = filtered();
+  view.records = filterRecords();
   for (const button of document.querySelectorAll("[data-outcome]")) {
     button.setAttribute("aria-pressed", String(!view.off.has(button.dataset.outcome)));
   }

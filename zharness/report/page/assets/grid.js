@@ -13,7 +13,7 @@ const MOVES = {
 
 const gridRows = () => $("matrix").tBodies[0].rows;
 
-/** Make the square at ``[row, column]``, or the nearest one, the one that Tab reaches. */
+/** Make Tab reach the square at ``[row, column]`` or the nearest one; with ``focus``, also focus it. */
 function point([row, column], focus) {
   const all = gridRows();
   if (!all.length) return;

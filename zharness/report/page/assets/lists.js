@@ -47,7 +47,7 @@ const OPEN = ["newly broken", "new failure", "fails otherwise"]; // always open;
 function drawComparison() {
   const found = page.comparison;
   if (!found) return;
-  const before = prepared(found.before);
+  const before = prepareRecords(found.before);
   $("comparison").hidden = false;
   $("comparison-words").textContent = found.words;
   for (const [turn, count] of found.turns) {

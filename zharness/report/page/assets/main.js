@@ -1,5 +1,6 @@
 // Start the page.
 
+/** Decode the data and draw the page. */
 async function main() {
   const data = await unpack($("data").textContent);
   $("data").remove();
@@ -9,7 +10,7 @@ async function main() {
   page.laws = data.laws;
   page.step = data.step;
   page.comparison = data.comparison;
-  page.records = prepared(data.records);
+  page.records = prepareRecords(data.records);
   page.byKey = new Map(page.records.map((record) => [record.key, record]));
   if (data.skipped.length) {
     $("skipped").hidden = false;

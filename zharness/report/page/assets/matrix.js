@@ -77,7 +77,7 @@ function square(records, column, what) {
   const edge = page.edges.has(column) ? " edge" : "";
   if (!records) return make("td", { class: `none${edge}`, tabindex: "-1", "aria-label": `${what}: no cell` });
   const outcomes = records.map((record) => record.outcome);
-  const label = `${what}, ${engineOf(column)}, ${stageOf(column)}: ${counted(records)}`;
+  const label = `${what}, ${engineOf(column)}, ${stageOf(column)}: ${describeCounts(records)}`;
   const outcome = mostSerious(outcomes);
   const part = outcomes.some((each) => each !== outcome && each !== "unsupported") ? " part" : "";
   return make(
@@ -94,7 +94,7 @@ function groupRows(group, records, columns) {
   const byColumn = d3.group(records, (record) => record.column);
   const head = make(
     "th",
-    { scope: "row", class: "law", tabindex: "-1", "aria-expanded": String(!folded), title: counted(records) },
+    { scope: "row", class: "law", tabindex: "-1", "aria-expanded": String(!folded), title: describeCounts(records) },
     make("span", { class: "fold", "aria-hidden": "true" }, folded ? "▸" : "▾"),
     ` ${group} `,
     make("small", {}, plural(byLaw.size, "law")),
