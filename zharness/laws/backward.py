@@ -1,4 +1,4 @@
-"""The laws of backward in PyTorch's own spellings: what plain PyTorch allows with an output or a loss."""
+"""The laws of backward: every call that plain PyTorch allows on an output or a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def non_scalar(participant: Participant) -> None:
 
 
 def joint_loss(participant: Participant) -> None:
-    """Run backward on one loss over two engines."""
+    """Run backward of one loss that uses the outputs of two engines."""
     assert participant.partner is not None
     backward(
         participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
@@ -49,24 +49,24 @@ def joint_loss(participant: Participant) -> None:
 
 
 def bypass(participant: Participant) -> None:
-    """Run backward on one loss over two engines, with a branch that does not pass through either output."""
+    """Run backward of one loss over two engines, plus a term that a submodule computes outside either forward."""
     assert participant.partner is not None
-    together = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
-    backward(participant.loss(together) + participant.module.head(participant.inputs()).sum())
+    joint_output = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
+    backward(participant.loss(joint_output) + participant.module.head(participant.inputs()).sum())
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """Run backward on a second loss, which the forward computes and which no output depends on."""
-    left: list[Tensor] = []
+    """Run backward of a second loss that the forward computes on the side, not from the output."""
+    losses: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Compute the second loss from a weight and the hidden values."""
-        left.append(participant.module.last.weight.sum() + hidden.sum())
+        losses.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
     loss = participant.loss(participant.call(participant.inputs(), through=run_block))
-    backward(left[0], retain_graph=True)
-    backward(loss + left[0])
+    backward(losses[0], retain_graph=True)
+    backward(loss + losses[0])
 
 
 def without_grad(participant: Participant) -> NamedTensors:
@@ -83,8 +83,8 @@ def without_grad(participant: Participant) -> NamedTensors:
 def autograd_grad(participant: Participant) -> NamedTensors:
     """Take gradients of an output by its input, once and for a batch of cotangents; no parameter gets a gradient.
 
-    Gradients by parameters are taken too, and not compared: an engine may return a rank's own, or all ranks' where
-    parameters are sharded.
+    Gradients by parameters are taken too, but not compared: an engine may return those of one rank's loss, or those of
+    all ranks' losses where parameters are sharded.
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
@@ -92,7 +92,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
         participant.training_loss(2),
-        [each for each in participant.module.parameters() if each.requires_grad],
+        [parameter for parameter in participant.module.parameters() if parameter.requires_grad],
         allow_unused=True,
     )
     return {"input": grad(participant.loss(output), leaf)[0], "batched": batched}
@@ -125,40 +125,40 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """A model output in a container that torch does not know."""
+    """A model output in a dataclass, a container that torch does not look into."""
 
     output: Tensor
     extra: Tensor
     count: int = 2
 
 
-# What a model may return, and how a caller takes the first output from it.
+# The containers in which a model may return its output, and how a caller takes the output from each.
 OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
-    (lambda output, extra: (output, extra), lambda made: made[0]),
-    (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
-    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda made: made["output"]),
-    (NamedTupleOutput, lambda made: made.output),
-    (DataclassOutput, lambda made: made.output),
+    (lambda output, extra: (output, extra), lambda packed: packed[0]),
+    (lambda output, extra: [extra.detach(), output], lambda packed: packed[1]),
+    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda packed: packed["output"]),
+    (NamedTupleOutput, lambda packed: packed.output),
+    (DataclassOutput, lambda packed: packed.output),
     (
         lambda output, extra: {"deep": [(extra.argmax(), DataclassOutput(output, extra))]},
-        lambda made: made["deep"][0][1].output,
+        lambda packed: packed["deep"][0][1].output,
     ),
 )
 
 
 def outputs(participant: Participant) -> None:
-    """Return outputs in every container with one of them used; at last use both."""
+    """Train with outputs in every container, of which the loss uses one; at the end use both outputs."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
-    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
-    backward(participant.loss(made.output) + made.extra.sum())
+    packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(participant.loss(packed.output) + packed.extra.sum())
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
     """Run one backward for each of two outputs."""
-    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
-    backward(made.extra.sum())
-    backward(participant.loss(made.output))
+    packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(packed.extra.sum())
+    backward(participant.loss(packed.output))
 
 
 class TiledLoss(torch.autograd.Function):
@@ -183,21 +183,23 @@ class TiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the saved gradient times the incoming one."""
-        (of_hidden,) = ctx.saved_tensors
-        return grads[0] * of_hidden, None
+        (hidden_grad,) = ctx.saved_tensors
+        return grads[0] * hidden_grad, None
 
 
 def backward_in_forward(participant: Participant) -> None:
-    """Use a loss that completes the head's gradient before the caller's own backward begins."""
+    """Use a loss that computes the head's gradient before the caller's own backward begins."""
     hidden = participant.call(participant.inputs())
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """Let a backward raise halfway, a retained one twice, then zero the gradients and train the micro-batch again."""
-    once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
+    """Let one backward and two retained ones raise halfway, then zero the gradients and train the micro-batch again."""
+    raised = backward_raises(
+        participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
+    )
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
-    values = {"raised": once, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
+    values = {"raised": raised, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
     participant.zero_grad()
     backward(participant.training_loss())
     return values
