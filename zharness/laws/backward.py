@@ -224,17 +224,17 @@ LAWS = (
     backward_law(
         engine_backward,
         "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
-        kept_because="the spelling of DeepSpeed's users: engines that count micro-batches count in it",
+        kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
         "loss.backward() is plain PyTorch's",
-        kept_because="torch's own spelling, which an engine notices by its hooks alone",
+        kept_because="torch's own call, which an engine notices only by its hooks",
     ),
     backward_law(
         non_scalar,
         "out.backward(g) is plain PyTorch's",
-        kept_because="the only backward that starts from a gradient of the caller's",
+        kept_because="the only backward that starts from a gradient that the caller passes",
     ),
     backward_law(
         joint_loss,
@@ -257,13 +257,13 @@ LAWS = (
     backward_law(
         without_grad,
         "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
-        kept_because="forwards under no_grad between a forward and its backward: state kept by module breaks",
+        kept_because="forwards under no_grad between a forward and its backward may overwrite state of modules",
     ),
     backward_law(
         autograd_grad,
         "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
         accumulation=4,
-        kept_because="gradients that train nothing: engines that count backwards count them too",
+        kept_because="gradients that train nothing: an engine that counts backwards may count them",
     ),
     backward_law(
         backward_inputs,
@@ -283,11 +283,11 @@ LAWS = (
     backward_law(
         two_outputs_two_backwards,
         "one backward for each of two outputs gives the sum of both gradients",
-        kept_because="two backwards of one forward: hooks that fire once fire too early",
+        kept_because="two backwards of one forward: a hook that fires only once fires too early",
     ),
     backward_law(
         backward_in_forward,
-        "a Function that runs a backward within its forward does not disturb the caller's own backward",
+        "an autograd.Function that runs a backward within its forward does not disturb the caller's own backward",
         kept_because="the only graph task within a forward, as in tiled losses",
     ),
     backward_law(

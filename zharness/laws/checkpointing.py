@@ -175,7 +175,7 @@ LAWS = (
     checkpointing_law(
         whole_model,
         "checkpointing the whole model changes no gradient",
-        kept_because="every module is gathered twice, none outside a checkpointed region",
+        kept_because="every module is gathered twice, and none outside a checkpointed region",
     ),
     checkpointing_law(
         two_regions,
@@ -185,7 +185,7 @@ LAWS = (
     checkpointing_law(
         frozen,
         "frozen layers within a region, and regions of frozen layers alone, change no gradient",
-        kept_because="regions without a single gradient, whose hooks never fire",
+        kept_because="regions in which no parameter has a gradient, so their hooks never fire",
     ),
     checkpointing_law(
         plain_inputs,
@@ -201,7 +201,7 @@ LAWS = (
     checkpointing_law(
         non_scalar,
         "out.backward(g) through a checkpointed region is plain PyTorch's",
-        kept_because="a region at the end of a graph, started with a gradient of the caller's",
+        kept_because="a region at the end of a graph, whose backward starts from a gradient that the caller passes",
     ),
     checkpointing_law(
         exception,

@@ -211,7 +211,7 @@ LAWS = (
     retained_law(
         retained_same_loss,
         "two backwards on one retained graph give exactly twice the gradient",
-        kept_because="doubling is exact on every model, so a lost or a third share shows",
+        kept_because="doubling is exact on every model, so a lost or an extra contribution shows",
     ),
     retained_law(
         retain_leaks_nothing,
@@ -232,7 +232,7 @@ LAWS = (
         scenario_law(
             "double_backward",
             WEIGHT_PENALTY_SCENARIO,
-            "a penalty on the gradients of weights is plain PyTorch's: on a rank's own, or on all ranks', as claimed",
+            "a penalty on weight gradients, a rank's own or all ranks' as claimed, has plain PyTorch's gradients",
             features=(*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
             variants=(
                 Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
@@ -244,7 +244,7 @@ LAWS = (
     ),
     Law(
         name="double_backward.retained_then_zero_grad",
-        statement="backward of a loss on a retained graph, zero_grad, backward of another: the latter's gradient alone",
+        statement="after a retained backward and zero_grad, backward of another loss gives that loss's gradient alone",
         tier=Tier.STAGED,
         models=("mlp", "transformer", "exact", "fused"),
         observe=observe_retained_then_zero_grad,
@@ -256,6 +256,6 @@ LAWS = (
             Variant("scale", (Feature.SCALE_BACKWARD,)),
         ),
         steps=LawSteps(observe_retained_then_zero_grad),
-        kept_because="every spelling of backward on every model: a released engine fails in it",
+        kept_because="every way to call backward, on every model: a released engine fails this law",
     ),
 )

@@ -144,7 +144,7 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="model.configured",
-        statement="each step of the training as configured is the replay of its optimizer, clipping and accumulation",
+        statement="each step of the configured training is the replay of its optimizer, clipping and accumulation",
         tier=Tier.STAGED,
         models=(),
         observe=observe_configured,
@@ -157,7 +157,7 @@ LAWS = (
     ),
     Law(
         name="model.checkpointing",
-        statement="under the model's own activation checkpointing gradients are plain PyTorch's under the same",
+        statement="with the model's own activation checkpointing, gradients are plain PyTorch's with that checkpointing",
         tier=Tier.STAGED,
         models=(),
         observe=observe_checkpointing,

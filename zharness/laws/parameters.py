@@ -257,9 +257,9 @@ LAWS = (
     ),
     parameter_law(
         edited,
-        "full weights may be edited between steps; what rank 0 writes is what every rank has",
+        "full weights may be edited between steps; every rank then has what rank 0 wrote",
         Feature.EDITS,
-        kept_because="the only law that writes weights from outside",
+        kept_because="the only law in which the caller writes weights",
     ),
     Law(
         name="parameters.stay_put",

@@ -195,7 +195,7 @@ LAWS = (
     ),
     precision_law(
         "autocast_states",
-        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+        "gradients are plain PyTorch's with and without torch_autocast, and with backward inside a user's autocast",
         observe_states,
         judge_states,
         variants=(Variant(applies_to_user_models=True),),
@@ -203,7 +203,7 @@ LAWS = (
     ),
     precision_law(
         "autocast_nested",
-        "the engine's section overrides a user's torch.autocast; without a section the user's applies; none stays on",
+        "the engine's torch_autocast overrides a user's; without it the user's applies; neither stays on afterwards",
         observe_nested,
         judge_nested,
         kept_because="the only law with a user's own autocast around the engine's",

@@ -63,6 +63,6 @@ LAWS = (
         observe_norm,
         judge_norm,
         variants=(Variant(applies_to_user_models=True),),
-        kept_because="the only norm under autocast: a released engine divided it by a loss scale that it did not have",
+        kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",
     ),
 )

@@ -191,7 +191,7 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "grad_scaler",
-        "fp16's loss scale, also when loaded, is torch.amp.GradScaler's; one rank's overflow skips every rank's step",
+        "fp16's loss scale is torch.amp.GradScaler's, also after a load; one rank's overflow skips every rank's step",
         observe_scaler,
         judge_scaler,
         features=(),

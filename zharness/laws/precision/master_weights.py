@@ -141,7 +141,7 @@ def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "master_weights",
-        "the optimizer steps on masters, which weights round; gradients accumulate in the configured dtype",
+        "the optimizer updates masters, weights are rounded masters, and gradients accumulate in the configured dtype",
         observe_masters,
         judge_masters,
         features=(Feature.MASTERS,),

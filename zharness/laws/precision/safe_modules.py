@@ -72,6 +72,6 @@ LAWS = (
         judge_safe_modules,
         features=(Feature.WIRES,),
         variants=tuple(map(Variant, SAFE_MODULE_LISTS)),
-        kept_because="the only law that counts the bytes in the network by parameter and dtype",
+        kept_because="the only law that counts sent elements by dtype for lists of safe modules",
     ),
 )

@@ -51,7 +51,7 @@ def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.reshard",
-        statement="what one stage saved every other stage loads, bitwise, and its next step is plain PyTorch's",
+        statement="every stage loads a checkpoint of any other stage bitwise, and its next step is plain PyTorch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_reshard,

@@ -97,7 +97,7 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.resume",
-        statement="save, load into another engine, continue: bitwise equal to the engine that never stopped",
+        statement="an engine that loads a checkpoint continues bitwise like the engine that saved it and never stopped",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_resume,
@@ -111,6 +111,6 @@ LAWS = (
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
-        kept_because="bitwise, with schedule, generator and buffers, into another engine",
+        kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
     ),
 )

@@ -85,7 +85,7 @@ def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor
 LAWS = (
     Law(
         name="training.free_running",
-        statement="running freely, weights leave plain PyTorch's by no more than the gradients' differences explain",
+        statement="trained freely, weights differ from plain PyTorch's by no more than gradient differences explain",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_free_running,

@@ -69,7 +69,7 @@ LAWS = (
         judge=judge_grads,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_grads),
-        kept_because="the shortest law, which every engine can be held to: the first one to read in a report",
+        kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),
     Law(
         name="training.one_hot_rank",

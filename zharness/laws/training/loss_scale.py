@@ -51,6 +51,6 @@ LAWS = (
         models=MODELS,
         dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow and lose bits
         steps=LawSteps(observe_loss_scale_power),
-        kept_because="needs neither baseline nor bound, so it also holds with kernels that are not torch's",
+        kept_because="needs neither baseline nor bound, so it can also judge kernels that are not torch's",
     ),
 )

@@ -142,6 +142,6 @@ LAWS = (
             Variant("given_up", (Feature.ENGINE_ACCUMULATION,)),
         ),
         steps=LawSteps(observe_several_backwards),
-        kept_because="accumulation without any notice to the engine: backwards with no step between them",
+        kept_because="accumulation that is not announced to the engine: backwards without a step between them",
     ),
 )
