@@ -157,7 +157,7 @@ LAWS = (
     ),
     Law(
         name="model.checkpointing",
-        statement="with the model's own activation checkpointing, gradients are plain PyTorch's with that checkpointing",
+        statement="with the model's own activation checkpointing, gradients are plain PyTorch's with the same",
         tier=Tier.STAGED,
         models=(),
         observe=observe_checkpointing,
