@@ -1,4 +1,4 @@
-"""A frozen cell of the matrix, its id and its seed."""
+"""Cells: one law on one engine, with its id and its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zharness.errors import UsageError
 
 _ID = re.compile(
-    r"(?P<check>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
+    r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
     r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
     r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w+))?\]"
 )
@@ -36,12 +36,12 @@ class Cell:
 
     @property
     def engine_label(self) -> str:
-        """The engine as the id names it: ``engine``, or ``engine{variant}``."""
+        """The engine's name in the id: ``engine``, or ``engine{variant}``."""
         return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
 
     @property
     def id(self) -> str:
-        """``group.law[engine-zero3-w2-fp32-model]``, which is also the pytest id.
+        """The cell's id, ``group.law[engine-zero3-w2-fp32-model]``, which is also its pytest id.
 
         ``-variant`` follows the model if the law has variants, ``{variant}`` the engine if an engine variant was
         requested.
@@ -52,8 +52,8 @@ class Cell:
     def seed(self, salt: int = 0) -> int:
         """Return a 31-bit seed that follows from the id, so that the id alone determines what the cell computes.
 
-        Engine, stage and law are left out of the digest: cells that differ only in those train the same model on the
-        same data, so their numbers can be compared.
+        Law, engine, stage and variants are left out of the digest: cells that differ only in those train the same model
+        on the same data, so their numbers can be compared.
         """
         key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
@@ -64,28 +64,28 @@ class Cell:
         match = _ID.fullmatch(text)
         if match is None:
             raise UsageError(
-                f"not a cell id: {text!r}; expected group.check[engine-zeroS-wN-dtype-model], "
+                f"not a cell id: {text!r}; expected group.law[engine-zeroS-wN-dtype-model], "
                 "for example training.grads[reference-zero3-w2-fp32-mlp]"
             )
-        found = match.groupdict()
+        fields = match.groupdict()
         return cls(
-            law=found["check"],
-            engine=found["engine"],
-            stage=int(found["stage"]),
-            world_size=int(found["world_size"]),
-            dtype=found["dtype"],
-            model=found["model"],
-            variant=found["variant"] or "",
-            engine_variant=found["engine_variant"] or "",
+            law=fields["law"],
+            engine=fields["engine"],
+            stage=int(fields["stage"]),
+            world_size=int(fields["world_size"]),
+            dtype=fields["dtype"],
+            model=fields["model"],
+            variant=fields["variant"] or "",
+            engine_variant=fields["engine_variant"] or "",
         )
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """Parse ``0,1,2`` into distinct integers, the values of one axis. Raises UsageError for anything else."""
+    """Parse integers separated by commas, as in ``0,1,2``, without duplicates. Raises UsageError for anything else."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise UsageError(f"got {text!r}; expected whole numbers with commas between, as in 0,1,2") from None
+        raise UsageError(f"got {text!r}; expected integers separated by commas, as in 0,1,2") from None
 
 
 def is_cell_id(text: str) -> bool:

@@ -16,7 +16,7 @@ from zharness.run.plan import unsupported_reason
 
 @dataclass(frozen=True)
 class KillAttempts:
-    """The cells of one law on one mutant, in the order in which they run until one kills it."""
+    """The cells of one law on one mutant, in order; they run until one of them kills the mutant."""
 
     mutant: Mutant
     law: str
@@ -34,7 +34,7 @@ def plan_kill_attempts(
 ) -> KillAttempts:
     """Return the cells of ``law`` on ``mutant``: first the mutant's own targets, then its stages in fp32.
 
-    ``models`` selects among the law's models; without it, the first of them is used.
+    ``models`` selects among the law's models; if it is empty, the law's first model is used.
     """
     targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
@@ -46,13 +46,13 @@ def plan_kill_attempts(
         for variant in law.variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
-    # A target is tried even where the right engine is known to fail: its part and parameter tell the two apart.
+    # A target is tried even where the right engine is known to fail: part and parameter distinguish the two failures.
     claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
     return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
 
 
 def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> Iterator[PlannedCell]:
-    """Return the cells that the engine around which the mutant is built supports and is not known to fail."""
+    """Yield the cells that the mutant's right engine supports, and in which it has no expected failure."""
     for cell in cells:
         right = replace(cell, engine=mutant.over)
         known = find_expected_failure(right, engines.info(mutant.over).version() or "")

@@ -11,7 +11,7 @@ from zharness.run import Record, Verdict
 
 CONFIDENCE = 0.95
 BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
-BISECTION_STEPS = 60  # halve an interval of length 1 below the precision of float64
+BISECTION_STEPS = 60  # they halve an interval of length 1 to less than the precision of float64
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CleanRecord:
 
 
 def make_clean_record(records: Sequence[Record]) -> CleanRecord:
-    """Count ``records``. A cell with an expected failure is a known bug: neither clean nor a false alarm."""
+    """Count ``records``. A cell with an expected failure shows a known bug: it is neither clean nor a false alarm."""
     unexpected = [record for record in records if not record.expected_failure]
     judged = [r for r in unexpected if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.is_broken]
     return CleanRecord(
@@ -90,4 +90,4 @@ def binomial_cdf(events: int, trials: int, rate: float) -> float:
         + (trials - k) * math.log1p(-rate)
         for k in range(events + 1)
     )
-    return math.fsum(math.exp(each) for each in logs)
+    return math.fsum(math.exp(log) for log in logs)

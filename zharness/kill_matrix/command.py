@@ -28,7 +28,7 @@ RunCells = Callable[[Sequence[PlannedCell], Sequence[Runner]], Iterator[Record]]
 
 
 class LawScope(Enum):
-    """Which laws are tried on a mutant: all of them, or those of its targets."""
+    """The laws that are tried on a mutant: all of them, or those that its targets name."""
 
     EVERY_LAW = "every"
     TARGET_LAWS = "targets"
@@ -36,7 +36,7 @@ class LawScope(Enum):
 
 @dataclass(frozen=True)
 class KillOptions:
-    """What runs on the mutants: laws and models by name, world sizes, seconds for a cell, and cells at a time.
+    """The laws, world sizes and models to run on the mutants, the seconds for one cell, and the cells run in parallel.
 
     ``scope`` says whether a mutant is tried on all selected laws, or only on those among them that its targets name.
     """
@@ -55,7 +55,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
     Cells whose records are in ``jsonl`` already are not run again. ``run_cells`` runs cells on runners.
     Raises UsageError for a pattern, model or world size that does not exist.
     """
-    # A law without models holds for the user's own model only, on which no mutant can be tried.
+    # A law without models applies to a user's model only, on which no mutant is tried.
     chosen, laws = find_mutants(patterns), [law for law in find_laws(options.laws) if law.models]
     for model in options.models:
         model_spec(model)
@@ -73,12 +73,12 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
             for record in known.values():
                 file.add(record)
         bar = stack.enter_context(tqdm(total=len(attempts), unit="pair", leave=False, disable=not sys.stderr.isatty()))
-        if any(select_remaining_cells(each, known) for each in attempts):
+        if any(select_remaining_cells(attempt, known) for attempt in attempts):
             runners = [stack.enter_context(MutantRunner(options.timeout)) for _ in range(options.parallel_cells)]
             pin_runners_to_cores(
-                runners, [cell for each in attempts for cell in select_remaining_cells(each, known)[:1]]
+                runners, [cell for attempt in attempts for cell in select_remaining_cells(attempt, known)[:1]]
             )
-        while cells := [cell for each in attempts for cell in select_remaining_cells(each, known)[:1]]:
+        while cells := [cell for attempt in attempts for cell in select_remaining_cells(attempt, known)[:1]]:
             bar.update(len(attempts) - len(cells) - bar.n)
             for record in run_cells(cells, runners):
                 known[record.cell.id] = record

@@ -1,4 +1,4 @@
-"""Which laws kill which mutants, and what is missing: mutants that survive, laws without a use."""
+"""The kill matrix: which laws kill which mutants, which mutants survive, and which laws are of no use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KillMatrix:
     records: tuple[Record, ...]
 
     def killers(self, mutant: Mutant) -> dict[str, Record]:
-        """Return the laws that kill ``mutant``, each with its first record that does."""
+        """Return the laws that kill ``mutant``, each with its first record of a kill."""
         found: dict[str, Record] = {}
         for record in self.records:
             if record.cell.engine == mutant.engine and record.verdict.is_broken and record.cell.law in self.laws:
@@ -35,7 +35,7 @@ class KillMatrix:
         return {mutant.name: tuple(self.killers(mutant)) for mutant in self.mutants}
 
     def survivors(self) -> list[Mutant]:
-        """Return the mutants that no law kills, without the equivalent ones."""
+        """Return the mutants that no law kills, except those declared equivalent."""
         return [mutant for mutant in self.mutants if not mutant.equivalent and not self.killers(mutant)]
 
     def killed_equivalents(self) -> list[Mutant]:
@@ -58,7 +58,7 @@ class KillMatrix:
         return [law for law, names in self.kills_by_law().items() if not names] if complete else []
 
     def laws_without_reason(self) -> list[str]:
-        """Return the laws that kill no mutant alone and give no reason to be kept; empty unless all were tried."""
+        """Return the laws that are no mutant's only killer and lack ``kept_because``; empty unless all were tried."""
         complete = len(self.mutants) == len(MUTANTS)
         return (
             [law for law, names in self.sole_kills_by_law().items() if not names and not LAWS[law].kept_because]
@@ -67,7 +67,7 @@ class KillMatrix:
         )
 
     def check_named_divergences(self) -> tuple[int, list[str]]:
-        """Return the number of killed targets, and a message for each with an unexpected first divergence."""
+        """Return the number of killed targets, and a message for each target with an unexpected first divergence."""
         by_cell = {record.cell: record for record in self.records}
         killed_count, messages = 0, []
         for mutant in self.mutants:
@@ -85,7 +85,7 @@ class KillMatrix:
         return [record for record in self.records if record.verdict is Verdict.ERROR]
 
     def exit_code(self) -> int:
-        """Return 3 if the harness failed, 1 for a surviving mutant or a law without a use, else 0."""
+        """Return 3 if the harness failed; 1 for a survivor, a killed equivalent mutant or a useless law; else 0."""
         if self.errors():
             return 3
         bad = (self.survivors(), self.killed_equivalents(), self.laws_without_kills(), self.laws_without_reason())
@@ -120,13 +120,13 @@ def render_mutants_table(matrix: KillMatrix) -> str:
 
 def render_laws_table(matrix: KillMatrix) -> str:
     """Render a table with a row for each law that was tried."""
-    victims, sole = matrix.kills_by_law(), matrix.sole_kills_by_law()
-    rows = [[law, len(victims[law]), ", ".join(sole[law]) or LAWS[law].kept_because] for law in matrix.laws]
+    kills, sole_kills = matrix.kills_by_law(), matrix.sole_kills_by_law()
+    rows = [[law, len(kills[law]), ", ".join(sole_kills[law]) or LAWS[law].kept_because] for law in matrix.laws]
     return tabulate(rows, ["law", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
 
 
 def render_fault_kinds_table(matrix: KillMatrix) -> str:
-    """Render a table with a row for each kind of fault: mutants, and how many laws kill the hardest and the median."""
+    """Render a row for each kind of fault: its mutants, and the smallest and median number of laws that kill one."""
     table, rows = matrix.killers_by_mutant(), []
     for kind in FaultKind:
         real = [mutant for mutant in matrix.mutants if mutant.kind is kind and not mutant.equivalent]
@@ -138,7 +138,7 @@ def render_fault_kinds_table(matrix: KillMatrix) -> str:
 
 
 def list_complaints(matrix: KillMatrix) -> Iterable[str]:
-    """Return a paragraph for each kind of complaint that there is."""
+    """Return a paragraph for each kind of complaint that applies to a mutant, law or cell."""
     kinds: Sequence[tuple[str, Sequence[str]]] = (
         ("survives every law", [mutant.name for mutant in matrix.survivors()]),
         ("is declared equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
@@ -147,11 +147,11 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
         ("has another first divergence than its target names", matrix.check_named_divergences()[1]),
         ("is an error of the harness", [f"{record.cell.id}: {record.cause}" for record in matrix.errors()]),
     )
-    return ["\n".join(f"{name} {what}" for name in names) for what, names in kinds if names]
+    return ["\n".join(f"{name} {complaint}" for name in names) for complaint, names in kinds if names]
 
 
 def summarize_kills(matrix: KillMatrix) -> str:
-    """Return the line that counts kills and right first divergences."""
+    """Return the line that counts killed mutants and targets with the expected first divergence."""
     real = [mutant for mutant in matrix.mutants if not mutant.equivalent]
     killed_count, messages = matrix.check_named_divergences()
     return (

@@ -1,4 +1,4 @@
-"""The runner of mutants' cells."""
+"""The runner of the cells of mutants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zharness.world import Isolation, RankServer
 
 
 class MutantRunner(Runner):
-    """A runner with one rank server for all mutants, whose claims are known without building any.
+    """A runner with one rank server for all mutants; it knows their claims without building them.
 
-    Mutants share pooled ranks, one after the other. That is safe because each breaks its own instance only, or
+    Mutants share pooled ranks, one after the other. That is safe because a mutant breaks only its own instance, or
     restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used again.
     """
 
@@ -21,6 +21,7 @@ class MutantRunner(Runner):
         self._servers = {mutant.engine: self._shared_server for mutant in MUTANTS.values()}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
+        """Return what the mutant claims, without building it."""
         return MUTANTS[engine.removeprefix(PATH)].claims(stage)
 
     def close(self) -> None:

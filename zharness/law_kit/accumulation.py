@@ -47,21 +47,21 @@ def judge_engine_divided_gradients(
     """Compare the gradients of a window in which the engine divides either the loss or the gradient.
 
     ``divided_locals`` are the plain local results of divided losses. Results of undivided losses are computed only if
-    those do not match. If neither matches, yield the comparisons of which more match: a wrong engine is usually right
-    in most gradients.
+    some gradient differs from those. If some gradient differs from both, yield the comparisons with fewer mismatches: a
+    wrong engine is usually right in most gradients.
     """
     by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
-    found = list(stop_at_first_mismatch(by_loss(explain=False)))
-    if count_matches(found) == len(found):
-        yield from found
+    comparisons = list(stop_at_first_mismatch(by_loss(explain=False)))
+    if count_matches(comparisons) == len(comparisons):
+        yield from comparisons
         return
     by_gradient = partial(
         ctx.compare_reduced_grads, label, [ctx.compute_local_grads(micro, params) for micro in window], step, exact
     )
-    found = list(stop_at_first_mismatch(by_gradient(explain=False)))
-    if count_matches(found) < len(found):
-        found = max(list(by_gradient()), list(by_loss()), key=count_matches)
-    yield from found
+    comparisons = list(stop_at_first_mismatch(by_gradient(explain=False)))
+    if count_matches(comparisons) < len(comparisons):
+        comparisons = max(list(by_gradient()), list(by_loss()), key=count_matches)
+    yield from comparisons
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
@@ -71,5 +71,5 @@ def count_matches(comparisons: Sequence[Comparison]) -> int:
 
 def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
     """Return who owns the accumulation of the configured training: the engine if it claims that, else its caller."""
-    engine = AccumulationOwner.ENGINE in ctx.accumulation_owners()
-    return AccumulationOwner.ENGINE if engine else AccumulationOwner.CALLER
+    engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+    return AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER

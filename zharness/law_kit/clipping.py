@@ -15,7 +15,7 @@ from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison, Part, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, gamma
 
-CLIP_ROUNDINGS = 3  # roundings of torch.nn.utils.clip_grad_norm_'s factor: of the norm, of norm + 1e-6, of the quotient
+CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-6, and the quotient
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class ClipFactor:
 
     @classmethod
     def from_norm(cls, limit: float, norm: Tensor, error: Tensor, reported_norm: Tensor | None) -> ClipFactor:
-        """Return the factor of torch.nn.utils.clip_grad_norm_ to ``limit``.
+        """Return the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``.
 
-        It follows from ``reported_norm``; without one, from ``norm``, from which the engine's own norm may differ by
-        ``error``.
+        The factor is computed from ``reported_norm``. If that is None, it is computed from ``norm``, and the engine's
+        norm may be up to ``error`` smaller or larger.
         """
         if reported_norm is not None:
             return cls(float(compute_clip_factor(limit, reported_norm)))
         value, norms = compute_clip_factor(limit, norm), ((norm - error).clamp(min=0.0), norm + error)
         return cls(
             float(value),
-            float(torch.stack([(compute_clip_factor(limit, one) - value).abs() for one in norms]).max() / value),
+            float(torch.stack([(compute_clip_factor(limit, edge) - value).abs() for edge in norms]).max() / value),
         )
 
     def apply_to(self, grad: BoundedTensor) -> BoundedTensor:
@@ -71,11 +71,11 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
 def judge_clip_factor(
     ctx: JudgeContext, label: str, step: int, grads: Mapping[str, Tensor], limit: float
 ) -> Generator[Comparison, None, ClipFactor]:
-    """Compare the norm recorded under ``label`` with that of all ``grads``, on every rank; return the clip factor.
+    """Compare every rank's norm recorded under ``label`` with the norm of all ``grads``; return the clip factor.
 
     The factor is torch.nn.utils.clip_grad_norm_'s to ``limit``; 1 where no norm was recorded. An engine that clips and
-    reports no norm fails training.clip_and_norm; here its factor is known only as precisely as a norm is. DeepSpeed's
-    stage 0 averages the norm over ranks, which rounds once more for each rank.
+    reports no norm fails training.clip_and_norm; here its factor is known only within the error of the norm.
+    DeepSpeed's stage 0 averages the norm over ranks, which rounds once more for each rank.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
@@ -89,9 +89,9 @@ def judge_reported_norm(
 ) -> Generator[Comparison, None, Tensor | None]:
     """Compare the norm recorded under ``label`` with ``norm``, within ``error``; return rank 0's norm, if any."""
     reported = [record.get("norm") for record in ctx.rank_records(label, step)]
-    for rank, each in enumerate(reported):
-        if each is not None:
+    for rank, rank_norm in enumerate(reported):
+        if rank_norm is not None:
             yield hint_missing_norm(
-                compare_within_bound(ctx.location("norm", Part.REDUCTION, step, rank), norm, each, error)
+                compare_within_bound(ctx.location("norm", Part.REDUCTION, step, rank), norm, rank_norm, error)
             )
     return reported[0]

@@ -20,17 +20,17 @@ Layout = Mapping[str, tuple[Piece, ...]]
 def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> tuple[Engine, Layout]:
     """Build an engine around ``model`` and return it with the layout of its parameters.
 
-    Raises EngineContractError, which names the method, module, parameter or buffer, if the result is no Engine or the
-    model was changed.
+    Raises EngineContractError, which names the method, module, parameter or buffer, if the result is not an Engine or
+    the model was changed.
     """
-    given = ModelSnapshot.capture(model)
+    snapshot = ModelSnapshot.capture(model)
     engine = factory(model, config)
     require_engine(engine)
     layout = require_mapping("layout", engine.layout())
     if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
         raise EngineContractError("layout: the engine did not return tuples of zharness.engines.Piece")
-    owned = {name: tuple(pieces) for name, pieces in layout.items() if name in given.requires_grad}
-    given.require_unchanged(model, owned)
+    owned = {name: tuple(pieces) for name, pieces in layout.items() if name in snapshot.requires_grad}
+    snapshot.require_unchanged(model, owned)
     return engine, owned
 
 
@@ -39,14 +39,14 @@ def require_engine(candidate: object) -> None:
     verbs = sorted(
         {"__call__", *(name for name in dir(Engine) if not name.startswith("_"))} - {"module", "capabilities"}
     )
-    wrong = [name for name in verbs if not callable(getattr(candidate, name, None))]
+    missing = [name for name in verbs if not callable(getattr(candidate, name, None))]
     for name, kind in (("module", nn.Module), ("capabilities", Capabilities)):
         if not isinstance(getattr(candidate, name, None), kind):
-            wrong.append(f"{name} (a {kind.__name__})")
-    if wrong:
+            missing.append(f"{name} (a {kind.__name__})")
+    if missing:
         raise EngineContractError(
             f"the engine factory returned a {type(candidate).__name__}, which is not an Engine: missing "
-            f"{', '.join(wrong)}; zharness.engines.Engine documents every method"
+            f"{', '.join(missing)}; zharness.engines.Engine documents every method"
         )
 
 
@@ -80,9 +80,9 @@ class ModelSnapshot:
 
         Only weights that are whole on this rank are compared.
         """
-        turned = changed_flags(self.training_flags, get_training_flags(model))
-        if turned:
-            names = ", ".join(name or "the model itself" for name in turned)
+        changed = changed_flags(self.training_flags, get_training_flags(model))
+        if changed:
+            names = ", ".join(name or "the model itself" for name in changed)
             raise EngineContractError(
                 f"the engine changed the training flag of {names}; only the caller may set the mode"
             )
@@ -92,9 +92,9 @@ class ModelSnapshot:
             dict.fromkeys(list_state_names(model)),
         )
         weights = dict(model.named_parameters())
-        turned = changed_flags(self.requires_grad, get_requires_grad(weights))
-        if turned:
-            names = ", ".join(map(repr, turned))
+        changed = changed_flags(self.requires_grad, get_requires_grad(weights))
+        if changed:
+            names = ", ".join(map(repr, changed))
             raise EngineContractError(
                 f"the engine changed requires_grad of {names}; only the caller may choose which parameters train"
             )
@@ -122,7 +122,7 @@ class ModelSnapshot:
 
 
 def changed_flags(before: Mapping[str, bool], after: Mapping[str, bool]) -> list[str]:
-    """Return the names whose flag differs."""
+    """Return the names of the flags that differ."""
     return [name for name, flag in before.items() if after.get(name, flag) != flag]
 
 
@@ -155,7 +155,8 @@ def list_state_names(model: nn.Module) -> tuple[str, ...]:
 def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> bool:
     """Return whether a parameter is whole on this rank: neither a DTensor nor a shard.
 
-    A shard of one element, or its padding, has the shape of the whole parameter, so the layout decides there.
+    The shard of a parameter of one element has the shape of the whole parameter, even on ranks where it is padding. In
+    that case the layout decides.
     """
     if type(weight) is not nn.Parameter or weight.shape != before.shape:
         return False
@@ -175,7 +176,7 @@ def has_same_values(before: Tensor, after: Tensor) -> bool:
 
 def describe_changed_weight(name: str) -> str:
     """Return the message for a weight that differs from the initial one."""
-    return f"the engine changed the initial weights of {name!r}; training starts from the model as it was given"
+    return f"the engine changed the initial weights of {name!r}; training starts from the weights of the model"
 
 
 def require_initial_weights(params: Any, model: nn.Module) -> None:

@@ -28,13 +28,13 @@ def build_facts(observations: Observations) -> dict[str, Tensor]:
 
 
 def compare_engine_facts(ctx: JudgeContext, spec: OptimizerSpec, step: int, steps_made: int) -> Iterator[Comparison]:
-    """Compare every rank's reported facts after ``steps_made`` steps, none of which was skipped.
+    """Compare the learning rates, loss scale and skipped steps that every rank recorded after ``steps_made`` steps.
 
-    Learning rates are those of the next step, group by group.
+    No step was skipped. The learning rate of each group is the one that the next step uses.
     """
-    named = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_parameters())
+    parameters = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_parameters())
     factor = spec.schedule[min(steps_made, len(spec.schedule) - 1)]
-    rates = [group.get("lr", spec.args["lr"]) * factor for group in param_groups(named, spec)]
+    rates = [group.get("lr", spec.args["lr"]) * factor for group in param_groups(parameters, spec)]
     wanted = {learning_rate_fact(group): rate for group, rate in enumerate(rates)}
     wanted |= {LOSS_SCALE_FACT: ctx.baseline.loss_scale, SKIPPED_STEPS_FACT: 0}
     for rank, record in enumerate(ctx.rank_records("facts", step)):

@@ -1,4 +1,4 @@
-"""The judge's side of a law: every rank's evidence beside the baseline."""
+"""The context in which a judge compares every rank's evidence with the baseline."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class JudgeContext:
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter are reduced that the engine reports in ``grad_dtype``.
+        """Return the dtype in which a parameter's gradients are reduced, if the engine reports them in ``grad_dtype``.
 
-        A parameter that the model itself has in a narrower dtype than the cell's may be reduced in that dtype.
+        If the parameter's own dtype in the model is narrower than the cell's, it may be reduced in that dtype.
         """
         narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
@@ -114,9 +114,9 @@ class JudgeContext:
         """Compare every rank's full gradients with the mean of the local ones times ``scale``, and with each other.
 
         ``micros[m][rank]`` are the local results of micro-step m. With ``exact`` the comparison is bitwise, else it
-        uses the bound of the reduction and notes why tier X does not apply. ``suspects[what][loss]`` are other local
-        gradients: a mismatch that equals their sum is reported as ``what``. Without ``explain`` a mismatch has no hint
-        about its cause, which takes many comparisons of a large gradient.
+        uses the bound of the reduction and notes why tier X does not apply. ``suspects[hint][loss]`` are other local
+        gradients: a mismatch that equals their sum gets ``hint``. Without ``explain`` a mismatch gets no hint about its
+        cause; for a large gradient the search for a hint takes many comparisons.
         """
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -125,8 +125,8 @@ class JudgeContext:
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
-                    what: [[local.grads[name] for local in row if name in local.grads] for row in losses]
-                    for what, losses in (suspects or {}).items()
+                    hint: [[local.grads[name] for local in row if name in local.grads] for row in losses]
+                    for hint, losses in (suspects or {}).items()
                 }
                 yield from self._compare_reduced_grad(
                     name, records, micros, step, exact, scale, known if explain else None
@@ -137,8 +137,8 @@ class JudgeContext:
     ) -> BoundedGrads:
         """Return the gradients that ``compare_reduced_grads`` expects, each with its bound, for a step without records.
 
-        ``grad_dtypes`` are the dtypes of the engine's gradients; one without a name there may be as narrow as its
-        parameter.
+        ``grad_dtypes`` are the dtypes of the engine's gradients; a gradient without an entry there may be as
+        narrow as its parameter.
         """
         found = {}
         for name in self.baseline.parameter_names:
@@ -179,9 +179,10 @@ class JudgeContext:
         exact: bool | Exactness = False,
         scale: float = 1.0,
     ) -> list[Comparison]:
-        """Compare one large gradient on every rank piece by piece; return nothing if it is small or anything is wrong.
+        """Compare one large gradient on every rank piece by piece; return an empty list if it is small or wrong.
 
-        Equal gradients of ranks are compared once, and a bound is computed only where a value is not torch's own.
+        Gradients that are equal on all ranks are compared once. A bound is computed only for pieces that differ from
+        torch's own mean.
         """
         first = rank_grads[0]
         if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
@@ -211,19 +212,19 @@ class JudgeContext:
     ) -> list[Comparison]:
         """Compare a large tensor that is bitwise equal on all ranks once, piece by piece, and report it for every rank.
 
-        ``compare(piece, values)`` compares rank 0's elements of one piece. Return nothing if the tensor is small,
-        differs between ranks, or is wrong.
+        ``compare(piece, values)`` compares rank 0's elements of one piece. Return an empty list if the tensor is
+        small, differs between ranks, or is wrong.
         """
         values = rank_tensors[0].flatten()
         if values.numel() <= CHUNK_ELEMENTS or not all(
             is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
         ):
             return []
-        found = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
-        places = [one.location for one in found if one.location is not None]
+        comparisons = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
+        places = [comparison.location for comparison in comparisons if comparison.location is not None]
         return [
-            replace(one, location=replace(place, seen_on=rank))
-            for one, place in zip(found, places, strict=True)
+            replace(comparison, location=replace(place, seen_on=rank))
+            for comparison, place in zip(comparisons, places, strict=True)
             for rank in range(len(rank_tensors))
         ]
 
@@ -239,7 +240,7 @@ class JudgeContext:
     ) -> Iterator[Comparison]:
         """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-step]`` times ``scale``.
 
-        A mismatch gets a hint about its cause, by ``suspects`` among others; with None it gets no hint.
+        A mismatch gets a hint about its cause, which may be one of ``suspects``; if that is None, it gets no hint.
         """
         terms = [[scale * grad.double() for grad in row] for row in local_grads]
         flat, reduce_dtype = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
@@ -248,13 +249,11 @@ class JudgeContext:
         )
         reason = exact.reason if isinstance(exact, Exactness) else ""
         note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
-        right: Comparison | None = None
+        rank_0_match: Comparison | None = None
         for rank, actual in enumerate(rank_grads):
             place = self.location(name, Part.REDUCTION, step, rank)
-            if right is not None and is_bitwise_equal(
-                rank_grads[0], actual
-            ):  # the same numbers: nothing else would come of it
-                yield replace(right, location=place)
+            if rank_0_match is not None and is_bitwise_equal(rank_grads[0], actual):
+                yield replace(rank_0_match, location=place)  # equal numbers match too
                 continue
             found = (
                 compare_bitwise(place, mean, actual)
@@ -267,7 +266,7 @@ class JudgeContext:
                 if suspects is None
                 else attribute_mismatch(found, actual, terms, rank_grads, suspects, reduce_dtype)
             )
-            right = explained if rank == 0 and explained.mismatch is None else right
+            rank_0_match = explained if rank == 0 and explained.mismatch is None else rank_0_match
             yield attach_plain_values(explained, partial(self._compute_plain_mean, terms, reduce_dtype, actual.dtype))
 
     def _compute_plain_mean(self, terms: GradientTerms, reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
@@ -277,11 +276,11 @@ class JudgeContext:
         return stack.mean(0).to(grad_dtype) / scale
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
-        """Return whether tier X applies to the mean over these micro-steps, and if not the reason."""
+        """Return whether tier X applies to the mean over these micro-steps, and the reason if it does not."""
         return certify_exactness(self.baseline, steps, self.dtype, objective)
 
     def has_single_reduction_order(self) -> bool:
-        """Return whether every summation order gives the same mean over ranks: two terms, or exact ones."""
+        """Return whether every summation order gives the same mean: at most two ranks, or sums that round nothing."""
         return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
 
     def compute_local_grads(
@@ -312,7 +311,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch whose values are the right ones times a factor."""
+    """Add a hint to a mismatch whose values are the expected ones times a factor."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])

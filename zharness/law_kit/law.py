@@ -23,11 +23,12 @@ class Variant:
     ``features``: what the engine has to claim beyond the law's own features.
     ``compares_engine_with_itself``: the judge compares the engine's numbers with each other alone, so that an engine
     with its own kernels can be judged.
-    ``exact_by_sum``: exact where gradients are summed over ranks, and where they are averaged only if the world size is
-    a power of two.
-    ``applies_to_user_models``: stated for a user's model, beside the models of the law.
+    ``exact_by_sum``: the variant is exact if gradients are summed over ranks; if they are averaged, it is exact only at
+    world sizes that are powers of two.
+    ``applies_to_user_models``: the variant applies to a user's model as well as to the models of the law.
     ``training_run``: the training of several steps whose curves a report shows.
-    ``is_step_count``: the name is a number of steps of the configured training; every other number is a variant too.
+    ``is_step_count``: the name is the number of steps of the configured training; any other positive number names a
+    variant too.
     """
 
     name: str = ""
@@ -50,12 +51,12 @@ class Law:
     ``observe`` runs on every rank with an engine. ``judge`` runs once, in a process that never imported the engine, and
     yields comparisons in the order in which an error would have entered.
 
-    ``tier``: how comparisons on random weights are bounded; the exact model is judged by X where it is certified.
-    ``models``: the workload's models that it is stated for. ``features``: what the engine has to claim.
+    ``tier``: how comparisons on random weights are bounded; the exact model is judged at tier X where it is certified.
+    ``models``: the workload's models that the law applies to. ``features``: what the engine has to claim.
     ``kept_because``: why the law is kept although other laws kill the same mutants.
-    ``dtypes``: the dtypes that it is stated for. ``steps``: the steps that a short script makes; None where only the
-    law's own judge can tell what is right. ``weights_stay_integers``: the exact model's weights stay integers
-    throughout. ``steps_are_verbs``: a mismatch's step is the position of a verb in a program, not a micro-batch that
+    ``dtypes``: the dtypes that the law applies to. ``steps``: the steps that an exported short script makes; None if
+    only the law's own judge can decide what is right. ``weights_stay_integers``: the exact model's weights are integers
+    in every step. ``steps_are_verbs``: a mismatch's step is the position of a verb in a program, not a micro-batch that
     could be run again.
     """
 
@@ -90,5 +91,5 @@ class Law:
 
     @property
     def user_model_variants(self) -> tuple[str, ...]:
-        """The names of the variants that are stated for a user's model."""
+        """The names of the variants that apply to a user's model."""
         return tuple(variant.name for variant in self.variants if variant.applies_to_user_models)

@@ -11,9 +11,9 @@ from zharness.law_kit.scenarios import Scenario
 
 
 class StepsKind(Enum):
-    """What the function of a law's steps takes, and whether plain PyTorch makes the same steps."""
+    """The argument of the function that makes a law's steps, and whether plain PyTorch makes the same steps."""
 
-    SCENARIO = "scenario"  # takes a Participant; the rest is the same for all scenarios
+    SCENARIO = "scenario"  # takes a Participant; observer and judge are the same for all scenarios
     TRANSFORM = "transform"  # takes an engine, the model's spec and a batch
     OBSERVER = "observer"  # takes a RankContext
     SELF_COMPARISON = "self-comparison"  # takes a RankContext; the engine is compared with its own numbers alone

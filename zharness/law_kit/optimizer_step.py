@@ -60,43 +60,44 @@ def judge_step(
     The optimizer has made ``recorded_step.step`` steps before, less the skipped ones: the engine's step counts have to
     agree, and the schedule has advanced that far. The step uses the gradients times ``clip_factor``.
     """
-    step, made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
+    step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
         ctx.rank_records(recorded_step.params_label, step)[0],
         ctx.rank_records(recorded_step.params_label, step + 1)[0],
     )
-    kept, state = (
+    old_state, new_state = (
         unflatten(ctx.rank_records(recorded_step.state_label, step)[0]),
         unflatten(ctx.rank_records(recorded_step.state_label, step + 1)[0]),
     )
     check_names("full_params", before, after)
-    yield from compare_step_counts(ctx, kept, made, step, recorded_step.idle_steps)
+    yield from compare_step_counts(ctx, old_state, steps_made, step, recorded_step.idle_steps)
     for name, weight in before.items():
         if name not in grads:
-            stayed = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), weight, after[name])
-            yield add_hint(stayed, "the step moved a parameter that has no gradient")
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), weight, after[name])
+            yield add_hint(comparison, "the step moved a parameter that has no gradient")
             continue
-        state_before = {"step": torch.tensor(float(made - recorded_step.idle_steps.get(name, 0)))} | dict(
-            kept.get(name, {})
+        state_before = {"step": torch.tensor(float(steps_made - recorded_step.idle_steps.get(name, 0)))} | dict(
+            old_state.get(name, {})
         )
-        one = ParameterStep(
+        parameter_step = ParameterStep(
             weight,
             after[name],
             grads[name],
             state_before,
-            state.get(name, {}),
-            step_hyperparameters(spec, name, made),
+            new_state.get(name, {}),
+            step_hyperparameters(spec, name, steps_made),
             clip_factor,
         )
-        home = ctx.location(name, Part.OPTIMIZER, step)
-        yield from one.compare_in_pieces(spec.name, home) or one.compare_with_replay(spec.name, home)
-    moved = {name: entry for name, entry in state.items() if name in grads}
-    yield from compare_step_counts(ctx, moved, made + 1, step, recorded_step.idle_steps)
+        place = ctx.location(name, Part.OPTIMIZER, step)
+        in_pieces = parameter_step.compare_in_pieces(spec.name, place)
+        yield from in_pieces or parameter_step.compare_with_replay(spec.name, place)
+    updated = {name: entry for name, entry in new_state.items() if name in grads}
+    yield from compare_step_counts(ctx, updated, steps_made + 1, step, recorded_step.idle_steps)
 
 
 @dataclass(frozen=True)
 class ParameterStep:
-    """One parameter, its gradient times ``clip_factor``, and its state before and after a step."""
+    """One parameter's weight and state before and after a step, its gradient, and the clip factor."""
 
     weight: Tensor
     weight_after: Tensor
@@ -107,7 +108,7 @@ class ParameterStep:
     clip_factor: ClipFactor = NO_CLIPPING
 
     def compare_in_pieces(self, optimizer: str, location: TensorLocation) -> list[Comparison]:
-        """Compare a large parameter piece by piece; return nothing if it is small or anything is wrong.
+        """Compare a large parameter piece by piece; return an empty list if it is small or wrong.
 
         A piece that equals torch.optim's own step on the same numbers bitwise needs no bound.
         """
@@ -141,7 +142,7 @@ class ParameterStep:
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
-        """Return matches if weight and state equal ``torch_tensors`` bitwise, else nothing.
+        """Return matches if weight and state equal ``torch_tensors`` bitwise, else an empty list.
 
         ``torch_tensors`` has the weight under the empty name.
         """
@@ -168,10 +169,10 @@ class ParameterStep:
             """Apply ``function`` to every tensor of an optimizer state except the step count."""
             return {key: tensor if key == "step" else function(tensor) for key, tensor in state.items()}
 
-        weight, moved, grad = map(function, (self.weight, self.weight_after, self.grad))
+        weight, weight_after, grad = map(function, (self.weight, self.weight_after, self.grad))
         return ParameterStep(
             weight,
-            moved,
+            weight_after,
             grad,
             map_state(self.state_before),
             map_state(self.state_after),
@@ -208,7 +209,7 @@ class ClippedSgdStep:
     def compare_in_pieces(
         self, ctx: JudgeContext, records: Sequence[Tensor], location: TensorLocation
     ) -> list[Comparison]:
-        """Compare every rank's copy of a large weight after the step; return nothing if it is small or one is wrong."""
+        """Compare a large weight after the step on every rank; return an empty list if it is small or wrong."""
         weight, grad = self.weight.flatten(), self.grad.flatten()
 
         def compare_piece(piece: slice, weight_after: Tensor) -> list[Comparison]:
@@ -218,8 +219,8 @@ class ClippedSgdStep:
                 return [compare_torch_step(location, part.weight, weight_after)]
             return [part.compare_weight(location, weight_after)]
 
-        alike_shaped = all(each.shape == self.weight.shape for each in (self.grad, *records))
-        return ctx.compare_pieces_once(records, compare_piece) if alike_shaped else []
+        same_shape = all(tensor.shape == self.weight.shape for tensor in (self.grad, *records))
+        return ctx.compare_pieces_once(records, compare_piece) if same_shape else []
 
     def compare_weight(self, location: TensorLocation, weight_after: Tensor) -> Comparison:
         """Compare the weight after the step with w - factor x g."""
@@ -230,7 +231,8 @@ class ClippedSgdStep:
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
     """Return an upper bound of the replay's error of a moment.
 
-    A moment is a mean of the one before and the gradient's contribution, so their sizes bound its rounding.
+    A moment is a weighted mean of the moment before the step and the gradient's contribution, so the sizes of the
+    moments before and after the step bound its rounding.
     """
     size = after.float().abs() if before is None else after.float().abs() + before.float().abs()
     return 16 * unit_roundoff(after.dtype) * size
@@ -251,7 +253,8 @@ def list_state_tensors(state: Mapping[str, Tensor]) -> list[Tensor]:
 def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iterator[Mapping[str, Tensor]]:
     """Yield weight and state of each piece of one parameter after torch.optim's own step.
 
-    The weight has the empty name. Yield nothing if torch refuses the state, as an engine may have kept a wrong one.
+    The weight has the empty name. Yield nothing if torch refuses the state, because an engine may have recorded a
+    wrong one.
     """
     leaves = [part.weight.detach().clone() for part in steps]
     optimizer = optimizer_class(optimizer_name)(leaves, **steps[0].hyperparameters)
@@ -260,7 +263,7 @@ def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iter
         if part.state_before.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.state_before.items()}
         elif float(part.state_before.get("step", torch.zeros(()))) > 0:
-            return  # the engine has made steps and kept no state: torch would start anew
+            return  # the engine has made steps and recorded no state: torch would start anew
     with suppress(KeyError, RuntimeError, TypeError):
         optimizer.step()
         for leaf in leaves:
@@ -313,14 +316,14 @@ def compare_step_counts(
     Before the first step, all state has to be zero.
     """
     for name, entries in state.items():
-        made = steps - (idle_steps or {}).get(name, 0)
+        expected_count = steps - (idle_steps or {}).get(name, 0)
         for key, tensor in entries.items():
             place = ctx.location(f"{name}/{key}", Part.OPTIMIZER, step)
-            if made == 0:
-                clean = torch.zeros_like(tensor)
-                yield add_hint(compare_bitwise(place, clean, tensor), "the optimizer has stepped before the first step")
+            if expected_count == 0:
+                zeros = torch.zeros_like(tensor)
+                yield add_hint(compare_bitwise(place, zeros, tensor), "the optimizer has stepped before the first step")
             elif key == "step":
-                yield compare_bitwise(place, torch.tensor(float(made)), tensor.double().reshape(()))
+                yield compare_bitwise(place, torch.tensor(float(expected_count)), tensor.double().reshape(()))
 
 
 def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:
@@ -341,7 +344,7 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
-    """Compare weights and state between ranks: equal values under equal names."""
+    """Compare the names and values of weights and state between ranks."""
     for label in (recorded_step.params_label, recorded_step.state_label):
         records = ctx.rank_records(label, recorded_step.step)
         for record in records[1:]:

@@ -12,14 +12,14 @@ from zharness.engines.options import Options, merge_options
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
     """Yield engine options such that every variant, and every compatible pair of variants, occurs in one of them.
 
-    Greedy: a row starts with a missing pair and adds compatible variants, first those that bring the most missing
-    pairs. The rows are few, but not always the fewest.
+    The search is greedy: a row starts with a missing pair and then adds the compatible variants that bring the
+    most missing pairs. The rows are few, but not always the fewest possible.
     """
     missing = [{name} for name in variants]
     missing += [
-        {one, other}
-        for one, other in combinations(variants, 2)
-        if are_options_compatible(variants[one], variants[other])
+        {first, second}
+        for first, second in combinations(variants, 2)
+        if are_options_compatible(variants[first], variants[second])
     ]
     while missing:
         row = set(missing[-1])

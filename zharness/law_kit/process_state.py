@@ -1,4 +1,4 @@
-"""Switches and random generators of the process, which belong to the engine's caller."""
+"""Global settings and random generators of the process, which an engine has to leave to its caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_process_state() -> dict[str, Tensor]:
-    """Return the switches of this process and thread, and the state of its random generators, as numbers by name."""
+    """Return the global settings of this process and thread, and the state of its random generators, as tensors."""
     values = {
         "recording of gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -41,9 +41,9 @@ def read_process_state() -> dict[str, Tensor]:
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
-    """Compare the switches that each rank recorded under ``label`` at later ``steps`` with those at the first."""
+    """Compare the process state that each rank recorded under ``label`` at later ``steps`` with that at the first."""
     for rank, before in enumerate(ctx.rank_records(label, steps[0])):
         for step in steps[1:]:
-            now = ctx.rank_records(label, step)[rank]
+            after = ctx.rank_records(label, step)[rank]
             for name, value in before.items():
-                yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), value, now[name])
+                yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), value, after[name])

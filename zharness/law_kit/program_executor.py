@@ -32,7 +32,7 @@ from zharness.workload import Batch
 from zharness.workload.models import collect_tensors
 from zharness.workload.programs import Act, CallerState, Mark, Program, Verb, apply_verb, iter_verbs
 
-OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # of the engines that are not recorded
+OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # for the engines that train without records
 
 OVERWRITE_VALUE = 3  # the caller overwrites returned tensors with it
 
@@ -57,8 +57,8 @@ class ForwardResult:
 class ProgramExecutor:
     """Executes a program on one rank's engine and records what the judge compares.
 
-    ``outputs`` are kept by micro-batch until their backward. ``weights_version`` counts the changes of the weights.
-    After every step the ``other_engines`` are trained too, without records.
+    ``outputs`` holds, by micro-batch, the forwards whose backward has not run yet. ``weights_version``
+    counts the changes of the weights. After every step the ``other_engines`` are trained too, without records.
     """
 
     ctx: RankContext
@@ -69,39 +69,39 @@ class ProgramExecutor:
     outputs: dict[int, ForwardResult] = field(default_factory=dict)
     weights_version: int = 0
 
-    def execute_verb(self, position: int, verb: Verb, book: CallerState) -> None:
-        """Execute one verb and record what can be compared after it; ``book`` is the state before it."""
+    def execute_verb(self, position: int, verb: Verb, caller: CallerState) -> None:
+        """Execute one verb and record what can be compared after it; ``caller`` is the state before it."""
         act = verb.act
         if act in FORWARD_ACTS:
-            self.forward(position, verb, book.micro_batches_drawn)
+            self.forward(position, verb, caller.micro_batches_drawn)
         elif act is Act.BACKWARD:
-            micro = book.select_output(verb)
+            micro = caller.select_output(verb)
             self.backward(position, verb, self.outputs[micro])
             if Mark.RETAIN not in verb.marks:
                 del self.outputs[micro]
-            if apply_verb(book, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
+            if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
                 self.ctx.record("grads", self.engine.full_grads(), position)
         elif act is Act.NO_SYNC:
-            batch = self.get_batch(verb, book.micro_batches_drawn)
+            batch = self.get_batch(verb, caller.micro_batches_drawn)
             with self.engine.no_sync():
-                self.backward(position, verb, self.make_forward_result(batch, book.micro_batches_drawn))
+                self.backward(position, verb, self.make_forward_result(batch, caller.micro_batches_drawn))
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
             grad = compute_input_grad(
                 act,
-                lambda x: self.engine(x, **self.model_kwargs(book.micro_batches_drawn)),
-                self.make_leaf_inputs(book.micro_batches_drawn),
+                lambda x: self.engine(x, **self.model_kwargs(caller.micro_batches_drawn)),
+                self.make_leaf_inputs(caller.micro_batches_drawn),
             )
             self.ctx.record("input", {"input": grad}, position)
         elif act in (Act.FAILED_FORWARD, Act.FAILED_BACKWARD):
-            self.run_failing_micro_batch(verb, book.micro_batches_drawn)
+            self.run_failing_micro_batch(verb, caller.micro_batches_drawn)
         elif act is Act.LOOK:
-            self.inspect_engine(position, book)
+            self.inspect_engine(position, caller)
         elif act is Act.STEP:
-            self.step(position, book)
+            self.step(position, caller)
         elif act is Act.ZERO_GRAD:
             self.engine.zero_grad()
         else:
-            self.execute_between_steps(verb, book)
+            self.execute_between_steps(verb, caller)
 
     def get_batch(self, verb: Verb, micro: int) -> Batch:
         """Return this rank's micro-batch, changed as the verb's marks say."""
@@ -127,20 +127,20 @@ class ProgramExecutor:
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """Run a forward in the mode of the verb; keep the output of an ordinary one."""
+        """Run a forward in the mode of the verb; keep the output of an ordinary forward."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
-            kept = self.make_forward_result(batch, micro)
-        self.ctx.record("output", {"output": kept.output}, position)
+            result = self.make_forward_result(batch, micro)
+        self.ctx.record("output", {"output": result.output}, position)
         if verb.act is Act.FORWARD:
-            self.outputs[micro] = kept
+            self.outputs[micro] = result
 
     def backward(self, position: int, verb: Verb, result: ForwardResult) -> None:
         """Run the verb's backward, and record whether the caller's own tensors changed."""
         output = result.output
         loss = second_loss(output) if Mark.OTHER in verb.marks else self.ctx.spec.loss(output, result.batch.target)
-        own = {"output": output, "loss": loss}
-        before = {name: tensor.detach().clone() for name, tensor in own.items()}
+        caller_tensors = {"output": output, "loss": loss}
+        before = {name: tensor.detach().clone() for name, tensor in caller_tensors.items()}
         retain = Mark.RETAIN in verb.marks
         if Mark.TENSOR in verb.marks:
             torch.autograd.backward(loss, retain_graph=retain)
@@ -148,7 +148,7 @@ class ProgramExecutor:
             torch.autograd.backward(self.engine.scale(loss), retain_graph=retain)
         else:
             self.engine.backward(loss, retain_graph=retain)
-        changed = {name: not tensor.equal(before[name]) for name, tensor in own.items()}
+        changed = {name: not tensor.equal(before[name]) for name, tensor in caller_tensors.items()}
         changed["inputs"] = result.is_batch_changed()
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 
@@ -161,26 +161,26 @@ class ProgramExecutor:
         if verb.act is Act.FAILED_BACKWARD:
             self.engine.zero_grad()
 
-    def inspect_engine(self, position: int, book: CallerState) -> None:
+    def inspect_engine(self, position: int, caller: CallerState) -> None:
         """Read all that the engine reports twice, record the second reading, and overwrite all returned tensors."""
-        shown: list[Any] = []
+        readings: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters
-            grads = self.engine.full_grads() if book.has_reduced_gradients else {}
-            shown += [{} if isinstance(masters, Absent) else masters, grads]
-            shown += [self.engine.full_params(), self.engine.full_optimizer_state()]
+            grads = self.engine.full_grads() if caller.has_reduced_gradients else {}
+            readings += [{} if isinstance(masters, Absent) else masters, grads]
+            readings += [self.engine.full_params(), self.engine.full_optimizer_state()]
             self.engine.layout()
             self.engine.grad_norm()
-        for label, second in zip(("grads", "looked", "looked-state"), shown[-3:], strict=True):
-            self.ctx.record(label, flatten_optimizer_state(second) if label == "looked-state" else second, position)
-        for tensor in collect_tensors(shown):
+        for label, reading in zip(("grads", "looked", "looked-state"), readings[-3:], strict=True):
+            self.ctx.record(label, flatten_optimizer_state(reading) if label == "looked-state" else reading, position)
+        for tensor in collect_tensors(readings):
             tensor.fill_(OVERWRITE_VALUE)
 
-    def step(self, position: int, book: CallerState) -> None:
-        """Call the engine's step. Before an accumulation boundary, record that nothing has moved."""
+    def step(self, position: int, caller: CallerState) -> None:
+        """Call the engine's step. Before an accumulation boundary, record weights and state, which must not change."""
         self.outputs.clear()
         self.engine.step()
-        if not book.is_boundary:
+        if not caller.is_boundary:
             self.ctx.record("early", self.engine.full_params(), position)
             self.ctx.record_optimizer_state("early-state", self.engine, position)
             return
@@ -192,13 +192,13 @@ class ProgramExecutor:
             train_once(self.ctx, other, self.weights_version)
         self.advance_weights_version()
 
-    def execute_between_steps(self, verb: Verb, book: CallerState) -> None:
+    def execute_between_steps(self, verb: Verb, caller: CallerState) -> None:
         """Execute a verb that needs neither a micro-batch nor a gradient."""
         act = verb.act
         if act is Act.SAVE:
-            self.engine.save(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else book.save_count))
+            self.engine.save(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else caller.save_count))
         elif act is Act.LOAD:
-            self.engine.load(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else book.save_count - 1))
+            self.engine.load(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else caller.save_count - 1))
         elif act is Act.IDLE:
             self.engine.step()
             self.engine.zero_grad()
@@ -221,15 +221,15 @@ class ProgramExecutor:
     def record_weights_version(self) -> None:
         """Record the current weights, optimizer state and facts of the engine."""
         # Count gathered bytes after other collectives: gloo frees what it has sent only a moment later.
-        seen = self.ctx.record_training_state(self.engine, self.weights_version)
-        self.ctx.record("facts", build_facts(seen), self.weights_version)
-        gathered = seen.gathered_bytes
-        counted = {} if isinstance(gathered, Absent) else {"gathered": torch.tensor(gathered)}
-        self.ctx.record("gathered", counted, self.weights_version)
+        observations = self.ctx.record_training_state(self.engine, self.weights_version)
+        self.ctx.record("facts", build_facts(observations), self.weights_version)
+        gathered = observations.gathered_bytes
+        counts = {} if isinstance(gathered, Absent) else {"gathered": torch.tensor(gathered)}
+        self.ctx.record("gathered", counts, self.weights_version)
 
 
 def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
-    """Train one micro-batch and make its step."""
+    """Train one micro-batch and make one optimizer step."""
     batch = ctx.batch(micro)
     engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
     engine.step()
@@ -237,7 +237,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
-    """Run ``program`` on the engine, on every rank, beside ``other_engine_count`` more engines that train too."""
+    """Run ``program`` on an engine while ``other_engine_count`` more engines train in the same process. Collective."""
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()
@@ -249,11 +249,11 @@ def observe_program(ctx: RankContext, program: Program, other_engine_count: int 
             accumulation_owner=owner,
             reduction=Reduction(program.reduction),
         )
-        beside = [ctx.build_engine(optimizer=OTHER_ENGINE_OPTIMIZER) for _ in range(other_engine_count)]
-        player = ProgramExecutor(ctx, program, engine, folder, beside)
-        player.record_weights_version()
-        for place, verb, book in iter_verbs(program):
-            player.execute_verb(place, verb, book)
-        player.outputs.clear()
-        for each in (*beside, engine):
-            each.close()
+        other_engines = [ctx.build_engine(optimizer=OTHER_ENGINE_OPTIMIZER) for _ in range(other_engine_count)]
+        executor = ProgramExecutor(ctx, program, engine, folder, other_engines)
+        executor.record_weights_version()
+        for position, verb, caller in iter_verbs(program):
+            executor.execute_verb(position, verb, caller)
+        executor.outputs.clear()
+        for opened in (*other_engines, engine):
+            opened.close()

@@ -41,7 +41,7 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
         return f"its local gradients are not torch's: {capabilities.own_kernels[program.stage]}"
     for verb in program.verbs:
         if program.dtype == "fp16" and Mark.TENSOR in verb.marks:
-            return "under fp16 a loss has to be scaled, which loss.backward() does not"
+            return "under fp16 a loss has to be scaled, which loss.backward() does not do"
     for feature in find_required_features(program):
         reason = capabilities.refusal(feature)
         if reason is not None:
@@ -54,9 +54,11 @@ def find_required_features(program: Program) -> list[Feature]:
     used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
     used += [ACT_FEATURES.get(verb.act) for verb in program.verbs]
     used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]
-    # An engine that prepares its reduction in the newest forward reduces neither an older one's nor a second backward.
-    used += [Feature.RETAIN_GRAPH for _, verb, book in iter_verbs(program) if verb.act in GRAPH_ACTS and book.outputs]
-    used += [Feature.CALLER_ACCUMULATION for _, verb, book in iter_verbs(program) if is_accumulating(book, verb)]
+    # An engine that prepares its reduction in a forward may not reduce a backward of an older one, or a second one.
+    used += [
+        Feature.RETAIN_GRAPH for _, verb, caller in iter_verbs(program) if verb.act in GRAPH_ACTS and caller.outputs
+    ]
+    used += [Feature.CALLER_ACCUMULATION for _, verb, caller in iter_verbs(program) if is_accumulating(caller, verb)]
     used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)
     used += [Feature.SUM] * (program.reduction == Reduction.SUM.value)
     return list(dict.fromkeys(feature for feature in used if feature is not None))

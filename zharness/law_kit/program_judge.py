@@ -75,7 +75,7 @@ class StepCounts:
 
 @dataclass
 class ProgramJudge:
-    """Runs plain PyTorch for every rank along the program and compares."""
+    """Runs the program on plain PyTorch for every rank, and compares the engine's records with it."""
 
     ctx: JudgeContext
     program: Program
@@ -90,24 +90,24 @@ class ProgramJudge:
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
-    def judge_verb(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
-        """Compare what was recorded after one verb; ``book`` is the caller's state before it."""
+    def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
+        """Compare what was recorded after one verb; ``caller`` is the caller's state before it."""
         act = verb.act
         if act in FORWARD_ACTS:
-            self.forward_verbs[book.micro_batches_drawn] = verb
-            yield from self.compare_output(position, verb, book.micro_batches_drawn)
+            self.forward_verbs[caller.micro_batches_drawn] = verb
+            yield from self.compare_output(position, verb, caller.micro_batches_drawn)
         elif act in (Act.BACKWARD, Act.NO_SYNC):
-            yield from self.judge_backward(position, verb, book)
+            yield from self.judge_backward(position, verb, caller)
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
             expected = [
-                {"input": self.compute_plain_input_grad(act, rank, book.micro_batches_drawn)}
+                {"input": self.compute_plain_input_grad(act, rank, caller.micro_batches_drawn)}
                 for rank in range(self.ctx.world_size)
             ]
             yield from self.ctx.compare_values("input", expected, position)
         elif act is Act.LOOK:
-            yield from self.judge_look(position, book)
+            yield from self.judge_look(position, caller)
         elif act is Act.STEP:
-            yield from self.judge_optimizer_step(position, book)
+            yield from self.judge_optimizer_step(position, caller)
         elif act is Act.IDLE:
             yield from self.judge_update(position, {}, PendingGradients.NOTHING)
         elif act is Act.EDIT:
@@ -119,7 +119,7 @@ class ProgramJudge:
             yield from self.judge_load(*self.checkpoints[0 if Mark.OLD in verb.marks else -1])
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
             self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
-        if act is Act.STEP and book.is_boundary:
+        if act is Act.STEP and caller.is_boundary:
             self.zeroed_grads, self.window_grads = [], []
 
     def get_plain_module(self, weights_version: int) -> torch.nn.Module:
@@ -161,9 +161,9 @@ class ProgramJudge:
             )
         return output.detach()
 
-    def judge_backward(self, position: int, verb: Verb, book: CallerState) -> Iterator[Comparison]:
+    def judge_backward(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
         """Add the local gradients of one backward, and compare the reduced ones if they were recorded."""
-        micro = book.micro_batches_drawn if verb.act is Act.NO_SYNC else book.select_output(verb)
+        micro = caller.micro_batches_drawn if verb.act is Act.NO_SYNC else caller.select_output(verb)
         if verb.act is Act.NO_SYNC:
             self.forward_verbs[micro] = verb
         for rank, record in enumerate(self.ctx.rank_records("own", position)):
@@ -171,7 +171,7 @@ class ProgramJudge:
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
         self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.world_size)])
-        if apply_verb(book, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
+        if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
             yield from self.compare_window_grads(position)
 
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
@@ -216,30 +216,30 @@ class ProgramJudge:
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
 
-    def judge_look(self, position: int, book: CallerState) -> Iterator[Comparison]:
+    def judge_look(self, position: int, caller: CallerState) -> Iterator[Comparison]:
         """Compare what the engine reported between other verbs with its recorded weights, state and gradients."""
-        if book.has_reduced_gradients:
+        if caller.has_reduced_gradients:
             yield from self.compare_window_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
-    def judge_optimizer_step(self, position: int, book: CallerState) -> Iterator[Comparison]:
+    def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
         """Compare a step at a boundary with the replay; before a boundary nothing may have moved."""
-        if not book.is_boundary:
-            for kept, early in (("params", "early"), ("state", "early-state")):
-                for found in compare_records(self.ctx, kept, early, self.weights_version, position, Part.OPTIMIZER):
+        if not caller.is_boundary:
+            for label, early in (("params", "early"), ("state", "early-state")):
+                for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
                     yield add_hint(found, EARLY_STEP_HINT)
             return
-        grads = yield from self.judge_clipping(position, self.get_step_grads(book))
-        yield from self.judge_update(position, grads, book.pending)
+        grads = yield from self.judge_clipping(position, self.get_step_grads(caller))
+        yield from self.judge_update(position, grads, caller.pending)
 
-    def get_step_grads(self, book: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: the engine's own if recorded, else the expected ones with their bounds."""
-        shown = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
-        if book.pending is not PendingGradients.UNSEEN:
-            return {name: BoundedTensor.exact(grad) for name, grad in shown.items()}
+    def get_step_grads(self, caller: CallerState) -> BoundedGrads:
+        """Return the gradients of a step: the engine's if it recorded them, else the expected ones with bounds."""
+        recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
+        if caller.pending is not PendingGradients.UNSEEN:
+            return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
         return self.ctx.compute_expected_grads(
-            self.window_grads, self.grad_scale, {name: grad.dtype for name, grad in shown.items()}
+            self.window_grads, self.grad_scale, {name: grad.dtype for name, grad in recorded.items()}
         )
 
     def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
@@ -309,7 +309,7 @@ class ProgramJudge:
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return local gradients that add up to what an engine has that sums over ranks again at every backward."""
+    """Return the local gradients of an engine that sums what it has over ranks again at every backward."""
     factors = [float(world_size) ** (len(micros) - at) for at in range(len(micros))]
     return [row for factor, each in zip(factors, micros, strict=True) for row in scale_local_grads([each], factor)]
 
@@ -331,24 +331,25 @@ def judge_parameter_updates(
     position: int,
     pending: PendingGradients,
 ) -> Iterator[Comparison]:
-    """Compare each parameter's update with the replay at its own step count; one without a gradient must not move."""
+    """Compare each parameter's update with the replay at its own step count; without a gradient none is allowed."""
     before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
-    kept, state = (unflatten(ctx.rank_records("state", at)[0]) for at in (weights_version, weights_version + 1))
+    old_state = unflatten(ctx.rank_records("state", weights_version)[0])
+    new_state = unflatten(ctx.rank_records("state", weights_version + 1)[0])
     check_names("full_params", before, after)
     for name, weight in before.items():
         here = ctx.location(name, Part.OPTIMIZER, position)
         if name not in grads:
             yield compare_bitwise(here, weight, after[name])
-            yield from judge_unmoved_state(ctx, name, kept, state, position)
+            yield from judge_unmoved_state(ctx, name, old_state, new_state, position)
             continue
         steps = step_counts.by_parameter.get(name, 0)
-        own = dict(kept.get(name, {})) | {"step": torch.tensor(float(steps))}
+        previous = dict(old_state.get(name, {})) | {"step": torch.tensor(float(steps))}
         # Before the first step torch.optim has no state; an engine may have zeros already.
-        moments = own if steps else {"step": own["step"]}
+        moments = previous if steps else {"step": previous["step"]}
         expected, wanted = replay_step(
             spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
         )
-        found = state.get(name, {})
+        found = new_state.get(name, {})
         if "step" in found:
             counted = ctx.location(f"{name}/step", Part.OPTIMIZER, position)
             yield compare_bitwise(counted, torch.tensor(steps + 1.0), found["step"].double().reshape(()))
@@ -375,7 +376,7 @@ def judge_unmoved_state(
     state_after: Mapping[str, Mapping[str, Tensor]],
     position: int,
 ) -> Iterator[Comparison]:
-    """Compare the optimizer state of a parameter without a gradient with what it was."""
+    """Compare the optimizer state of a parameter without a gradient with its state before the step."""
     for key, tensor in state_before.get(name, {}).items():
         found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
         yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
@@ -387,9 +388,9 @@ def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
     yield from compare_initial_weights(ctx)
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
     yield from judge.judge_engine_facts()
-    for place, verb, book in iter_verbs(program):
-        for comparison in judge.judge_verb(place, verb, book):
-            yield set_verb_position(comparison, place)
+    for position, verb, caller in iter_verbs(program):
+        for comparison in judge.judge_verb(position, verb, caller):
+            yield set_verb_position(comparison, position)
 
 
 def set_verb_position(comparison: Comparison, position: int) -> Comparison:

@@ -22,7 +22,7 @@ from zharness.workload.programs import Verb, join_words
 
 
 def observe_any_order(ctx: RankContext) -> None:
-    """Run the drawn program on ranks whose random generators differ, and record its verbs."""
+    """Run the drawn program on ranks whose random generators differ; record its verbs and their results."""
     template = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
     program = template.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
     ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
@@ -34,7 +34,7 @@ def observe_any_order(ctx: RankContext) -> None:
 
 
 def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the program verb by verb, and the switches of the process at its end."""
+    """Judge the program verb by verb, and the state of the process at its end."""
     template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
     text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
     verbs = tuple(parse_verb(word) for word in text.split())

@@ -1,4 +1,4 @@
-"""How one verb of a program calls the model, on the engine and on plain PyTorch alike."""
+"""Calls of the model by the verbs of a program, which the engine and plain PyTorch run with the same code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZERS = {
     "nesterov": replace(NESTEROV, schedule=SCHEDULE),
 }
 
-EDITED_VALUE = 0.125  # an edit fills a weight with it; exact in every dtype
+EDITED_VALUE = 0.125  # an edit fills a weight with this value, which is exact in every dtype
 
 FORWARD_ACTS = (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD)
 
@@ -30,7 +30,7 @@ EVAL_MODE_ACTS = (Act.EVALUATION, Act.EVALUATION_GRAD)
 
 
 def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str, bool]:
-    """Return the keyword argument that selects, in every second micro-batch, the part of the model used sometimes."""
+    """Return the keyword argument that turns a part of the model on in every second micro-batch, if there is one."""
     if any(layer.kind is LayerKind.SOMETIMES for layer in program.walk()):
         return {"odd": micro % 2 == 1}
     return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}

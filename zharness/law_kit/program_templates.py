@@ -40,13 +40,13 @@ class ProgramTemplate:
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """Return the drawn program, without what the engine does not claim and what is illegal without that."""
-        wishes = [
+        """Return the drawn program, without verbs and marks that the engine does not claim or that become illegal."""
+        claimed_verbs = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)
             if is_act_claimed(verb, capabilities)
         ]
-        return self.make_program_of_verbs(legal_verbs((), wishes, window=self.window), dtype)
+        return self.make_program_of_verbs(legal_verbs((), claimed_verbs, window=self.window), dtype)
 
     def make_program_of_verbs(self, verbs: tuple[Verb, ...], dtype: str = "fp32") -> Program:
         """Return the program of these verbs in this template's configuration."""
@@ -147,7 +147,7 @@ MLP_TEMPLATES = {
     ),
 }
 
-# For a model with a part used in every second micro-batch, an unused, a frozen and a tied one.
+# For the model with unused, frozen and tied parameters, and a part that only every second micro-batch uses.
 CHANGING_TEMPLATES = {
     "": ProgramTemplate(
         ("f b s", "f b f b s", "n n f b:unseen s", "f b z", "v", "idle", "edit", "e f b l s"),

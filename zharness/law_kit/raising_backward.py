@@ -29,13 +29,13 @@ class RaisingBackward(torch.autograd.Function):
 
 
 def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Run ``block`` on an input whose backward raises, when later layers have their gradients already."""
+    """Run ``block`` on an input whose backward raises, after the backward of ``block`` and all later layers."""
     broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(broken)
 
 
 def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """Return 1 if the backward of ``loss`` raises the DeliberateError from within it, 0 if the exception is lost."""
+    """Return 1 if the DeliberateError within the backward of ``loss`` reaches the caller, 0 if it is lost."""
     try:
         backward(loss, retain_graph=retain_graph)
     except DeliberateError:

@@ -1,4 +1,4 @@
-"""The rank's side of a law: engines to build, batches to feed, snapshots to record."""
+"""The context in which a rank runs a law: it builds engines, draws batches and records snapshots."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def scalar(value: float) -> Tensor:
 class RankContext:
     """One rank of a cell.
 
-    ``capabilities`` are the engine's, as the planner knew them. ``records`` writes this rank's evidence. ``training``
-    is the user's configured training.
+    ``capabilities`` are those by which the planner selected the cell. ``records`` writes this rank's evidence.
+    ``training`` is the user's configured training.
     """
 
     def __init__(
@@ -112,29 +112,29 @@ class RankContext:
         )
 
     def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Record the weights that the model computes with, and under ``masters`` those of the optimizer.
+        """Record the weights that the model computes with, and the optimizer's under ``masters``.
 
-        Returns the engine's observations, because reading the masters gathers them.
+        Return the engine's observations, so that no caller gathers the masters a second time.
         """
         weights = require_mapping("full_params", engine.full_params())
-        seen = engine.observe()
-        masters_or_absent = seen.masters
+        observations = engine.observe()
+        masters_or_absent = observations.masters
         masters = (
             {} if isinstance(masters_or_absent, Absent) else require_mapping("observe().masters", masters_or_absent)
         )
         self.record(f"params{suffix}", weights, step)
         on_cpu = {name: require_cpu_tensor("observe().masters", name, tensor) for name, tensor in masters.items()}
         self._records.write_snapshot(f"masters{suffix}", step, on_cpu, base_label=f"params{suffix}")
-        return seen
+        return observations
 
     def record_training_state(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Record what a step changes: weights, masters and optimizer state, with ``suffix`` behind their labels.
+        """Record what a step changes: weights, masters and optimizer state, under labels that end in ``suffix``.
 
-        Returns the engine's observations.
+        Return the engine's observations.
         """
-        seen = self.record_weights(engine, step, suffix)
+        observations = self.record_weights(engine, step, suffix)
         self.record_optimizer_state(f"state{suffix}", engine, step)
-        return seen
+        return observations
 
     def record_optimizer_state(self, label: str, engine: Engine, step: int) -> None:
         """Record the engine's optimizer state, with one entry ``parameter/key`` for each tensor."""

@@ -16,7 +16,7 @@ STALE_FORWARD_HINT = "the forward used the weights from before"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the engine's first weights with those of the model that it was given."""
+    """Compare the weights that the engine reports before training with the initial weights of the model."""
     wanted = dict(ctx.baseline.build_module().named_parameters())
     record = ctx.rank_records("params", 0)[0]
     check_names("full_params", wanted, record)
@@ -27,17 +27,17 @@ def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_forward(
     ctx: JudgeContext, step: int, local: list[LocalResult], micro: int | None = None
 ) -> Iterator[Comparison]:
-    """Compare losses with the baseline at the weights that the engine reports.
+    """Compare losses with those of the baseline at the weights that the engine reports.
 
-    A loss that fits the weights of a step before is attributed to the gather. ``micro`` is the micro-batch if it
-    differs from ``step``.
+    If a wrong loss is the one that the weights before the last step give, the mismatch is attributed to the gather.
+    ``micro`` is the micro-batch if it differs from ``step``.
     """
-    at = step if micro is None else micro
-    for comparison in ctx.compare_losses(at, local):
+    micro_step = step if micro is None else micro
+    for comparison in ctx.compare_losses(micro_step, local):
         if comparison.mismatch is None or step == 0:
             yield comparison
         else:
-            yield replace(comparison, mismatch=blame_stale_weights(ctx, step, at, comparison.mismatch))
+            yield replace(comparison, mismatch=blame_stale_weights(ctx, step, micro_step, comparison.mismatch))
 
 
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
@@ -60,4 +60,4 @@ def compare_records(
             yield compare_bitwise(ctx.location(name, part, step, rank), tensor, found[name])
 
 
-UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an unknown value, which every comparison passes
+UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an undetermined value: every finite number is within it

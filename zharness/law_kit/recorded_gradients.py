@@ -1,4 +1,4 @@
-"""The gradients that single backwards give to the parameters of a plain model."""
+"""Record the gradient that each backward gives to each parameter of a plain model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ RecordedGradients = Mapping[
 
 def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
     """Return a dictionary that collects, by parameter, the split gradient of every backward from now on."""
-    given: dict[str, list[list[Tensor]]] = {}
+    recorded: dict[str, list[list[Tensor]]] = {}
 
     def save_gradient(name: str, grad: Tensor) -> None:
         """Append the gradient of one backward."""
-        given.setdefault(name, []).append(split_gradient(grad))
+        recorded.setdefault(name, []).append(split_gradient(grad))
 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(partial(save_gradient, name))  # type: ignore[no-untyped-call]
-    return given
+    return recorded
 
 
 def drain_gradients(gradients: dict[str, list[list[Tensor]]]) -> RecordedGradients:
     """Return the collected gradients and empty the dictionary."""
-    taken = {name: tuple(grads) for name, grads in gradients.items()}
+    drained = {name: tuple(grads) for name, grads in gradients.items()}
     gradients.clear()
-    return taken
+    return drained
 
 
 def has_split_gradients(gradients: RecordedGradients) -> bool:
-    """Return whether any gradient has several entries, which may be large where their sum is small."""
+    """Return whether any gradient has several entries: they may be large although their sum is small."""
     return any(len(grad) > 1 for grads in gradients.values() for grad in grads)
 
 

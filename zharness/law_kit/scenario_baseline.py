@@ -68,8 +68,9 @@ class ScenarioResult:
     """What a scenario on the plain model gives: values, each model's gradients, and those of the follow-up training.
 
     ``backward_grads`` holds, for each parameter, the gradient of every backward in order, split into entries: a sparse
-    gradient may have several entries of one row, a dense one is a single entry. The last of them shows where an engine
-    drops the others. ``backward_grads_after`` is the same for the follow-up training.
+    gradient may have several entries of one row, a dense one is a single entry. The judge compares with the
+    last one to see whether an engine keeps it alone or drops it. ``backward_grads_after`` holds those of the follow-up
+    training.
     """
 
     values: NamedTensors
@@ -95,7 +96,7 @@ def run_plain_scenario(
         )
     recorders = [record_gradients(participant.module) for participant in participants]
     values = {name: tensor.detach() for name, tensor in (scenario.script(participants[0]) or {}).items()}
-    backward_grads = tuple(drain_gradients(each) for each in recorders)
+    backward_grads = tuple(drain_gradients(recorder) for recorder in recorders)
     grads, after = [], []
     for participant in participants:
         grads.append(collect_grads(participant.module))
@@ -103,7 +104,7 @@ def run_plain_scenario(
         train_follow_up(participant)
         after.append(collect_grads(participant.module))
     return ScenarioResult(
-        values, tuple(grads), tuple(after), backward_grads, tuple(drain_gradients(each) for each in recorders)
+        values, tuple(grads), tuple(after), backward_grads, tuple(drain_gradients(recorder) for recorder in recorders)
     )
 
 
@@ -119,9 +120,11 @@ def run_exact_scenario(
     """Run a scenario in the cell's dtype. Raises HarnessFault if the results in float64 differ.
 
     They differ where something was rounded. The result is the same for every engine and stage, so it is cached; it
-    takes some 20 KB.
+    takes about 20 KB.
     """
-    result, wide = (run_plain_scenario(baseline, variant, scenario, rank, each) for each in (dtype, torch.float64))
+    result, wide = (
+        run_plain_scenario(baseline, variant, scenario, rank, precision) for precision in (dtype, torch.float64)
+    )
     double = wide.flatten()
     for name, tensor in result.flatten().items():
         if not torch.equal(tensor.double(), double[name].double()):

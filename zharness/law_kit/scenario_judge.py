@@ -53,7 +53,7 @@ def compare_scenario_grads(
 def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
-    """Compare the follow-up training; no parameter may stay gathered."""
+    """Compare the gradients of the follow-up training, and check that no parameter stays gathered."""
     yield from compare_scenario_grads(ctx, results, "after", engine_index)
     for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
         for name, count in counts.items():
@@ -66,18 +66,21 @@ def split_reduction_terms(
     """Return rows of gradients by rank that add up to ``rank_grads``: one row for each entry of each backward.
 
     An engine may reduce and round each entry alone, so their sizes bound the error: the sum of large entries may be
-    small. The last row removes what the scenario zeroed in between.
+    small. The last row subtracts the gradients that the scenario zeroed in between.
     """
-    parts = [
-        {name: [part for grad in grads for part in grad] for name, grads in each.items()} for each in backward_grads
+    entries_by_rank = [
+        {name: [entry for grad in grads for entry in grad] for name, grads in rank_backwards.items()}
+        for rank_backwards in backward_grads
     ]
-    most = max((len(grads) for each in parts for grads in each.values()), default=0)
+    most = max((len(entries) for rank_entries in entries_by_rank for entries in rank_entries.values()), default=0)
     rows: list[list[NamedTensors]] = [[] for _ in range(most + 1)]
-    for whole, each in zip(rank_grads, parts, strict=True):
+    for whole, rank_entries in zip(rank_grads, entries_by_rank, strict=True):
         for at, row in enumerate(rows[:most]):
-            row.append({name: grads[at] for name, grads in each.items() if at < len(grads) and name in whole})
-        kept = {name: sum(each.get(name, ()), torch.zeros_like(grad)) for name, grad in whole.items()}
-        rows[most].append({name: grad - kept[name] for name, grad in whole.items()})
+            row.append(
+                {name: entries[at] for name, entries in rank_entries.items() if at < len(entries) and name in whole}
+            )
+        sums = {name: sum(rank_entries.get(name, ()), torch.zeros_like(grad)) for name, grad in whole.items()}
+        rows[most].append({name: grad - sums[name] for name, grad in whole.items()})
     return rows
 
 
@@ -97,9 +100,9 @@ def make_backward_suspects(
 
 
 def zeros_for_unused_params(ctx: JudgeContext, label: str, engine_index: int) -> NamedTensors:
-    """Return zeros for every trained parameter of which rank 0 reports a gradient.
+    """Return zeros for every trained parameter whose gradient rank 0 reports.
 
-    A parameter that no rank used has to have this gradient.
+    A parameter that no rank used has to have a gradient of zeros.
     """
     reported = ctx.rank_records(label, engine_index)[0]
     parameters = ctx.baseline.build_module().named_parameters()

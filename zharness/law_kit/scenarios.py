@@ -1,6 +1,6 @@
 """Scenarios: what a caller does with a model, written once and run on the engine and on plain PyTorch.
 
-Every scenario is exact: weights, inputs and losses are integers over powers of two, and gradients are summed over
+Every scenario is exact. Weights, inputs and losses are integers over powers of two, and gradients are summed over
 ranks. The judge also runs it in float64: where both precisions agree bitwise nothing was rounded, so the engine has to
 agree bitwise too, in whatever order it sums. (An engine that averages stays exact where the world size is a power of
 two; elsewhere the bound of the reduction applies.) After the scenario the engine makes a step that moves nothing and
@@ -50,7 +50,7 @@ class Participant:
     """
 
     call: Callable[..., Any]
-    module: Any  # an nn.Module; its attributes are the model's own
+    module: Any  # an nn.Module with the attributes of the model
     rank: int
     variant: str
     spec: ModelSpec
@@ -114,7 +114,7 @@ class Scenario:
 def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: Capabilities) -> Reduction:
     """Return the reduction that is exact on this engine, sum or mean, and ``preferred`` if both are.
 
-    A mean over three ranks rounds, and so does a sum that the engine makes of such means.
+    A mean over three ranks rounds, and so does a sum that the engine computes by scaling such a mean.
     """
     if capabilities.refusal(Feature.SUM) is not None:
         return Reduction.MEAN

@@ -21,7 +21,7 @@ SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a training: optimizer, number of steps, norm to clip to, and micro-batches of a step."""
+    """The settings of a training: optimizer, number of steps, clipping norm, and micro-batches of a step."""
 
     optimizer: OptimizerSpec
     steps: int
@@ -81,13 +81,13 @@ def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
     rates = schedule(optimizer, run.optimizer)
     found = []
     for step in range(run.steps):
-        local = [one for micro in run.micro_steps(step) for one in ctx.compute_local_grads(micro, weights)]
-        for name in {name: None for one in local for name in one.grads}:
-            grads = [get_grad_or_zeros(one, name, [local]).to(weights[name].dtype) for one in local]
+        results = [result for micro in run.micro_steps(step) for result in ctx.compute_local_grads(micro, weights)]
+        for name in {name: None for result in results for name in result.grads}:
+            grads = [get_grad_or_zeros(result, name, [results]).to(weights[name].dtype) for result in results]
             weights[name].grad = torch.stack(grads).mean(0)
         trainable = [weight for weight in weights.values() if weight.grad is not None]
         whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-        found.append(StepMetrics(mean_loss([one.loss for one in local]), float(total_norm(whole))))
+        found.append(StepMetrics(mean_loss([result.loss for result in results]), float(total_norm(whole))))
         if run.clip is not None:
             torch.nn.utils.clip_grad_norm_(trainable, run.clip)
         optimizer.step()
@@ -110,14 +110,14 @@ def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
 def total_norm_and_bound(
     grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all elements together in float64, and how far an engine's may be from it.
+    """Return the 2-norm of all elements together in float64, and the largest difference of an engine's norm.
 
     An engine sums squares in float32 or in the widest of ``dtypes``, by default the gradients' own; a sum of so many
     terms in bf16 has no bound.
     """
     whole = total_norm(grads)
-    own = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
-    wide = reduce(torch.promote_types, own, torch.float32)
+    grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
+    wide = reduce(torch.promote_types, grad_dtypes, torch.float32)
     return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
 
 

@@ -1,4 +1,4 @@
-"""The laws: what a rank observes, and how a judge that never imported the engine decides."""
+"""The laws: what ranks record of an engine, and how a process that never imported the engine judges it."""
 
 from zharness.law_kit.dtypes import DTYPES, LOSS_SCALES
 from zharness.law_kit.judge_context import JudgeContext

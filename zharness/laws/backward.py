@@ -1,4 +1,4 @@
-"""The laws of backward in PyTorch's own spellings: what plain PyTorch allows with an output or a loss."""
+"""The laws of backward: every call that plain PyTorch allows on an output or a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def non_scalar(participant: Participant) -> None:
 
 
 def joint_loss(participant: Participant) -> None:
-    """Run backward on one loss over two engines."""
+    """Run backward of one loss that uses the outputs of two engines."""
     assert participant.partner is not None
     backward(
         participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
@@ -49,24 +49,24 @@ def joint_loss(participant: Participant) -> None:
 
 
 def bypass(participant: Participant) -> None:
-    """Run backward on one loss over two engines, with a branch that does not pass through either output."""
+    """Run backward of one loss over two engines, plus a term that a submodule computes outside either forward."""
     assert participant.partner is not None
-    together = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
-    backward(participant.loss(together) + participant.module.head(participant.inputs()).sum())
+    joint_output = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
+    backward(participant.loss(joint_output) + participant.module.head(participant.inputs()).sum())
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """Run backward on a second loss, which the forward computes and which no output depends on."""
-    left: list[Tensor] = []
+    """Run backward of a second loss that the forward computes on the side, not from the output."""
+    losses: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Compute the second loss from a weight and the hidden values."""
-        left.append(participant.module.last.weight.sum() + hidden.sum())
+        losses.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
     loss = participant.loss(participant.call(participant.inputs(), through=run_block))
-    backward(left[0], retain_graph=True)
-    backward(loss + left[0])
+    backward(losses[0], retain_graph=True)
+    backward(loss + losses[0])
 
 
 def without_grad(participant: Participant) -> NamedTensors:
@@ -83,8 +83,8 @@ def without_grad(participant: Participant) -> NamedTensors:
 def autograd_grad(participant: Participant) -> NamedTensors:
     """Take gradients of an output by its input, once and for a batch of cotangents; no parameter gets a gradient.
 
-    Gradients by parameters are taken too, and not compared: an engine may return a rank's own, or all ranks' where
-    parameters are sharded.
+    Gradients by parameters are taken too, but not compared: an engine may return those of one rank's loss, or those of
+    all ranks' losses where parameters are sharded.
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
@@ -92,7 +92,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
         participant.training_loss(2),
-        [each for each in participant.module.parameters() if each.requires_grad],
+        [parameter for parameter in participant.module.parameters() if parameter.requires_grad],
         allow_unused=True,
     )
     return {"input": grad(participant.loss(output), leaf)[0], "batched": batched}
@@ -125,40 +125,40 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """A model output in a container that torch does not know."""
+    """A model output in a dataclass, a container that torch does not look into."""
 
     output: Tensor
     extra: Tensor
     count: int = 2
 
 
-# What a model may return, and how a caller takes the first output from it.
+# The containers in which a model may return its output, and how a caller takes the output from each.
 OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
-    (lambda output, extra: (output, extra), lambda made: made[0]),
-    (lambda output, extra: [extra.detach(), output], lambda made: made[1]),
-    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda made: made["output"]),
-    (NamedTupleOutput, lambda made: made.output),
-    (DataclassOutput, lambda made: made.output),
+    (lambda output, extra: (output, extra), lambda packed: packed[0]),
+    (lambda output, extra: [extra.detach(), output], lambda packed: packed[1]),
+    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda packed: packed["output"]),
+    (NamedTupleOutput, lambda packed: packed.output),
+    (DataclassOutput, lambda packed: packed.output),
     (
         lambda output, extra: {"deep": [(extra.argmax(), DataclassOutput(output, extra))]},
-        lambda made: made["deep"][0][1].output,
+        lambda packed: packed["deep"][0][1].output,
     ),
 )
 
 
 def outputs(participant: Participant) -> None:
-    """Return outputs in every container with one of them used; at last use both."""
+    """Train with outputs in every container, of which the loss uses one; at the end use both outputs."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
-    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
-    backward(participant.loss(made.output) + made.extra.sum())
+    packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(participant.loss(packed.output) + packed.extra.sum())
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
     """Run one backward for each of two outputs."""
-    made = participant.call(participant.inputs(), pack=NamedTupleOutput)
-    backward(made.extra.sum())
-    backward(participant.loss(made.output))
+    packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+    backward(packed.extra.sum())
+    backward(participant.loss(packed.output))
 
 
 class TiledLoss(torch.autograd.Function):
@@ -183,21 +183,23 @@ class TiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the saved gradient times the incoming one."""
-        (of_hidden,) = ctx.saved_tensors
-        return grads[0] * of_hidden, None
+        (hidden_grad,) = ctx.saved_tensors
+        return grads[0] * hidden_grad, None
 
 
 def backward_in_forward(participant: Participant) -> None:
-    """Use a loss that completes the head's gradient before the caller's own backward begins."""
+    """Use a loss that computes the head's gradient before the caller's own backward begins."""
     hidden = participant.call(participant.inputs())
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """Let a backward raise halfway, a retained one twice, then zero the gradients and train the micro-batch again."""
-    once = backward_raises(participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward)))
+    """Let one backward and two retained ones raise halfway, then zero the gradients and train the micro-batch again."""
+    raised = backward_raises(
+        participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
+    )
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
-    values = {"raised": once, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
+    values = {"raised": raised, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
     participant.zero_grad()
     backward(participant.training_loss())
     return values
@@ -222,17 +224,17 @@ LAWS = (
     backward_law(
         engine_backward,
         "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
-        kept_because="the spelling of DeepSpeed's users: engines that count micro-batches count in it",
+        kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
         "loss.backward() is plain PyTorch's",
-        kept_because="torch's own spelling, which an engine notices by its hooks alone",
+        kept_because="torch's own call, which an engine notices only by its hooks",
     ),
     backward_law(
         non_scalar,
         "out.backward(g) is plain PyTorch's",
-        kept_because="the only backward that starts from a gradient of the caller's",
+        kept_because="the only backward that starts from a gradient that the caller passes",
     ),
     backward_law(
         joint_loss,
@@ -255,13 +257,13 @@ LAWS = (
     backward_law(
         without_grad,
         "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
-        kept_because="forwards under no_grad between a forward and its backward: state kept by module breaks",
+        kept_because="forwards under no_grad between a forward and its backward may overwrite state of modules",
     ),
     backward_law(
         autograd_grad,
         "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
         accumulation=4,
-        kept_because="gradients that train nothing: engines that count backwards count them too",
+        kept_because="gradients that train nothing: an engine that counts backwards may count them",
     ),
     backward_law(
         backward_inputs,
@@ -281,11 +283,11 @@ LAWS = (
     backward_law(
         two_outputs_two_backwards,
         "one backward for each of two outputs gives the sum of both gradients",
-        kept_because="two backwards of one forward: hooks that fire once fire too early",
+        kept_because="two backwards of one forward: a hook that fires only once fires too early",
     ),
     backward_law(
         backward_in_forward,
-        "a Function that runs a backward within its forward does not disturb the caller's own backward",
+        "an autograd.Function that runs a backward within its forward does not disturb the caller's own backward",
         kept_because="the only graph task within a forward, as in tiled losses",
     ),
     backward_law(

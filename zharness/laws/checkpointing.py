@@ -1,4 +1,4 @@
-"""The laws of activation checkpointing: the gradients are those of the same model without it.
+"""The laws of activation checkpointing: gradients equal those of the same model without checkpointing.
 
 The plain model does not checkpoint at all (``Participant.recompute``), except where torch's reentrant form itself gives
 other gradients.
@@ -39,11 +39,11 @@ def block(participant: Participant) -> None:
 
 def nested(participant: Participant) -> None:
     """Checkpoint a block within a checkpoint."""
-    inside = make_checkpoint_runner(participant)
+    run_checkpointed = make_checkpoint_runner(participant)
 
     def run_nested(block: Block, hidden: Tensor) -> Tensor:
         """Run the block within two checkpoints."""
-        return inside(lambda h: inside(block, h), hidden)
+        return run_checkpointed(lambda h: run_checkpointed(block, h), hidden)
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
 
@@ -58,27 +58,31 @@ def whole_model(participant: Participant) -> NamedTensors:
 
 def two_regions(participant: Participant) -> None:
     """Use one layer in two checkpointed regions of one loss."""
-    inside = make_checkpoint_runner(participant)
+    run_checkpointed = make_checkpoint_runner(participant)
     backward(
         participant.loss(
-            participant.call(participant.leaf_inputs(), through=lambda block, h: inside(block, inside(block, h)))
+            participant.call(
+                participant.leaf_inputs(), through=lambda block, h: run_checkpointed(block, run_checkpointed(block, h))
+            )
         )
     )
 
 
 def frozen(participant: Participant) -> None:
     """Checkpoint a frozen layer beside trained ones, and a frozen layer alone."""
-    inside = make_checkpoint_runner(participant)
+    run_checkpointed = make_checkpoint_runner(participant)
 
     def run_regions(block: Block, hidden: Tensor) -> Tensor:
-        """Run both regions."""
-        return inside(lambda h: block(participant.module.frozen(h)), inside(participant.module.frozen, hidden))
+        """Checkpoint a frozen layer alone, then a frozen layer together with the block."""
+        return run_checkpointed(
+            lambda h: block(participant.module.frozen(h)), run_checkpointed(participant.module.frozen, hidden)
+        )
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_regions)))
 
 
 def plain_inputs(participant: Participant) -> None:
-    """Checkpoint the first layer, whose input requires no gradient: torch's reentrant form then gives it none."""
+    """Checkpoint the first layer, whose input requires no gradient: if reentrant, torch computes none for the layer."""
     recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
     hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
     backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
@@ -110,6 +114,7 @@ class RaisesOnRecompute:
         self.calls = 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Run the block; raise DeliberateError in the second call."""
         self.calls += 1
         if self.calls == 2:
             raise DeliberateError
@@ -170,7 +175,7 @@ LAWS = (
     checkpointing_law(
         whole_model,
         "checkpointing the whole model changes no gradient",
-        kept_because="every module is gathered twice, none outside a checkpointed region",
+        kept_because="every module is gathered twice, and none outside a checkpointed region",
     ),
     checkpointing_law(
         two_regions,
@@ -180,7 +185,7 @@ LAWS = (
     checkpointing_law(
         frozen,
         "frozen layers within a region, and regions of frozen layers alone, change no gradient",
-        kept_because="regions without a single gradient, whose hooks never fire",
+        kept_because="regions in which no parameter has a gradient, so their hooks never fire",
     ),
     checkpointing_law(
         plain_inputs,
@@ -196,7 +201,7 @@ LAWS = (
     checkpointing_law(
         non_scalar,
         "out.backward(g) through a checkpointed region is plain PyTorch's",
-        kept_because="a region at the end of a graph, started with a gradient of the caller's",
+        kept_because="a region at the end of a graph, whose backward starts from a gradient that the caller passes",
     ),
     checkpointing_law(
         exception,

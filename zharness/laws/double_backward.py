@@ -40,6 +40,7 @@ def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool)
 
 
 def observe_retained_then_zero_grad(ctx: RankContext) -> None:
+    """Run backward of a loss with a retained graph, zero the gradients, run backward of another loss, and train on."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     batch = ctx.batch(0)
     ctx.record("params", engine.full_params(), 0)
@@ -59,7 +60,10 @@ def observe_retained_then_zero_grad(ctx: RankContext) -> None:
 
 
 def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients with the second loss's alone, replay the step, and judge the next micro-batch."""
+
     def objective(output: Tensor, _batch: Batch) -> Tensor:
+        """Return the second loss, which uses no target."""
         return second_loss(output)
 
     second = ctx.compute_local_grads(0, objective=objective)
@@ -79,7 +83,7 @@ def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def retained_same_loss(participant: Participant) -> None:
-    """Run two backwards of one loss: doubling is exact, so the result is exactly twice the gradient."""
+    """Run two backwards of one loss, which give exactly twice the gradient: doubling rounds nothing."""
     loss = participant.training_loss()
     torch.autograd.backward(loss, retain_graph=True)
     torch.autograd.backward(loss)
@@ -115,8 +119,8 @@ class RaisesOnSecondBackward(torch.autograd.Function):
 
 def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """Run ``block`` on an input whose second backward raises."""
-    passed: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
-    return block(passed)
+    guarded: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
+    return block(guarded)
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
@@ -135,21 +139,21 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
 
 
 def gradient_penalty(participant: Participant) -> NamedTensors:
-    """Add a penalty on the gradient by the inputs, of a loss with curvature, to an ordinary loss."""
+    """Run backward of an ordinary loss plus a penalty on the input gradient of a loss with curvature."""
     leaf = participant.leaf_inputs()
     output = participant.call(leaf)
-    (first,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
-    # Divided by 16 like the loss itself: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
-    torch.autograd.backward(first.pow(2).sum() / 16 + participant.loss(output))
+    (input_grad,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
+    # Divided by 16 like the loss: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
+    torch.autograd.backward(input_grad.pow(2).sum() / 16 + participant.loss(output))
     assert leaf.grad is not None
-    return {"input": first, "penalty": leaf.grad}
+    return {"input": input_grad, "penalty": leaf.grad}
 
 
 OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 
 
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``loss`` plus the squares of its weight gradients times ``grad_scale``, and these gradients."""
+    """Return ``loss`` plus the sum of squares of its scaled weight gradients, and the scaled gradients by name."""
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
     grads = {name: grad_scale * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
@@ -157,21 +161,20 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 
 
 def weight_penalty(participant: Participant) -> NamedTensors:
-    """Add a penalty on the gradients of weights; return them if they are a rank's own."""
+    """Add a penalty on weight gradients to the loss; return those gradients if each rank has its own."""
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
     torch.autograd.backward(total)
     return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
 
 
-# The mean, because an engine that forgets to divide in the second backward is right by the sum.
+# The reduction is the mean, because with the sum an engine that forgets to divide in the second backward is right.
 WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of a penalty on reduced gradients with those of all ranks' losses and the penalty together.
+    """Compare gradients with those of all ranks' losses plus a penalty on reduced gradients.
 
-    With the mean over N ranks, the gradients within the penalty are divided by N, and the penalty's own gradients
-    again.
+    With the mean over N ranks, the gradients within the penalty are divided by N, and so are the gradients of the sum.
     """
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
@@ -199,7 +202,7 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
 
 
 def retained_law(script: ScenarioScript, statement: str, *, kept_because: str) -> Law:
-    """Build the law of one scenario with a retained graph."""
+    """Build the law of a scenario that retains a graph."""
     features = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
     return scenario_law("double_backward", Scenario(script), statement, kept_because=kept_because, features=features)
 
@@ -208,7 +211,7 @@ LAWS = (
     retained_law(
         retained_same_loss,
         "two backwards on one retained graph give exactly twice the gradient",
-        kept_because="doubling is exact on every model, so a lost or a third share shows",
+        kept_because="doubling is exact on every model, so a lost or an extra contribution shows",
     ),
     retained_law(
         retain_leaks_nothing,
@@ -229,7 +232,7 @@ LAWS = (
         scenario_law(
             "double_backward",
             WEIGHT_PENALTY_SCENARIO,
-            "a penalty on the gradients of weights is plain PyTorch's: on a rank's own, or on all ranks', as claimed",
+            "a penalty on weight gradients, a rank's own or all ranks' as claimed, has plain PyTorch's gradients",
             features=(*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
             variants=(
                 Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
@@ -241,7 +244,7 @@ LAWS = (
     ),
     Law(
         name="double_backward.retained_then_zero_grad",
-        statement="backward of a loss on a retained graph, zero_grad, backward of another: the latter's gradient alone",
+        statement="after a retained backward and zero_grad, backward of another loss gives that loss's gradient alone",
         tier=Tier.STAGED,
         models=("mlp", "transformer", "exact", "fused"),
         observe=observe_retained_then_zero_grad,
@@ -253,6 +256,6 @@ LAWS = (
             Variant("scale", (Feature.SCALE_BACKWARD,)),
         ),
         steps=LawSteps(observe_retained_then_zero_grad),
-        kept_because="every spelling of backward on every model: a released engine fails in it",
+        kept_because="every way to call backward, on every model: a released engine fails this law",
     ),
 )

@@ -46,6 +46,7 @@ def build_configured_engine(ctx: RankContext) -> Engine:
 
 
 def observe_configured(ctx: RankContext) -> None:
+    """Train the user's configured training, and record the weights, gradients, norm and state of every step."""
     training, owner = ctx.training, select_accumulation_owner(ctx)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     ctx.record("setting", {"own kernels": torch.tensor(own_kernels), "engine": torch.tensor(owner is owner.ENGINE)})
@@ -64,9 +65,9 @@ def observe_configured(ctx: RankContext) -> None:
 
 
 def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step from the engine's own weights.
+    """Judge each step of the configured training from the weights that the engine has before it.
 
-    The gradients of an engine with its own kernels are judged by training.kernels instead.
+    If the engine has its own kernels, training.kernels judges its gradients instead.
     """
     yield from compare_initial_weights(ctx)
     for step in range(int(ctx.variant)):
@@ -107,12 +108,12 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant and not any(weight.requires_grad for weight in model.get_input_embeddings().parameters()):
-        model.enable_input_require_grads()  # or a reentrant checkpoint gives no gradient
+        model.enable_input_require_grads()  # otherwise a reentrant checkpoint gives no gradient
     return model  # type: ignore[no-any-return]
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Return whether the model has activation checkpointing as models of transformers have it, and supports it."""
+    """Return whether the model has and supports activation checkpointing in the form of transformers' models."""
     return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
         getattr(model, "supports_gradient_checkpointing", False)
     )
@@ -124,6 +125,7 @@ def add_checkpointing(spec: ModelSpec, kind: str) -> ModelSpec:
 
 
 def observe_checkpointing(ctx: RankContext) -> None:
+    """Run backward with the model's own activation checkpointing, and record the loss and the gradients."""
     engine = ctx.build_engine_around(add_checkpointing(ctx.spec, ctx.variant).model(ctx.seed))
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -142,7 +144,7 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="model.configured",
-        statement="each step of the training as configured is the replay of its optimizer, clipping and accumulation",
+        statement="each step of the configured training is the replay of its optimizer, clipping and accumulation",
         tier=Tier.STAGED,
         models=(),
         observe=observe_configured,
@@ -155,7 +157,7 @@ LAWS = (
     ),
     Law(
         name="model.checkpointing",
-        statement="under the model's own activation checkpointing gradients are plain PyTorch's under the same",
+        statement="with the model's own activation checkpointing, gradients are plain PyTorch's with the same",
         tier=Tier.STAGED,
         models=(),
         observe=observe_checkpointing,

@@ -1,4 +1,4 @@
-"""The laws of parameters of every kind, and of changes to them after construction."""
+"""The laws of every kind of parameter, and of changes to parameters after construction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every_kind(participant: Participant) -> None:
 
 
 def branch(participant: Participant) -> None:
-    """Use a branch in the first forward and not in the second, whose loss alone reaches another branch."""
+    """Use a branch in the first forward but not in the second; zero the gradients in between."""
     backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
     backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
@@ -47,7 +47,7 @@ def frozen_and_unfrozen(participant: Participant) -> None:
 
 
 def outside_its_module(participant: Participant) -> None:
-    """Read a weight by attribute outside any forward, beside the ordinary loss and alone."""
+    """Read a weight by attribute outside any forward, together with the ordinary loss and alone."""
     weight = participant.module.first.weight
     backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
     backward(participant.module.by_attribute.weight.sum())
@@ -64,7 +64,7 @@ def edited(participant: Participant) -> None:
 
 
 def late_submodule(participant: Participant) -> None:
-    """Attach a submodule late that uses a parameter of the model; no optimizer trains the submodule's own."""
+    """Attach a submodule after construction that uses a parameter of the model, and remove it after backward."""
     late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
     late.weight = dict(participant.module.named_parameters())["first.weight"]
     participant.module.late = nn.Sequential(late, nn.ReLU())
@@ -76,7 +76,7 @@ OTHER_RANKS = "others"
 
 
 def used_on_some_ranks(participant: Participant) -> None:
-    """Take a branch on rank 0 alone, or on all other ranks; then on no rank."""
+    """Take a branch on rank 0 alone, or on all other ranks; then take it on no rank."""
     with participant.allow_uneven_use():
         backward(
             participant.loss(
@@ -89,23 +89,25 @@ def used_on_some_ranks(participant: Participant) -> None:
 
 
 def sparse(participant: Participant) -> None:
-    """Look up rows of a table several times and in several micro-batches; some rows never."""
+    """Look up rows of a table several times and in several micro-batches; never look up some rows."""
     backward(participant.training_loss())
     backward(participant.training_loss(2))
 
 
-# Whether each step uses the branch; None: a step with no backward before it.
 IDLE_VARIANT = "idle"
 
+# Whether each step uses the branch; None stands for a step without a backward.
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
 
 
 def observe_stay_put(ctx: RankContext) -> None:
+    """Train steps that use the branch, skip it, or have no backward."""
     engine = ctx.build_engine(optimizer=ADAMW)
     train_with_branches(ctx, engine)
 
 
 def observe_unfrozen(ctx: RankContext) -> None:
+    """Unfreeze a frozen module after construction, then train steps that use the branch or skip it."""
     engine = ctx.build_engine(optimizer=ADAMW)
     for parameter in engine.module.frozen.parameters():  # type: ignore[union-attr]
         parameter.requires_grad_(True)
@@ -127,9 +129,9 @@ def train_with_branches(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step with the engine's own gradients, of the parameters that the plain model uses.
+    """Judge each step by the gradients that the engine reports for the parameters that the plain model uses.
 
-    An engine may report zeros for the other parameters, and still must not move them. Other laws judge the gradients.
+    An engine may report zeros for the other parameters, but must not move them. Other laws judge the gradients.
     """
     yield from judge_branch_steps(ctx, ctx.baseline.build_module())
 
@@ -149,13 +151,13 @@ def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Compari
     Each parameter's step count is the number of steps that used it.
     """
     yield from compare_initial_weights(ctx)
-    idle = dict.fromkeys(ctx.baseline.parameter_names, 0)
+    idle_steps = dict.fromkeys(ctx.baseline.parameter_names, 0)
     for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
         used = set() if branch is None else find_used_parameters(ctx, module, step, branch)
         grads = {name: grad for name, grad in ctx.rank_records("grads", step)[0].items() if name in used}
-        yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters", idle_steps=idle))
+        yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters", idle_steps=idle_steps))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
-        idle = {name: steps + (name not in used) for name, steps in idle.items()}
+        idle_steps = {name: count + (name not in used) for name, count in idle_steps.items()}
 
 
 def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
@@ -168,9 +170,12 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
 
 
 def observe_deferred(ctx: RankContext) -> None:
+    """Build the engine around a model on the meta device; record its initial weights and one backward's gradients."""
     with torch.device("meta"):
         model = ctx.spec.build()
-    engine = ctx.build_engine_around(model)  # draws the eager model's numbers: torch's generator has the same seed
+    engine = ctx.build_engine_around(
+        model
+    )  # draws the same numbers as for the eager model: torch's generator has the same seed
     ctx.record("params", engine.full_params())
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -178,6 +183,7 @@ def observe_deferred(ctx: RankContext) -> None:
 
 
 def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the initial weights, losses and gradients with those of the eagerly built model."""
     yield from compare_initial_weights(ctx)
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
@@ -251,9 +257,9 @@ LAWS = (
     ),
     parameter_law(
         edited,
-        "full weights may be edited between steps; what rank 0 writes is what every rank has",
+        "full weights may be edited between steps; every rank then has what rank 0 wrote",
         Feature.EDITS,
-        kept_because="the only law that writes weights from outside",
+        kept_because="the only law in which the caller writes weights",
     ),
     Law(
         name="parameters.stay_put",
@@ -280,7 +286,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True),),
         steps=LawSteps(observe_unfrozen),
-        dtypes=("fp32",),  # for the same reason
+        dtypes=("fp32",),  # the model mixes dtypes, like that of stay_put
         kept_because="the step after unfreezing, which gradients do not show",
     ),
     Law(

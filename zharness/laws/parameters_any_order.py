@@ -9,7 +9,7 @@ from zharness.law_kit.program_templates import CHANGING_TEMPLATES
 LAWS = (
     any_order_law(
         "parameters",
-        "the same on a model with tied, frozen, unused and sometimes unused parameters",
+        "in any legal order, calls do what plain PyTorch's do on a model with tied, frozen and unused parameters",
         "changing",
         CHANGING_TEMPLATES,
         kept_because="saves, loads and edits of parameters that a step may leave unused",

@@ -56,18 +56,18 @@ def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
 
 
 def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
-    """Return functions of 1-D, 2-D and batched inputs, each with its inputs."""
+    """Return ``call`` together with 1-D, 2-D and batched inputs, by shape."""
     return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
 
 
 def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient and value of grad_and_value, beside the loss of a plain forward."""
+    """Return the gradient and the value of grad_and_value, and the loss of a forward without transform."""
     gradient, value = torch.func.grad_and_value(make_loss_function(call, spec, batch))(batch.inputs)
     return {"input": gradient, "value": value, "forward": make_loss_function(call, spec, batch)(batch.inputs)}
 
 
 def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient and the auxiliary output of grad, where the model's inputs are passed by keyword."""
+    """Return the gradient and the auxiliary output of grad of a call with keyword arguments."""
 
     def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and the output as auxiliary value."""
@@ -80,13 +80,13 @@ def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def vjp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the output of vjp, and the gradient by its pullback, called after the forward is over."""
+    """Return the output of vjp, and the gradient that its pullback computes after the forward has ended."""
     output, pullback = torch.func.vjp(call, batch.inputs)[:2]
     return {"output": output, "input": pullback(batch.target)[0]}
 
 
 def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return outputs and tangents of forward mode along the inputs themselves."""
+    """Return outputs and tangents of forward mode; each input is its own tangent."""
     pairs = {
         shape: torch.func.jvp(function, (x,), (x,)) for shape, (function, x) in make_calls_by_shape(call, batch).items()
     }
@@ -125,9 +125,9 @@ def vmap(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
     """Return the gradient of this rank's own loss by every parameter, computed with functional_call."""
-    engine = isinstance(call, Engine)
-    module = call.module if engine else call
-    weights = call.full_params() if engine else {name: p.detach() for name, p in call.named_parameters()}
+    is_engine = isinstance(call, Engine)
+    module = call.module if is_engine else call
+    weights = call.full_params() if is_engine else {name: p.detach() for name, p in call.named_parameters()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:
         """Return the loss with these parameters."""
@@ -138,14 +138,14 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 
 
 def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return differences that have to be zero: jacrev and single gradients; vmap(grad) summed and samples x grad."""
+    """Return two differences that have to be 0: jacrev - single gradients, and vmap(grad) - samples x grad."""
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])
     output = call(leaf)
-    alone = torch.stack([torch.autograd.grad(o, leaf, retain_graph=True)[0][0] for o in output[0]])
+    single_grads = torch.stack([torch.autograd.grad(o, leaf, retain_graph=True)[0][0] for o in output[0]])
     by_sample = vmap_grad(call, spec, batch)["input"]
-    together = grad(call, spec, batch)["input"]
-    return {"jacrev": rows - alone, "vmap_grad": by_sample - len(by_sample) * together}
+    mean_grad = grad(call, spec, batch)["input"]
+    return {"jacrev": rows - single_grads, "vmap_grad": by_sample - len(by_sample) * mean_grad}
 
 
 class FusedLinearLoss(torch.autograd.Function):
@@ -171,7 +171,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 def inside_forward(participant: Participant) -> None:
-    """Use torch.func in the model's forward, on a weight that it reads, and in a loss outside it."""
+    """Use torch.func on a weight in the model's forward, and in a loss outside the forward."""
 
     def run_block(block: Call, hidden: Tensor) -> Tensor:
         """Add the fused loss to the block's output."""
@@ -183,14 +183,14 @@ def inside_forward(participant: Participant) -> None:
 
 
 def through_transforms(participant: Participant) -> None:
-    """Run backward through a vmap of the engine, and through a vmap of grad."""
+    """Run backward through a vmap of the model, and through a vmap of its gradient."""
     backward(participant.loss(torch.func.vmap(participant.call)(participant.inputs())))
     by_sample = torch.func.vmap(torch.func.grad(lambda x: participant.call(x).clamp(-4, 4).sum()))(participant.inputs())
     backward(by_sample.sum())
 
 
 def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
-    """Return the offset of each weight's memory from a multiple of ALIGNMENT bytes, for weights that are whole here."""
+    """Return the offset of each weight's memory from a multiple of ALIGNMENT bytes, for unsharded weights."""
     weights = ((name, parameter) for name, parameter in module.named_parameters() if not is_dtensor(parameter))
     return {
         name: torch.tensor(weight.data_ptr() % ALIGNMENT)
@@ -203,20 +203,20 @@ def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Mod
     """Return ``module`` with its weights copied to memory of these alignments."""
     for name, parameter in module.named_parameters():
         if name in alignments and parameter.shape:
-            room = torch.empty(parameter.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=parameter.device)
-            start = (int(alignments[name]) - room.data_ptr()) % ALIGNMENT
-            copy = room[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            buffer = torch.empty(parameter.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=parameter.device)
+            start = (int(alignments[name]) - buffer.data_ptr()) % ALIGNMENT
+            copy = buffer[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             parameter.data = copy.copy_(parameter.detach())
     return module
 
 
 def detach_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values without their graph."""
+    """Detach all values from their graphs."""
     return {name: tensor.detach() for name, tensor in values.items()}
 
 
 def make_transform_observer(transform: Transform) -> Callable[[RankContext], None]:
-    """Return an observer that applies ``transform`` and then trains one window, with accumulation 1 and 4."""
+    """Return an observer that applies ``transform``, then trains one window, on engines with accumulation 1 and 4."""
 
     def observe(ctx: RankContext) -> None:
         """Record the transformed values, and the losses and gradients of the window."""
@@ -290,7 +290,7 @@ def transform_training_law(script: ScenarioScript, statement: str, *extra_featur
     return scenario_law("torch_func", Scenario(script), statement, kept_because=kept_because, features=features)
 
 
-TORCH_FUNC_NEEDS = (Feature.TORCH_FUNC,)
+TORCH_FUNC_FEATURES = (Feature.TORCH_FUNC,)
 
 EXACT_MODELS = ("exact",)
 
@@ -302,7 +302,7 @@ LAWS = (
         "torch.func.grad of the engine is plain PyTorch's, unscaled by accumulation; training goes on unharmed",
         grad,
         DIFFERENTIABLE,
-        TORCH_FUNC_NEEDS,
+        TORCH_FUNC_FEATURES,
         kept_because="the shortest transform: the first one to read in a report",
     ),
     transform_law(
@@ -310,7 +310,7 @@ LAWS = (
         "vmap(grad) of the engine is plain PyTorch's, sample by sample; training goes on unharmed",
         vmap_grad,
         DIFFERENTIABLE,
-        TORCH_FUNC_NEEDS,
+        TORCH_FUNC_FEATURES,
         kept_because="per-sample gradients, the most common use of transforms",
     ),
     transform_law(
@@ -336,14 +336,14 @@ LAWS = (
         "forward mode through the engine is plain PyTorch's",
         jvp,
         VECTOR_MODELS,
-        kept_because="forward mode alone: a Function without a jvp rule raises in it and in no other law",
+        kept_because="forward mode alone: an autograd.Function without a jvp rule raises in no other law",
     ),
     transform_law(
         "jacrev",
         "jacrev of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
         jacrev,
         VECTOR_MODELS,
-        kept_because="vmap over a pullback: a Function without a vmap rule raises",
+        kept_because="vmap over a pullback: an autograd.Function without a vmap rule raises",
     ),
     transform_law(
         "jacfwd",
@@ -369,11 +369,11 @@ LAWS = (
         "functional_call",
         "parameter gradients by functional_call over full_params are this rank's own",
         functional_call,
-        kept_because="parameters that are not the engine's own reach its modules",
+        kept_because="the engine's modules compute with parameters that the caller passes",
     ),
     transform_law(
         "identities",
-        "rows of jacrev are gradients; vmap(grad) sums to samples x grad of the mean",
+        "rows of jacrev are gradients, and vmap(grad) is the number of samples times grad of the mean loss",
         identities,
         EXACT_MODELS,
         (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
@@ -383,7 +383,7 @@ LAWS = (
         inside_forward,
         "a forward or a loss that uses torch.func itself, on a weight, trains as in plain PyTorch",
         Feature.OUTSIDE_FORWARD,
-        kept_because="a transform within training: a released engine failed in it and in no other law",
+        kept_because="a transform within training: a released engine failed this law and no other",
     ),
     transform_training_law(
         through_transforms,

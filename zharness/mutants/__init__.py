@@ -1,8 +1,8 @@
-"""Engines broken on purpose, one way each: what a law that cannot fail would let through.
+"""Mutants: engines that are broken on purpose, each in one way, so that every law can be shown to fail.
 
-Each is a few lines around the reference engine, DDP or FSDP2, names the real bug that it imitates if there is one, and
-the cells that have to kill it. The files are named for what is broken; everything that reaches behind an engine's
-protocol goes through ``seams``. Every command takes a mutant for an engine, by name::
+A mutant is a few lines around the reference engine, DDP or FSDP2. It names the cells that have to kill it, and the real
+bug that it imitates, if there is one. The files are named for what is broken; all code that reaches behind an engine's
+protocol is in ``seams*``. Every command accepts a mutant by name as its engine::
 
     zharness check training.grads --engine zharness.mutants:never_reduces
 """
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.mutants import (  # noqa: F401 - each registers its mutants
+from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     accumulation,
     autocast,
     backwards,
@@ -61,11 +61,11 @@ def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
             raise UsageError.unknown_name(
                 "mutant", pattern, MUTANTS, "`zharness list mutants` says what each does wrong"
             )
-    return [each for name, each in MUTANTS.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+    return [mutant for name, mutant in MUTANTS.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
 
 
 def __getattr__(name: str) -> EngineFactory:
-    """Return a mutant's factory, so that ``zharness.mutants:name`` is an engine as any other."""
+    """Return a mutant's factory, so that ``zharness.mutants:name`` can be used like any other engine."""
     if name not in MUTANTS:
         raise AttributeError(f"zharness.mutants has no mutant {name!r}")
     return MUTANTS[name].build

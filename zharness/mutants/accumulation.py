@@ -110,6 +110,8 @@ class CountsTheLastMicroBatchTwice(Around):
 
 
 class _CountsBackwards(ReferenceEngine):
+    """A reference engine that counts every backward as a micro-batch."""
+
     backwards = 0
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -150,6 +152,8 @@ def boundary_counts_backwards(model: nn.Module, config: EngineConfig) -> Referen
 
 
 class _KeepsCount(ReferenceEngine):
+    """A reference engine whose ``zero_grad`` keeps the count of micro-batches."""
+
     def zero_grad(self) -> None:
         count = seams.micro_batches(self)
         super().zero_grad()

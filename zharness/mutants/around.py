@@ -1,4 +1,4 @@
-"""The wrapper around a right engine that every mutant subclasses, and a few of its common subclasses."""
+"""The wrapper around a right engine, which every mutant subclasses, and base classes of several mutants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zharness.mutants import seams_engines
 
 
 class Around:
-    """An engine that passes every call on to a right engine; subclasses break one call, or a part of that engine.
+    """An engine that passes every call on to a right engine; subclasses break one call, or a part of the right engine.
 
-    ``over`` is the right engine's name, and ``stages`` are those at which the subclass is broken.
+    ``over`` is the name of the right engine. ``stages`` are those at which the subclass is broken.
     """
 
     over: ClassVar[str] = "reference"
@@ -26,14 +26,14 @@ class Around:
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.config = config
-        # Any, because a mutant uses attributes that are not in the protocol.
+        # The type is Any, because mutants use attributes that are not in the protocol.
         self.right: Any = engines.get(self.over)(model, config)
         self.module: nn.Module = self.right.module
         self.capabilities = self.claims(self.right.capabilities)
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
-        """Return the right engine's claim, restricted to the stages at which this one is broken."""
+        """Return the right engine's claim, restricted to the stages at which the mutant is broken."""
         return replace(right, stages=frozenset(cls.stages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class Around:
         return getattr(self.right, name)
 
     def trained(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that have a gradient now."""
+        """Return an iterator over the parameters that have a gradient now."""
         return (parameter for parameter in self.module.parameters() if parameter.grad is not None)
 
     @property
@@ -85,7 +85,7 @@ class HookedParameters(Around):
                 parameter.register_hook(self.changed)  # type: ignore[no-untyped-call]
 
     def changed(self, grad: Tensor) -> Tensor:
-        """Return what the gradient becomes."""
+        """Return the changed gradient, which replaces ``grad``."""
         return 2 * grad
 
 
@@ -101,7 +101,7 @@ class SpoiledLoad(Around):
         self.spoil()
 
     def spoil(self) -> None:
-        """Change what was loaded."""
+        """Change the loaded weights or state; subclasses override this."""
 
 
 in_backward = seams_engines.in_backward

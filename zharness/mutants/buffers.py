@@ -102,6 +102,8 @@ class ForwardsOnACopyOfBuffers(Around):
 
 
 class _LoadShares(ReferenceEngine):
+    """An engine whose ``load`` broadcasts the buffers of rank 0."""
+
     def load(self, path: Path) -> None:
         super().load(path)
         for buffer in self.module.buffers():
@@ -143,6 +145,8 @@ def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> Referen
 
 
 class _LoadsParametersOnly(TorchEngine):
+    """An engine whose ``load`` leaves the buffers unchanged."""
+
     @torch.no_grad()
     def load(self, path: Path) -> None:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -200,7 +204,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
 def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """``load`` reads on every rank the buffers that rank 0 saved.
 
-    Running statistics are each rank's own and were saved so; after the load training goes on with others.
+    Running statistics are each rank's own and were saved so; after the load, training continues with those of rank 0.
     """
     engine, own = seams.build(model, config), f"buffers/{dist.get_rank()}/"
 

@@ -104,6 +104,8 @@ class ClipsAsTheNewestEngine(Around):
 
 
 class _ClipsEveryName(TorchEngine):
+    """An engine that clips the gradient of a tied weight once for each of its names."""
+
     def step(self) -> None:
         limit = seams_engines.clip_limit(self)
         if limit is not None:
@@ -190,6 +192,8 @@ def ddp_clips_each_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 class _ClipsByGroup(TorchEngine):
+    """An engine that clips each parameter group by its own norm."""
+
     def step(self) -> None:
         limit = seams_engines.clip_limit(self)
         if limit is None:

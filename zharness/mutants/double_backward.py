@@ -25,7 +25,7 @@ from zharness.parity import Part
 
 
 class Once(torch.autograd.Function):
-    """The identity, whose backward detaches the gradient."""
+    """Returns its input unchanged; its backward detaches the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -151,6 +151,8 @@ def tied_counted_twice_in_the_norm(model: nn.Module, config: EngineConfig) -> Re
 
 
 class _ClipsOwnShards(TorchEngine):
+    """An engine that clips by the norm of this rank's shards."""
+
     @torch.no_grad()
     def step(self) -> None:
         limit = seams_engines.clip_limit(self)

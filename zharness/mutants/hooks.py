@@ -166,7 +166,7 @@ def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine
 def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """``close`` drops the gradients of stage 2 but leaves the hooks that reduce them on the parameters.
 
-    A caller who trains the module plainly afterwards finds no ``grad``: the closed engine takes it. Needs all ranks.
+    A caller who then trains the module with plain PyTorch on all ranks finds no ``grad``: the closed engine takes it.
     """
     engine = seams.build(model, config)
     seams.keep_hooks_at_close(engine)

@@ -117,7 +117,7 @@ def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) ->
 def schedule_moves_first_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Copies only the first of ZeroRedundancyOptimizer's exposed groups to the local optimizer.
 
-    A schedule moves the reported learning rate of every group, but the rate that is used of the first alone.
+    A schedule moves the reported learning rate of every group, but only the first group steps with its new rate.
     """
     engine = zero1.factory(model, config)
     local = seams_engines.optimizer(engine).optim

@@ -1,4 +1,4 @@
-"""A mutant as data: an engine broken on purpose in one way, and the cells that have to notice."""
+"""A mutant as data: an engine broken on purpose in one way, and the cells that have to kill it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FaultKind(Enum):
 
     SCALE = "a wrong factor"
     CONTRIBUTION = "lost, doubled or late"
-    WIRE = "wrong dtype on the wire"
+    REDUCE_DTYPE = "gradients reduced in a wrong dtype"
     SHARDS = "order, edge or padding of shards"
     STALE = "stale or unwritten memory"
     CLIPPING = "wrong norm or clipping"
@@ -45,12 +45,12 @@ class FaultKind(Enum):
 
 
 class Origin(Enum):
-    """The series of mutants that one was written for, in the order of writing.
+    """The series of mutants for which a mutant was written; members are in the order of writing.
 
-    The first eleven series were written by authors of the laws, each for a group of faults. The six blind sets were
-    written by others, each a different author who knew only the Engine protocol, the adapters and the reference engine.
-    Each set was tried on the laws as they stood; the laws were sharpened by what survived before the next was written.
-    Mutants of a blind set that repeat an earlier one are left out.
+    Authors of the laws wrote the first eleven series, each for a group of faults. Six other authors, who knew only the
+    Engine protocol, the adapters and the reference engine, wrote one blind set each. Each set was tried on the existing
+    laws, and the laws were sharpened against its survivors before the next set was written. Mutants of a blind set that
+    repeat an earlier mutant are left out.
     """
 
     SCALE = "gradients wrong by a factor"
@@ -73,7 +73,7 @@ class Origin(Enum):
 
     @property
     def is_blind(self) -> bool:
-        """Whether the authors had not seen the laws."""
+        """Whether the authors wrote the series without seeing the laws."""
         return self.name.startswith("BLIND_")
 
 
@@ -96,7 +96,7 @@ class Target:
     world_size: int = 2
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
-        """Whether a killed cell's first divergence, or its cause if it has none, is the expected one."""
+        """Return whether the first divergence of a killed cell, or its cause if it has none, is the expected one."""
         if self.part is None or divergence is None:
             return self.part is None and divergence is None and self.cause in cause
         return divergence.part is self.part and fnmatchcase(divergence.parameter, self.parameter)
@@ -104,11 +104,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Mutant:
-    """``build`` is the broken engine's class, whose docstring says what is wrong.
+    """An engine that is broken on purpose in one way.
 
-    The first of ``targets`` is the cell that is meant to kill it; ``origin`` is the series that it was written for and
-    ``imitates`` the address of the real bug, if there is one. ``equivalent`` says why no cell can kill it, because it
-    changes nothing, or nothing that a law of all engines can be about; then there are no targets.
+    ``build`` is its class, whose docstring says what is wrong. The first of ``targets`` is the cell that is meant to
+    kill the mutant. ``origin`` is the series for which it was written, and ``imitates`` the address of the real bug, if
+    there is one. ``equivalent`` says why no cell can kill it: it changes nothing, or nothing that a law can demand of
+    every engine. An equivalent mutant has no targets.
     """
 
     build: type[Around]
@@ -120,47 +121,47 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The name of its class, in lower case with underscores."""
+        """The name of the mutant's class, in lower case with underscores."""
         return re.sub(r"(?<=.)(?=[A-Z])", "_", self.build.__name__).lower()
 
     @property
     def engine(self) -> str:
-        """The engine name by which commands select it."""
+        """The engine name by which commands select the mutant."""
         return PATH + self.name
 
     @property
     def description(self) -> str:
-        """The docstring of its class, on one line."""
+        """The docstring of the mutant's class, on one line."""
         return " ".join((getdoc(self.build) or "").split())
 
     @property
     def over(self) -> str:
-        """The name of the right engine that it is built around."""
+        """The name of the right engine around which the mutant is built."""
         return self.build.over
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages at which it is broken."""
+        """The stages at which the mutant is broken."""
         return self.build.stages
 
     @property
     def named_laws(self) -> frozenset[str]:
-        """The names of its targets' laws."""
+        """The names of the laws of all targets."""
         return frozenset(target.law for target in self.targets)
 
     def claims(self, stage: int) -> Capabilities:
-        """Return what it claims at ``stage``, without building it.
+        """Return what the mutant claims at ``stage``, without building it.
 
-        Raises HarnessFault if the right engine's claim is known only once that is built.
+        Raises HarnessFault if the right engine has to be built before its claim is known.
         """
         right = engines.capabilities(self.over, stage)
         if right is None:
-            raise HarnessFault(f"mutant {self.name}: what {self.over!r} claims is known only when it is built")
+            raise HarnessFault(f"mutant {self.name}: the claim of {self.over!r} is unknown until the engine is built")
         return self.build.claims(right)
 
 
 class BuiltByFactory(Around):
-    """An engine that a factory builds, already broken."""
+    """A mutant whose broken engine is built by a factory."""
 
     factory: ClassVar[EngineFactory]
 
@@ -180,6 +181,7 @@ def mutant(
     """Register the decorated class as a mutant."""
 
     def register(build: MutantClass) -> MutantClass:
+        """Register the class and return it unchanged."""
         REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
         return build
 
@@ -192,6 +194,7 @@ def mutant_factory(
     """Register the decorated function as the factory of a mutant of the engine ``over``, broken at ``stages``."""
 
     def register(factory: Factory) -> Factory:
+        """Register a class that calls the factory, and return the factory unchanged."""
         name = "".join(word[0].upper() + word[1:] for word in factory.__name__.split("_"))
         body = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
         REGISTERED.append(Mutant(type(name, (BuiltByFactory,), body), kind, targets, origin, equivalent=equivalent))

@@ -60,6 +60,8 @@ class ForwardsWithTheWeightsBefore(Around):
 
 
 class _KeepsEvaluation(ReferenceEngine):
+    """An engine that keeps unsharded weights after a forward under ``no_grad``."""
+
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.evaluating, self.kept = False, list[Tensor]()

@@ -85,6 +85,8 @@ class SeedsAtLoad(Around):
 
 
 class _SaveDraws(ReferenceEngine):
+    """An engine whose ``save`` draws a random number."""
+
     def save(self, path: Path) -> None:
         torch.randint(1 << 30, ())  # for a temporary name
         super().save(path)
@@ -106,6 +108,8 @@ def save_draws_random_numbers(model: nn.Module, config: EngineConfig) -> Referen
 
 
 class _DrawsWhenSaving(TorchEngine):
+    """An engine whose ``save`` draws a random number."""
+
     def save(self, path: Path) -> None:
         torch.randint(1 << 30, ())  # as if to distinguish one save from another
         super().save(path)
@@ -129,6 +133,8 @@ def save_draws_a_number(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 class _Samples(TorchEngine):
+    """An engine whose ``step`` draws a random number."""
+
     def step(self) -> None:
         super().step()
         if float(torch.rand(())) < 0.01:  # telemetry of one step in a hundred
@@ -213,7 +219,8 @@ def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine
 def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Restores the random state after every DDP forward.
 
-    Dropout draws the same mask in every micro-batch and step, where plain PyTorch draws new ones. Needs dropout.
+    Dropout draws the same mask in every micro-batch and step, where plain PyTorch draws new ones. Only a model
+    with dropout shows it.
     """
 
     class Forking(TorchEngine):

@@ -29,7 +29,7 @@ from zharness.mutants.mutant import (
 )
 
 
-@mutant(FaultKind.WIRE, Target("training.grads"), origin=Origin.PRECISION)
+@mutant(FaultKind.REDUCE_DTYPE, Target("training.grads"), origin=Origin.PRECISION)
 class ReducesInFp16(Around):
     """Rounds fp32 gradients to fp16 before DDP reduces them."""
 
@@ -40,7 +40,7 @@ class ReducesInFp16(Around):
         seams_engines.ddp_wrapper(self.right).register_comm_hook(None, fp16_compress_hook)
 
 
-@mutant(FaultKind.WIRE, Target("training.one_hot_rank"), origin=Origin.PRECISION)
+@mutant(FaultKind.REDUCE_DTYPE, Target("training.one_hot_rank"), origin=Origin.PRECISION)
 class ReducesShardsInBf16(Around):
     """Rounds fp32 gradients to bf16 before FSDP2 reduce-scatters them."""
 
@@ -54,7 +54,7 @@ class ReducesShardsInBf16(Around):
 
 
 @mutant(
-    FaultKind.WIRE,
+    FaultKind.REDUCE_DTYPE,
     Target("precision.safe_modules", model="mixed"),
     Target("precision.safe_modules", model="mixed", variant="custom"),
     origin=Origin.PRECISION,
@@ -67,7 +67,7 @@ class EveryGradientTravelsLow(Around):
         super().__init__(model, replace(config, options={**config.options, "communication_data_type": "bf16"}))
 
 
-@mutant(FaultKind.WIRE, Target("training.grads", dtype="bf16"), origin=Origin.PRECISION)
+@mutant(FaultKind.REDUCE_DTYPE, Target("training.grads", dtype="bf16"), origin=Origin.PRECISION)
 class ReducesLowerThanDeclared(Around):
     """Declares that the gradients of bf16 training are reduced in fp32, and reduces them in bf16."""
 
@@ -77,7 +77,10 @@ class ReducesLowerThanDeclared(Around):
 
 
 @mutant(
-    FaultKind.WIRE, Target("precision.comm_dtype", model="mixed"), origin=Origin.PRECISION, imitates=deepspeed(7946)
+    FaultKind.REDUCE_DTYPE,
+    Target("precision.comm_dtype", model="mixed"),
+    origin=Origin.PRECISION,
+    imitates=deepspeed(7946),
 )
 class OneWireForAll(Around):
     """Reduces in the dtype that the first engine of the process was configured with."""
@@ -95,7 +98,7 @@ class OneWireForAll(Around):
         self.right.close()
 
 
-@mutant_factory(FaultKind.WIRE, Target("training.grads"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
+@mutant_factory(FaultKind.REDUCE_DTYPE, Target("training.grads"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_wire_in_bf16(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Switches on DDP's bf16 compression of gradients although it is not configured.
 

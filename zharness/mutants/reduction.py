@@ -185,7 +185,7 @@ class HookedOutputs(Around):
         return output
 
     def changed(self, grad: Tensor) -> Tensor:
-        """Return what the output's gradient becomes."""
+        """Return the changed gradient of the output."""
         return 2 * grad
 
 

@@ -1,8 +1,8 @@
-"""Every place where mutants reach behind the public names of the reference engine, except at stage 3 alone.
+"""All places where mutants use private parts of the reference engine, except those that only stage 3 has.
 
-The reference engine may be rewritten freely; then this file follows, and no mutant does. A function that is called
-``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` is the same for what only stage 3
-has, and ``seams_engines`` for torch's engines.
+If the reference engine is rewritten, this file has to change, but no mutant. A function that is called
+``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private
+parts that only stage 3 has, and ``seams_engines`` those of torch's engines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine]
 
 def replace_attribute(owner: object, name: str, value: object) -> None:
     """Replace an attribute of one object, also of a frozen dataclass. Raises AttributeError if there is none."""
-    getattr(owner, name)  # a method that was renamed must not leave its mutant right
+    getattr(owner, name)  # otherwise a mutant of a renamed method would silently be right
     object.__setattr__(owner, name, value)
 
 
@@ -72,7 +72,7 @@ def wrap_update(
 
 
 def replace_resume(engine: ReferenceEngine, resume: Callable[..., None]) -> None:
-    """Replace what a load does with the contents and tensors that it has read."""
+    """Replace the part of a load that uses the contents and tensors that it has read."""
     replace_attribute(engine.engine, "_resume_from", resume)
 
 
@@ -95,7 +95,7 @@ def set_grad_norm(engine: ReferenceEngine, norm: float | None) -> None:
 
 
 def skips_on_overflow(engine: ReferenceEngine) -> bool:
-    """Whether a step whose gradients overflow is skipped, instead of raising."""
+    """Return whether a step whose gradients overflow is skipped, instead of raising."""
     return engine.engine.settings.precision.on_overflow is OnOverflow.SKIP
 
 
@@ -143,7 +143,7 @@ def _gradients(engine: ReferenceEngine) -> Gradients:
 
 
 def reduce_pending(engine: ReferenceEngine) -> dict[str, Tensor]:
-    """Reduce the gradients that wait, and return all reduced ones. Collective."""
+    """Reduce all pending gradients, and return every reduced gradient. Collective."""
     return _gradients(engine).reduce_pending()
 
 
@@ -154,7 +154,7 @@ def reduced_grads(engine: ReferenceEngine) -> MutableMapping[str, Tensor]:
 
 @contextmanager
 def with_reduced_grads(engine: ReferenceEngine, grads: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the block the engine's table of reduced gradients is ``grads``."""
+    """Use ``grads`` as the engine's table of reduced gradients within the block."""
     before, _gradients(engine)._reduced_grads = _gradients(engine)._reduced_grads, grads
     try:
         yield
@@ -163,7 +163,7 @@ def with_reduced_grads(engine: ReferenceEngine, grads: dict[str, Tensor]) -> Ite
 
 
 def wrap_reduce_pending(engine: ReferenceEngine, wrap: Callable[[ReducePending], ReducePending]) -> None:
-    """Wrap the reduction of everything that waits, which ``step`` and ``full_grads`` call."""
+    """Wrap the reduction of all pending gradients, which ``step`` and ``full_grads`` call."""
     replace_attribute(_gradients(engine), "reduce_pending", wrap(_gradients(engine).reduce_pending))
 
 
@@ -191,7 +191,7 @@ def change_local_grads(engine: ReferenceEngine, change: Callable[[Tensor], Tenso
 def wrap_reduce_bucket_if_used(
     engine: ReferenceEngine, wrap: Callable[[Callable[[Bucket, bool], bool]], Callable[[Bucket, bool], bool]]
 ) -> None:
-    """Wrap the reduction of a bucket while backward runs (stage 2); nothing happens at other stages."""
+    """Wrap the reduction of a bucket while backward runs, at stage 2; do nothing at other stages."""
     gradients = _gradients(engine)
     reducer = gradients._bucket_reducer
     if reducer is not None:
@@ -238,7 +238,7 @@ def grad_norm(engine: ReferenceEngine) -> float:
 
 
 def grads_are_finite(engine: ReferenceEngine) -> bool:
-    """Whether the reduced gradients are finite on every rank. Collective."""
+    """Return whether the reduced gradients are finite on every rank. Collective."""
     return _gradients(engine).is_finite()
 
 
@@ -269,23 +269,23 @@ def take_local_grad(param: ModelParam) -> Tensor:
 
 
 def divisor(engine: ReferenceEngine) -> int:
-    """Return what a sum over ranks and micro-batches is divided by."""
+    """Return the divisor of a sum over ranks and micro-batches."""
     return _gradients(engine)._context.divisor
 
 
 def set_divisor(engine: ReferenceEngine, value: int) -> None:
-    """Set what a sum over ranks and micro-batches is divided by."""
+    """Set the divisor of a sum over ranks and micro-batches."""
     replace_attribute(_gradients(engine)._context, "divisor", value)
     replace_attribute(_gradients(engine)._context.collectives, "_divisor", value)
 
 
 def grads_are_sharded(engine: ReferenceEngine) -> bool:
-    """Whether a rank keeps only its shard of reduced gradients (stages 2 and 3)."""
+    """Return whether a rank keeps only its shard of reduced gradients (stages 2 and 3)."""
     return engine.engine._placements.gradients is ShardPlacement.SHARDED
 
 
 def optimizer_is_sharded(engine: ReferenceEngine) -> bool:
-    """Whether a rank keeps only its shard of the optimizer state (stages 1 to 3)."""
+    """Return whether a rank keeps only its shard of the optimizer state (stages 1 to 3)."""
     return engine.engine._placements.optimizer_state is ShardPlacement.SHARDED
 
 
@@ -320,7 +320,7 @@ def running_graph_tasks(engine: ReferenceEngine) -> Iterable[int]:
 
 
 def pending_params(engine: ReferenceEngine) -> Iterable[nn.Parameter]:
-    """Return the parameters whose gradient waits for its bucket (stage 2)."""
+    """Return the parameters whose gradients wait in a bucket that is not full (stage 2)."""
     reducer = _gradients(engine)._bucket_reducer
     return () if reducer is None else reducer._pending_params
 
@@ -371,7 +371,7 @@ def wrap_broadcast_edit(
     engine: ReferenceEngine,
     wrap: Callable[[Callable[[ModelParam, Tensor, int], None]], Callable[[ModelParam, Tensor, int], None]],
 ) -> None:
-    """Wrap the function that takes an edited parameter over on every rank."""
+    """Wrap the function that gives every rank the parameter that rank 0 has edited."""
     replace_attribute(_parameters(engine), "_broadcast_edit", wrap(_parameters(engine)._broadcast_edit))
 
 

@@ -1,4 +1,4 @@
-"""Every place where mutants reach behind the public names of torch, its optimizers and the adapters of its engines."""
+"""All places where mutants use private parts of torch, its optimizers and the adapters of its engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def params(engine: TorchEngine) -> Mapping[str, nn.Parameter]:
 
 
 def optimizer(engine: TorchEngine) -> Any:
-    """Return the optimizer that the engine shows."""
+    """Return the optimizer that the engine exposes."""
     return engine._optimizer
 
 
@@ -51,7 +51,7 @@ def set_clip_limit(engine: TorchEngine, limit: float | None) -> None:
 
 @contextmanager
 def without_clipping(engine: TorchEngine) -> Iterator[None]:
-    """Inside the block ``step`` does not clip."""
+    """Make ``step`` clip nothing within the block."""
     limit, engine._clip = engine._clip, None
     try:
         yield
@@ -147,12 +147,12 @@ def fsdp2_sync(engine: TorchEngine) -> Any:
 
 
 def has_unreduced(sync: Any) -> bool:
-    """Whether a ``no_sync`` block has left gradients on the unsharded weights."""
+    """Return whether a ``no_sync`` block has left gradients on the unsharded weights."""
     return bool(sync._unreduced_count)
 
 
 def set_gradient_sync(sync: Any, *, enabled: bool) -> None:
-    """Switch the reduction of gradients on or off, as ``no_sync`` does at its end and at its begin."""
+    """Switch the reduction of gradients on or off, as ``no_sync`` does at its end and at its beginning."""
     sync._unreduced_count += not enabled
     sync._set_gradient_sync(enabled)
 

@@ -1,4 +1,4 @@
-"""Every place where mutants reach behind the public names of what only stage 3 of the reference engine has."""
+"""All places where mutants use private parts of the reference engine that only stage 3 has."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def all_gather_undivided(engine: ReferenceEngine, param: ModelParam, shard: Tens
 
 
 def shard_divisor(engine: ReferenceEngine, param: ModelParam) -> float:
-    """Return what the sum of a sharded parameter's gradient is divided by after its reduce-scatter."""
+    """Return the divisor of the sum of a sharded parameter's gradient after its reduce-scatter."""
     return _collectives(engine)._remaining_divisor(param)
 
 
@@ -71,13 +71,13 @@ def wrap_unshard(engine: ReferenceEngine, wrap: Callable[[Unshard], Unshard]) ->
 
 
 def unshard_if_sharded(engine: ReferenceEngine, value: Any) -> Any:
-    """Return the full tensor of a sharded parameter, and any other value as it is. Collective at stage 3."""
+    """Return the full tensor of a sharded parameter, and any other value unchanged. Collective at stage 3."""
     unsharder = _unsharder(engine)
     return value if unsharder is None else unsharder.unshard_if_sharded(value)
 
 
 def is_open_for_edit(engine: ReferenceEngine, value: Any) -> bool:
-    """Whether ``value`` is a parameter that is unsharded for an edit."""
+    """Return whether ``value`` is a parameter that is unsharded for an edit."""
     unsharder = _unsharder(engine)
     return unsharder is not None and value in unsharder._editable_params
 

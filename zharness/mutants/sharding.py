@@ -69,7 +69,7 @@ class ReducedShards(Around, ABC):
 
     @abstractmethod
     def changed(self, shard: Tensor) -> Tensor:
-        """Return what this rank's shard becomes."""
+        """Return the changed gradient shard of this rank."""
 
 
 @mutant(FaultKind.SHARDS, Target("training.grads"), origin=Origin.SHARDS)

@@ -58,6 +58,8 @@ class ReadsFreshMemory(Around):
 
 
 class _StepBehindAutograd(ReferenceEngine):
+    """An engine whose ``step`` hides its writes from autograd's version counters."""
+
     def step(self) -> None:
         params = list(seams.model_params(self).values())
         parameters = tuple(param.parameter for param in params)

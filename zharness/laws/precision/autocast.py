@@ -1,4 +1,4 @@
-"""Laws of torch_autocast: its policy, its states, and a user's own autocast around it."""
+"""The laws of torch_autocast: the dtypes that it chooses, its on and off states, and a user's autocast around it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         """Return the forward hook of one module."""
 
         def save_output_dtype(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            """Save the dtype of the module's output."""
             seen[name] = dtype_index(output)
 
         return save_output_dtype
 
-    hooks = [each.register_forward_hook(make_hook(name)) for name, each in module.named_modules()]
+    hooks = [child.register_forward_hook(make_hook(name)) for name, child in module.named_modules()]
     try:
         yield seen
     finally:
@@ -57,6 +58,7 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def observe_policy(ctx: RankContext) -> None:
+    """Train one step under torch_autocast between two evaluations; record the dtypes of outputs, weights and state."""
     engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
     evaluate(ctx, engine, MICRO_BEFORE_STEP)
     with capture_output_dtypes(engine.module) as dtypes:
@@ -65,7 +67,7 @@ def observe_policy(ctx: RankContext) -> None:
     engine.backward(loss)
     ctx.record("grads", engine.full_grads())
     engine.step()
-    state = {f"{name}/{key}": t for name, kept in engine.full_optimizer_state().items() for key, t in kept.items()}
+    state = {f"{name}/{key}": t for name, entry in engine.full_optimizer_state().items() for key, t in entry.items()}
     kept = {**engine.full_params(), **state}
     ctx.record("kept", {name: dtype_index(tensor) for name, tensor in kept.items() if tensor.is_floating_point()})
     engine.zero_grad()
@@ -86,6 +88,7 @@ def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare output dtypes, losses and gradients with torch.autocast's; weights and state have to be fp32."""
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
     with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
         model(batch.inputs)
@@ -117,12 +120,13 @@ AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward
 def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
     """Return pairs that say whether forward and backward run under autocast.
 
-    A user's model, whose passes may take minutes, is not run without autocast: training.grads covers that.
+    A user's model may take minutes for a forward, so it does not run without any autocast; training.grads covers that.
     """
     return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
 
 
 def observe_states(ctx: RankContext) -> None:
+    """Run forward and backward inside and outside autocast, in every combination, and record losses and gradients."""
     for forward, backward in list_autocast_states(ctx.spec):
         engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS if forward else {})
         loss = ctx.loss(engine, 0, f"loss-{forward}-{backward}")
@@ -133,6 +137,7 @@ def observe_states(ctx: RankContext) -> None:
 
 
 def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses and gradients with plain PyTorch's in the same autocast states."""
     safe = low_precision_parameters(ctx.baseline, SAFE_MODULES)
     for forward, backward in list_autocast_states(ctx.baseline.spec):
         expected = compute_baseline_locals(ctx, forward, backward)
@@ -141,9 +146,9 @@ def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_nested(ctx: RankContext) -> None:
-    """Call the engine within a user's autocast of another dtype, a disabled one, and one without an engine section.
+    """Call the engine within a user's autocast: of another dtype, disabled, and on an engine without autocast.
 
-    At last, let a forward raise.
+    At the end, raise an exception within a forward.
     """
     device, inputs = ctx.device.type, ctx.batch(0).inputs
     engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
@@ -170,6 +175,7 @@ def raise_interrupted(hidden: Tensor) -> Tensor:
 
 
 def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare outputs and their dtypes with bf16 autocast's; an exception must not change the process state."""
     for rank in range(ctx.world_size):
         with torch.autocast("cpu", LOW_DTYPE):
             expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()
@@ -189,7 +195,7 @@ LAWS = (
     ),
     precision_law(
         "autocast_states",
-        "forward with and without torch_autocast, backward inside and outside an outer one: the plain gradients",
+        "gradients are plain PyTorch's with and without torch_autocast, and with backward inside a user's autocast",
         observe_states,
         judge_states,
         variants=(Variant(applies_to_user_models=True),),
@@ -197,7 +203,7 @@ LAWS = (
     ),
     precision_law(
         "autocast_nested",
-        "the engine's section overrides a user's torch.autocast; without a section the user's applies; none stays on",
+        "the engine's torch_autocast overrides a user's; without it the user's applies; neither stays on afterwards",
         observe_nested,
         judge_nested,
         kept_because="the only law with a user's own autocast around the engine's",

@@ -26,6 +26,7 @@ from zharness.parity.bounds import mean_and_bound, unit_roundoff
 
 
 def observe_norm(ctx: RankContext) -> None:
+    """Train one clipped step under torch_autocast, and record its gradients and the reported norm."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS, clip=0.5)
     engine.backward(ctx.loss(engine, 0))
     ctx.record("grads", engine.full_grads())
@@ -36,13 +37,13 @@ def observe_norm(ctx: RankContext) -> None:
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare norms by the triangle inequality: they differ by at most the norm of the gradients' bounds."""
+    """Compare the norms: by the triangle inequality they differ by at most the norm of the gradients' bounds."""
     expected, low = compute_baseline_locals(ctx), low_precision_parameters(ctx.baseline, SAFE_MODULES)
     yield from judge_reduced_gradients(ctx, "grads", expected, low)
     means, bounds = [], []
     for name in expected[0].grads:
         mean, bound = mean_and_bound(
-            [one.grads[name].double() for one in expected], LOW_DTYPE if name in low else WIDE_DTYPE
+            [local.grads[name].double() for local in expected], LOW_DTYPE if name in low else WIDE_DTYPE
         )
         means.append(mean.flatten())
         bounds.append(bound.flatten())
@@ -62,6 +63,6 @@ LAWS = (
         observe_norm,
         judge_norm,
         variants=(Variant(applies_to_user_models=True),),
-        kept_because="the only norm under autocast: a released engine divided it by a loss scale that it did not have",
+        kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",
     ),
 )

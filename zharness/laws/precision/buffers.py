@@ -1,4 +1,4 @@
-"""The law of buffers and frozen parameters, which keep dtype and value."""
+"""The law that buffers and frozen parameters keep their dtypes and values."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = 
 
 
 def observe_buffers(ctx: RankContext) -> None:
+    """Train two steps in the variant's precision mode, and record the buffers and weights."""
     if ctx.variant == "declared":
         observe_declared_dtypes(ctx)
         return
@@ -47,10 +48,10 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def observe_declared_dtypes(ctx: RankContext) -> None:
-    """Train one step in every claimed dtype, which is that of parameters and gradients, and record the buffers."""
-    for at, (dtype, of_batch) in enumerate(DTYPES.items()):
+    """Train one step in every dtype that the engine claims for parameters and gradients, and record the buffers."""
+    for at, (dtype, torch_dtype) in enumerate(DTYPES.items()):
         if dtype in ctx.capabilities.dtypes:
-            engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(of_batch)
+            engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(torch_dtype)
             engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
             ctx.record("buffers", dict(engine.module.named_buffers()), at)
@@ -58,6 +59,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
 
 
 def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the buffers after a step in each claimed dtype with those of the model."""
     wanted = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_buffers())
     steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots]
     for step, rank in product(steps, range(ctx.world_size)):
@@ -68,6 +70,7 @@ def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare dtypes and values of buffers and frozen parameters with those of the model."""
     if ctx.variant == "declared":
         yield from judge_declared_dtypes(ctx)
         return

@@ -30,6 +30,7 @@ COMM_DTYPES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
 
 
 def observe_comm_dtype(ctx: RankContext) -> None:
+    """Run backward on two engines with different reduce dtypes; record their gradients and the elements they sent."""
     engines = {
         name: ctx.build_engine(optimizer=ZERO_LR_SGD, options=options) for name, (options, _) in COMM_DTYPES.items()
     }
@@ -44,15 +45,16 @@ def observe_comm_dtype(ctx: RankContext) -> None:
 
 
 def judge_comm_dtype(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that each engine sent every gradient once in its reduce dtype, and compare the gradients."""
     parameters = dict(ctx.baseline.spec.model(0).named_parameters())
     sizes = {name: p.numel() for name, p in parameters.items()}
-    trained, none = {name for name, p in parameters.items() if p.requires_grad}, set[str]()
+    trained, no_names = {name for name, p in parameters.items() if p.requires_grad}, set[str]()
     expected = compute_baseline_locals(ctx, forward=False)
     for name, (_, dtype) in COMM_DTYPES.items():
-        by_dtype = {"bfloat16": none, "float32": none, "float16": none}
+        by_dtype = {"bfloat16": no_names, "float32": no_names, "float16": no_names}
         by_dtype[str(dtype).removeprefix("torch.")] = trained
         yield from judge_sent_once(ctx, f"reduced-{name}", sizes, by_dtype)
-        yield from judge_reduced_gradients(ctx, f"grads-{name}", expected, trained if dtype == LOW_DTYPE else none)
+        yield from judge_reduced_gradients(ctx, f"grads-{name}", expected, trained if dtype == LOW_DTYPE else no_names)
 
 
 LAWS = (

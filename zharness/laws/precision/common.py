@@ -1,4 +1,4 @@
-"""What several laws of precision share: dtypes, local gradients, the bytes that cross the network."""
+"""Functions that the laws of precision share: dtypes, local gradients, counts of sent elements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dtype_index(tensor: Tensor) -> Tensor:
 def compare_values_and_dtypes(
     ctx: JudgeContext, name: str, part: Part, expected: Tensor, actual: Tensor, rank: int
 ) -> Iterator[Comparison]:
-    """Compare a tensor's dtype and its values, bitwise."""
+    """Compare a tensor's dtype, and its values bitwise."""
     yield compare_bitwise(ctx.location(name, part, rank=rank), dtype_index(expected), dtype_index(actual))
     found = actual if actual.is_floating_point() else actual.double()
     yield compare_bitwise(ctx.location(name, part, rank=rank), expected, found)
@@ -53,9 +53,9 @@ def compute_baseline_local(
     micro: int = 0,
     params: Mapping[str, Tensor] | None = None,
 ) -> LocalResult:
-    """Run the plain model on a micro-batch, with forward and backward inside torch.autocast or outside.
+    """Run the plain model on a micro-batch, with forward and backward inside or outside torch.autocast.
 
-    The loss is always computed outside.
+    The loss is always computed outside torch.autocast.
     """
     plain = replace(
         ctx.baseline, autocast=LOW_DTYPE if forward else None, autocast_backward=LOW_DTYPE if backward else None
@@ -111,34 +111,34 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
 
     Raises EngineContractError if the engine claims to count them and does not.
     """
-    wire = engine.observe().wire
-    if isinstance(wire, Absent):
-        raise EngineContractError(f"observe().wire: {wire.reason}; expected elements by collective and dtype")
-    return wire
+    sent = engine.observe().wire
+    if isinstance(sent, Absent):
+        raise EngineContractError(f"observe().wire: {sent.reason}; expected elements by collective and dtype")
+    return sent
 
 
 def count_sent_elements(engine: Engine, collectives: tuple[str, ...]) -> dict[str, Tensor]:
     """Count the elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
-    found = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
+    counts = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
     for key, elements in get_sent_elements(engine).items():
         collective, _, dtype = key.partition(" ")
-        if collective in collectives and dtype in found:
-            found[dtype] += elements
-    return {name: scalar(count) for name, count in found.items()}
+        if collective in collectives and dtype in counts:
+            counts[dtype] += elements
+    return {name: scalar(count) for name, count in counts.items()}
 
 
 REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """Return the names of the parameters that a forward reads under torch.autocast; one layer disables it."""
+    """Return the names of the parameters that a forward reads under torch.autocast; module ``inner`` disables it."""
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 
 def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
-    """Check that each dtype carried exactly the named parameters, each once, apart from the padding of shards."""
+    """Check that each dtype carried the elements of the named parameters once, plus the padding of shards."""
     for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)
@@ -158,7 +158,7 @@ def precision_law(
     features: tuple[Feature, ...] = (Feature.AUTOCAST,),
     variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
-    """Build a law of precision, on the workload's model of mixed modules."""
+    """Build a law of precision on the workload's model ``mixed``."""
     return Law(
         name=f"precision.{name}",
         statement=statement,

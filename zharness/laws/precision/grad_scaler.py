@@ -55,13 +55,13 @@ class InfiniteFirstColumnGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         """Return the gradient with an infinite first column."""
-        spoilt = grads[0].clone()
-        spoilt[:, 0] = torch.inf
-        return spoilt
+        infinite = grads[0].clone()
+        infinite[:, 0] = torch.inf
+        return infinite
 
 
 class Overflow(Enum):
-    """Which of a rank's gradients are infinite in a step.
+    """The part of a rank's gradients that is infinite in a step.
 
     PART: one row of the first layer and one element of its bias. Where gradients are sharded a single rank owns them,
     so the others have to be informed that the step is skipped.
@@ -83,34 +83,36 @@ def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overfl
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
-    """Return ``loss``, made infinite if all of its gradients have to be."""
+    """Return ``loss``; times infinity if all of its gradients have to be infinite."""
     return loss * (torch.inf if overflow_kind is Overflow.WHOLE else 1.0)
 
 
 def observe_scaler(ctx: RankContext) -> None:
+    """Train steps of which two overflow, and record loss scale, skipped steps and learning rates after each step."""
     options, _, _ = SCALER_SETTINGS[ctx.variant]
     engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options)
     for step in range(STEPS):
         if ctx.variant == RESUMED_VARIANT and step == RESUME_STEP:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
         ctx.record_training_state(engine, step)
-        bad, batch = get_planned_overflow(step, ctx.rank, ctx.world_size), ctx.batch(step)
-        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, bad), batch.target)
-        engine.backward(apply_loss_overflow(loss, bad))
+        overflow, batch = get_planned_overflow(step, ctx.rank, ctx.world_size), ctx.batch(step)
+        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow), batch.target)
+        engine.backward(apply_loss_overflow(loss, overflow))
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-        seen = engine.observe()
-        scale, skipped = (x if isinstance(x, (int, float)) else -1 for x in (seen.loss_scale, seen.skipped_steps))
+        observations = engine.observe()
+        scaler_state = (observations.loss_scale, observations.skipped_steps)
+        scale, skipped = (value if isinstance(value, (int, float)) else -1 for value in scaler_state)
         ctx.record("scaler", {"scale": scalar(scale), "skipped": scalar(skipped)}, step)
-        rates = () if isinstance(seen.learning_rates, Absent) else seen.learning_rates
+        rates = () if isinstance(observations.learning_rates, Absent) else observations.learning_rates
         ctx.record("rates", {str(group): scalar(rate) for group, rate in enumerate(rates)}, step)
     ctx.record_training_state(engine, STEPS)
     engine.close()
 
 
 def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
-    """Save ``engine``, load the checkpoint into ``target`` and return that; record what both report. Collective."""
+    """Save ``engine``, load the checkpoint into ``target`` and return it; record the facts of both. Collective."""
     ctx.record("facts", collect_engine_facts(engine), 0)
     with shared_folder() as folder:
         engine.save(folder)
@@ -124,18 +126,18 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
     """Return whether plain PyTorch's gradients of one rank's scaled loss are finite at the engine's weights."""
     low = replace(ctx.baseline, dtype=ctx.dtype if ctx.variant == "autocast" else torch.float16)
     model, batch = low.build_module(ctx.rank_records("params", step)[0]), ctx.baseline.batch(rank, step)
-    bad = get_planned_overflow(step, rank, ctx.world_size)
+    overflow = get_planned_overflow(step, rank, ctx.world_size)
     with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
-        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), bad)
-    loss = apply_loss_overflow(low.objective(output, batch), bad)
+        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow)
+    loss = apply_loss_overflow(low.objective(output, batch), overflow)
     (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
     return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
 def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare loss scale and skipped steps with a torch.amp.GradScaler's.
+    """Compare loss scale and skipped steps with those of a torch.amp.GradScaler, and replay each step.
 
-    The scaler sees one gradient, which is finite if all ranks' plain gradients are.
+    The scaler unscales a single gradient, which is finite if the plain gradients of all ranks are.
     """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
@@ -158,9 +160,9 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(place, scalar(skipped), record["skipped"])
         if step == RESUME_STEP and ctx.variant == RESUMED_VARIANT:
             yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
-        moment = RecordedStep(step, "masters", skipped_steps=skipped)
+        recorded_step = RecordedStep(step, "masters", skipped_steps=skipped)
         if finite:
-            yield from judge_step(ctx, SCHEDULED_ADAMW, grads, moment)
+            yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step)
         else:
             yield from compare_skipped_step(ctx, step)
         yield from compare_learning_rates(ctx, step, step + 1 - skipped)
@@ -189,7 +191,7 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "grad_scaler",
-        "fp16's loss scale, also when loaded, is torch.amp.GradScaler's; one rank's overflow skips every rank's step",
+        "fp16's loss scale is torch.amp.GradScaler's, also after a load; one rank's overflow skips every rank's step",
         observe_scaler,
         judge_scaler,
         features=(),

@@ -39,6 +39,7 @@ INVALID_OPTIONS: Sequence[Mapping[str, Any]] = (
 
 
 def observe_masters(ctx: RankContext) -> None:
+    """Count the invalid configurations that the engine accepts, then train two steps with master weights."""
     low = ctx.variant == "low"
     options = {"bf16": {**BF16_OPTIONS, **(LOW_MASTERS_OPTIONS if low else {})}}
     wrong = [*INVALID_OPTIONS, options] if low and ctx.config.stage == 0 else INVALID_OPTIONS
@@ -60,14 +61,14 @@ def observe_masters(ctx: RankContext) -> None:
 
 
 def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Replay the steps in the masters' dtype; compare the weights with the rounded masters, and gradients in bf16."""
+    """Replay the steps in the masters' dtype; compare weights with rounded masters, and gradients with bf16 ones."""
     for rank, record in enumerate(ctx.rank_records("accepted")):
         yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), record["invalid"])
     if not ctx.has_record("grads"):
         return
     master = LOW_DTYPE if ctx.variant == "low" else WIDE_DTYPE
-    half = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
-    yield from half.compare_reduced_grads("grads", [half.compute_local_grads(0)])
+    low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
+    yield from low_ctx.compare_reduced_grads("grads", [low_ctx.compute_local_grads(0)])
     yield from judge_fp32_accumulation(ctx)
     for step in range(2):
         weights, grads = ctx.rank_records("masters", step)[0], ctx.rank_records("grads", step)[0]
@@ -104,14 +105,12 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """Return a function that multiplies rank 0's loss by ``factor`` and all others by zero, so that no reduction
-    rounds.
-    """
+    """Return a function that multiplies rank 0's loss by ``factor`` and other losses by 0: no reduction rounds."""
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 
 def observe_fp32_accumulation(ctx: RankContext) -> None:
-    """Run two backwards on bf16 weights whose gradients accumulate in fp32; nothing if the engine refuses the option.
+    """Run two backwards on bf16 weights whose gradients accumulate in fp32; return if the engine refuses the option.
 
     Plain PyTorch accumulates in the weights' dtype, and so may an engine that refuses the option.
     """
@@ -132,9 +131,9 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
 def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the accumulated gradients bitwise with float64's, or at three ranks within the bound of the reduction."""
     if ctx.has_record("added"):
-        half = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
-        shares = [half.compute_local_grads(0, weigh=weigh_rank_0_loss(factor)) for factor in LOSS_FACTORS]
-        yield from half.compare_reduced_grads(
+        low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
+        shares = [low_ctx.compute_local_grads(0, weigh=weigh_rank_0_loss(factor)) for factor in LOSS_FACTORS]
+        yield from low_ctx.compare_reduced_grads(
             "added", shares, exact=division_exactness(ctx.world_size), scale=len(LOSS_FACTORS)
         )
 
@@ -142,7 +141,7 @@ def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "master_weights",
-        "the optimizer steps on masters, which weights round; gradients accumulate in the configured dtype",
+        "the optimizer updates masters, weights are rounded masters, and gradients accumulate in the configured dtype",
         observe_masters,
         judge_masters,
         features=(Feature.MASTERS,),

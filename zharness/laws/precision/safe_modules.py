@@ -36,6 +36,7 @@ SAFE_MODULE_LISTS: Mapping[str, tuple[Mapping[str, Any], tuple[type[nn.Module], 
 
 
 def observe_safe_modules(ctx: RankContext) -> None:
+    """Train one step under torch_autocast, and record the elements that were sent in each dtype."""
     options, _ = SAFE_MODULE_LISTS[ctx.variant]
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=options)
     before = count_sent_elements(engine, REDUCE_COLLECTIVES)
@@ -49,6 +50,7 @@ def observe_safe_modules(ctx: RankContext) -> None:
 
 
 def judge_safe_modules(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that only safe modules' parameters were reduced in bf16; at stage 3, bf16 has to gather them too."""
     _, safe = SAFE_MODULE_LISTS[ctx.variant]
     spec = ctx.baseline.spec
     low = low_precision_parameters(ctx.baseline, safe)
@@ -70,6 +72,6 @@ LAWS = (
         judge_safe_modules,
         features=(Feature.WIRES,),
         variants=tuple(map(Variant, SAFE_MODULE_LISTS)),
-        kept_because="the only law that counts the bytes in the network by parameter and dtype",
+        kept_because="the only law that counts sent elements by dtype for lists of safe modules",
     ),
 )

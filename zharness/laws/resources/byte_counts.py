@@ -1,4 +1,4 @@
-"""Laws of bytes: what a rank stores, sends and gathers.
+"""The laws of the bytes that a rank stores, sends and gathers.
 
 Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi: the bytes of one full set of parameters. N: the world size.
 """
@@ -25,13 +25,14 @@ from zharness.parity import Comparison, Part, compare_bitwise, compare_within_ra
 
 
 def observe_memory_per_rank(ctx: RankContext) -> None:
+    """Train two steps, and record the bytes of parameters, gradients and optimizer state that this rank stores."""
     record_stage(ctx)
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     for step in range(2):
         loss = ctx.loss(engine, step)
         between_passes = require_observation(engine, "resources", Resources)
         engine.backward(loss)
-        engine.backward(ctx.loss(engine, 2 + step))  # a second one: accumulated gradients take no more bytes than one
+        engine.backward(ctx.loss(engine, 2 + step))  # accumulated gradients take no more bytes than one gradient
         before = require_observation(engine, "resources", Resources)
         engine.step()
         engine.zero_grad()
@@ -46,10 +47,10 @@ PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
 
 
 def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare a rank's bytes with psi, psi and 2 psi, each divided by N from the stage that shards it.
+    """Compare a rank's bytes with psi for parameters, psi for gradients and 2 psi for AdamW's state.
 
-    Padding and AdamW's step counts are added. Where parameters are sharded, at most two modules' parameters stay
-    gathered between a forward and its backward.
+    From the stage that shards them they are divided by N. Padding and AdamW's step counts are added. Where
+    parameters are sharded, at most two modules' parameters stay gathered between a forward and its backward.
     """
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -73,13 +74,14 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
-    """Return the elements of a parameter's largest padded shard: cut evenly, or by rows if the layout says so."""
+    """Return the number of elements of a parameter's largest padded shard, cut evenly or by rows as in the layout."""
     even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
     declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
     return by_rows if max(declared, default=0) == by_rows else even
 
 
 def observe_comm_volume(ctx: RankContext) -> None:
+    """Record the bytes that one step sends, for each number of micro-batches."""
     record_stage(ctx)
     for steps in ACCUMULATIONS:
         engine = ctx.build_engine(
@@ -97,7 +99,7 @@ def observe_comm_volume(ctx: RankContext) -> None:
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the bytes sent with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
-    Stage 3 sends less than 3A psi if backward does not gather parameters again.
+    A is the number of micro-batches. Stage 3 sends less than 3A psi if backward does not gather parameters again.
     """
     stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
     ranks = ctx.world_size
@@ -107,7 +109,7 @@ def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
         padding = 4 * ranks * len(sizes) * passes
         agreement = (
             2 * (2 * len(sizes) + 8) * (steps + 1)
-        )  # one byte per parameter, bucket and loss is all-reduced in each pass
+        )  # each pass all-reduces one byte for every parameter, bucket and loss
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
         share = (ranks - 1) / ranks
@@ -120,6 +122,7 @@ PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collect
 
 
 def observe_gathered_bytes(ctx: RankContext) -> None:
+    """Train two steps with each bucket size, and record the gathered bytes: those that remain, and their peak."""
     record_stage(ctx)
     for bucket in PREFETCH_BUCKET_SIZES:
         zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}
@@ -129,21 +132,23 @@ def observe_gathered_bytes(ctx: RankContext) -> None:
             engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
             engine.zero_grad()
-        found = {
+        counts = {
             "rest": require_observation(engine, "gathered_bytes", int),
             "peak": require_observation(engine, "traffic", Traffic).peak_gathered,
         }
-        ctx.record("gathered", {name: scalar(value) for name, value in found.items()}, bucket)
+        ctx.record("gathered", {name: scalar(value) for name, value in counts.items()}, bucket)
         engine.close()
 
 
 def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that nothing stays gathered between steps, and that the peak is at most two modules and a bucket.
+    """Check that nothing stays gathered between steps, and that at most two modules and a bucket ever were.
 
     Below stage 3, nothing is ever gathered.
     """
     for bucket in PREFETCH_BUCKET_SIZES:
-        padded = bucket * ctx.world_size  # each of its parameters may have one element, padded to one on every rank
+        padded = (
+            bucket * ctx.world_size
+        )  # a bucket may hold parameters of one element, each padded to one element on every rank
         most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
         for rank, record in enumerate(ctx.rank_records("gathered", bucket)):
             yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), record["rest"])

@@ -1,4 +1,4 @@
-"""What the laws of resources share."""
+"""Functions that the laws of resources share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 ACCUMULATIONS = (1, 2, 3)
 
 
-def require_observation(engine: Engine, what: str, kind: type[T]) -> T:
-    """Return an attribute of ``engine.observe()``. Raises EngineContractError if the engine claims it and lacks it."""
-    found = getattr(engine.observe(), what)
+def require_observation(engine: Engine, attribute: str, kind: type[T]) -> T:
+    """Return an attribute of ``engine.observe()``. Raises EngineContractError if it is absent although claimed."""
+    found = getattr(engine.observe(), attribute)
     if not isinstance(found, kind):
-        raise EngineContractError(f"observe().{what}: {found.reason}; expected {kind.__qualname__}")
+        raise EngineContractError(f"observe().{attribute}: {found.reason}; expected {kind.__qualname__}")
     return found
 
 
@@ -54,7 +54,7 @@ def resource_law(
     *features: Feature,
     **law_fields: Any,
 ) -> Law:
-    """Build a law of resources, in fp32, whose bytes the formulas count; ``law_fields`` are further fields of Law."""
+    """Build a law of resources; ``law_fields`` are further fields of Law. The formulas count the bytes of fp32."""
     fields = {
         "models": ("mlp",),
         "variants": (Variant(compares_engine_with_itself=True),),

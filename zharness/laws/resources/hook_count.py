@@ -22,7 +22,7 @@ PARAMETER_COUNTS = (10, 100, 1000)
 
 CHECKPOINT_COUNTS = (10, 30, 100)
 
-# In the second backward DeepSpeed's stage 3 plans by the order of the first, once, with n^2 calls.
+# In its second backward DeepSpeed's stage 3 makes n^2 calls, once, to plan by the order of the first backward.
 WARMUP_BACKWARDS = 2
 
 
@@ -53,6 +53,7 @@ class CheckpointedLayers(nn.Module):
 
 
 def observe_hook_count(ctx: RankContext) -> None:
+    """Count the Python calls of a backward on models of several sizes, and those of every step of a training."""
     for name, model, counts in (
         ("calls", ScalarParameters, PARAMETER_COUNTS),
         ("recomputed", CheckpointedLayers, CHECKPOINT_COUNTS),
@@ -78,7 +79,7 @@ def observe_hook_count(ctx: RankContext) -> None:
     engine.close()
 
 
-TRAINING_STEPS = 8  # the last one makes no more calls than the first one after the warm-up
+TRAINING_STEPS = 8  # the calls of the last step are compared with those of the first one after the warm-up
 
 
 def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
@@ -100,11 +101,12 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 
 
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that calls grow linearly: from 100 to 1000 parameters less than one more call each than from 10 to 100.
+    """Check that the number of calls grows linearly with the number of parameters, and of checkpoints.
 
-    The same holds for checkpoints, at 10, 30 and 100 of them. With a + bn + cn^2 calls the two slopes differ by c times
-    (1000 - 10), for checkpoints by c times (100 - 10), so one call for every pair is far above the limit. One call is
-    allowed because lists and buckets grow in steps. Calls of later steps may grow by less than one for each parameter.
+    Between 100 and 1000 parameters the slope may be at most one larger than between 10 and 100; for checkpoints the
+    counts are 10, 30 and 100. With a + bn + cn^2 calls the slopes differ by c times (1000 - 10), for checkpoints by c
+    times (100 - 10), so one call for every pair is far above the limit. One call is allowed because lists and buckets
+    grow in steps. The last step may make fewer than one additional call for each parameter.
     """
     for rank in range(ctx.world_size):
         early, late = (ctx.rank_records("trained", at)[rank]["calls"] for at in (WARMUP_BACKWARDS, TRAINING_STEPS - 1))
@@ -114,8 +116,8 @@ def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
     for name, counts in (("calls", PARAMETER_COUNTS), ("recomputed", CHECKPOINT_COUNTS)):
         for rank in range(ctx.world_size):
             few, some, many = (ctx.rank_records(name, count)[rank]["calls"] for count in counts)
-            each = (some - few) / (counts[1] - counts[0])
-            allowed = some + (each + 1) * (counts[2] - counts[1])
+            slope = (some - few) / (counts[1] - counts[0])
+            allowed = some + (slope + 1) * (counts[2] - counts[1])
             yield compare_within_range(
                 ctx.location(name, Part.REDUCTION, 0, rank), torch.zeros_like(allowed), many, allowed
             )

@@ -1,4 +1,4 @@
-"""Laws of what an engine leaves behind: a closed engine, and a training that goes on."""
+"""The laws of leaks: what a closed engine leaves behind, and what a longer training accumulates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def observe_close(ctx: RankContext) -> None:
     train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
     whole = all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters())
     ctx.record("whole", {"whole": scalar(whole)})
-    if is_true_on_all_ranks(ctx, whole):  # on all ranks or none: a hook that was left behind may run a collective
+    if is_true_on_all_ranks(ctx, whole):  # on all ranks or on none, because a leftover hook may run a collective
         ctx.record("params", dict(model.named_parameters()))
         model.zero_grad()
         ctx.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
@@ -44,9 +44,9 @@ def observe_close(ctx: RankContext) -> None:
 
 def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
     """Return whether ``value`` is true on every rank. Collective."""
-    verdict = torch.tensor(int(value), device=ctx.device)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN)
-    return bool(verdict)
+    flag = torch.tensor(int(value), device=ctx.device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -59,13 +59,13 @@ def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
         for name in records[0]:
             yield from compare_ranks(ctx.location(name, Part.GATHER), [record[name] for record in records])
         local = ctx.compute_local_grads(STEPS, records[0])
-        yield from ctx.compare_values("own", [one.grads for one in local])
+        yield from ctx.compare_values("own", [result.grads for result in local])
     for rank, record in enumerate(ctx.rank_records("left")):
         yield compare_bitwise(ctx.location("model", Part.GATHER, 0, rank), scalar(0), record["model"])
 
 
 def observe_no_leak(ctx: RankContext) -> None:
-    """Measure this process before and after, twice each: while one engine trains on, and while engines are closed."""
+    """Measure this process four times while one engine trains on, and four times while engines are closed."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     living = [measure_after(partial(train_steps, ctx, engine)) for _ in range(4)]
     engine.close()
@@ -81,7 +81,7 @@ def observe_no_leak(ctx: RankContext) -> None:
 
 
 def measure_after(action: Callable[[], None]) -> dict[str, int]:
-    """Run ``action`` and return what this process holds afterwards."""
+    """Run ``action`` and return the counts of ``measure_process`` afterwards."""
     action()
     return measure_process()
 
@@ -113,13 +113,13 @@ def measure_process() -> dict[str, int]:
         # A backend's thread frees a finished collective's tensors only after the next collective.
         dist.barrier()
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    tensors = [candidate for candidate in gc.get_objects() if isinstance(candidate, Tensor)]
     storages = dict(filter(None, map(get_storage, tensors)))
-    found = {"tensors": len(tensors), "bytes": sum(storages.values())}
+    counts = {"tensors": len(tensors), "bytes": sum(storages.values())}
     for name, folder in (("threads", "/proc/self/task"), ("files", "/proc/self/fd")):
         if os.path.isdir(folder):  # on Linux
-            found[name] = len(os.listdir(folder))
-    return found
+            counts[name] = len(os.listdir(folder))
+    return counts
 
 
 def get_storage(tensor: Tensor) -> tuple[int, int] | None:
@@ -132,10 +132,10 @@ def get_storage(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def judge_no_leak(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the least that a process holds afterwards is no more than the most that it held before.
+    """Check that the smaller of the last two counts does not exceed the larger of the first two.
 
-    A backend's thread may still hold a tensor when it is counted; what engines leave behind grows with each of them.
-    Only the growth is compared: the totals depend on what the process ran before.
+    A single count may include a tensor that a backend's thread is about to free; a leak grows with every engine. Only
+    the growth is compared: the totals depend on what the process ran before.
     """
     for label in ("living", "closed"):
         records = [ctx.rank_records(label, at) for at in range(4)]

@@ -1,4 +1,4 @@
-"""The law of fresh memory: a step reads nothing before it is written."""
+"""The law of fresh memory: a step reads no memory before it has written it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def poison_fresh_memory() -> Iterator[None]:
     """Fill fresh memory with NaN within the block, as torch does under deterministic algorithms."""
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
-    was = torch.are_deterministic_algorithms_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was)
+        torch.use_deterministic_algorithms(was_deterministic)
         settings.fill_uninitialized_memory = fill
 
 
 def observe_poisoned_memory(ctx: RankContext) -> None:
+    """Train and record one step while all fresh memory is filled with NaN."""
     with poison_fresh_memory():
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
         train_and_record_step(ctx, engine)
@@ -42,6 +43,7 @@ def observe_poisoned_memory(ctx: RankContext) -> None:
 
 
 def judge_poisoned_memory(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses and gradients with plain PyTorch's, and replay the step."""
     local = ctx.compute_local_grads()
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))

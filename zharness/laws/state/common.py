@@ -1,4 +1,4 @@
-"""What the laws of saved state share: saving, loading, and the step after it."""
+"""Functions that the laws of saved state share: training, records, and the step after a load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> N
 
 
 def run_eval_forward(ctx: RankContext, engine: Engine, label: str) -> None:
-    """Run a forward in eval mode, without gradient."""
+    """Run a forward in eval mode without gradients, and record its loss under ``label``."""
     with eval_mode(engine), torch.no_grad():
         ctx.loss(engine, SAVE_STEP, f"evaluated-{label}")
 
@@ -46,7 +46,7 @@ def record_snapshot(ctx: RankContext, engine: Engine, step: int, label: str) -> 
 
 
 def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
-    """Record weights and state as they were loaded, make one step, and record the result."""
+    """Record the loaded weights and state, make one step, and record the result."""
     record_snapshot(ctx, engine, SAVE_STEP, label)
     engine.backward(ctx.loss(engine, SAVE_STEP, f"loss-{label}"))
     ctx.record(f"grads-{label}", engine.full_grads(), SAVE_STEP)
@@ -55,12 +55,12 @@ def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
 
 
 def judge_next_step(ctx: JudgeContext, label: str) -> Iterator[Comparison]:
-    """Judge the step of ``record_next_step`` from the engine's own numbers."""
+    """Judge the step of ``record_next_step`` from the weights and state that the engine had loaded."""
     local = ctx.compute_local_grads(SAVE_STEP, ctx.rank_records(f"params-{label}", SAVE_STEP)[0])
     yield from ctx.compare_losses(SAVE_STEP, local, f"loss-{label}")
     yield from ctx.compare_reduced_grads(f"grads-{label}", [local], SAVE_STEP)
-    moment = RecordedStep(SAVE_STEP, f"masters-{label}", f"state-{label}")
-    yield from judge_step(ctx, RESHARD_OPTIMIZER, ctx.rank_records(f"grads-{label}", SAVE_STEP)[0], moment)
-    after = RecordedStep(SAVE_STEP + 1, moment.params_label, moment.state_label)
+    before = RecordedStep(SAVE_STEP, f"masters-{label}", f"state-{label}")
+    yield from judge_step(ctx, RESHARD_OPTIMIZER, ctx.rank_records(f"grads-{label}", SAVE_STEP)[0], before)
+    after = RecordedStep(SAVE_STEP + 1, before.params_label, before.state_label)
     yield from compare_ranks_after_step(ctx, after)
     yield from compare_published_weights(ctx, after, f"params-{label}")

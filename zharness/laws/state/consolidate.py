@@ -18,6 +18,7 @@ from zharness.parity.compare import check_names
 
 
 def observe_consolidate(ctx: RankContext) -> None:
+    """Train one step, record the full state dict, overwrite it with zeros, and run a forward."""
     engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
@@ -31,11 +32,13 @@ def observe_consolidate(ctx: RankContext) -> None:
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each name, the position of the first name that shares its memory."""
-    places: dict[int, int] = {}
+    """Return, for each name, the position of the first name whose tensor shares its memory."""
+    first_positions: dict[int, int] = {}
     return {
-        name: torch.tensor(float(places.setdefault(tensor.data_ptr() if tensor.numel() else -place - 1, place)))
-        for place, (name, tensor) in enumerate(state.items())
+        name: torch.tensor(
+            float(first_positions.setdefault(tensor.data_ptr() if tensor.numel() else -position - 1, position))
+        )
+        for position, (name, tensor) in enumerate(state.items())
     }
 
 

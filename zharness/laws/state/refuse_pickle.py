@@ -1,4 +1,4 @@
-"""The law of checkpoints that carry code."""
+"""The law of malicious checkpoints: a load must not run code that a file carries."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class PickledCommand:
 
 
 def observe_refuse_pickle(ctx: RankContext) -> None:
+    """Replace each file of a checkpoint by one that carries a command, and record whether the load raises."""
     engine = ctx.build_engine()
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
@@ -64,6 +65,7 @@ def poison_file(content: bytes, marker: Path) -> bytes:
 
 
 def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that every such load raised, ran no command, and changed neither weights nor optimizer state."""
     for rank, outcome in enumerate(ctx.rank_records("outcome")):
         for name, value in outcome.items():
             wanted = torch.tensor(float(name.startswith("command/raised")))

@@ -1,4 +1,4 @@
-"""The law of resharding: a checkpoint of one stage loads at every other."""
+"""The law of resharding: a checkpoint that one stage saved loads at every other stage."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from zharness.parity import Comparison, Part, Tier
 
 
 def observe_reshard(ctx: RankContext) -> None:
+    """Save a checkpoint, load it at every claimed stage, and record the loaded state and one more step."""
     source = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, source, range(SAVE_STEP), "before")
     record_snapshot(ctx, source, SAVE_STEP, "saved")
@@ -36,7 +37,7 @@ def observe_reshard(ctx: RankContext) -> None:
 
 
 def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what each stage loaded bitwise with what was saved, and judge its next step."""
+    """Compare the weights and state that each stage loaded bitwise with the saved ones, and judge its next step."""
     for label in (f"stage{stage}" for stage in range(4)):
         if ctx.has_record(f"params-{label}"):
             for weights in ("params", "masters"):
@@ -50,7 +51,7 @@ def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.reshard",
-        statement="what one stage saved every other stage loads, bitwise, and its next step is plain PyTorch's",
+        statement="every stage loads a checkpoint of any other stage bitwise, and its next step is plain PyTorch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_reshard,

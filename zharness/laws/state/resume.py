@@ -1,4 +1,4 @@
-"""The law of resuming: save, load into another engine, continue."""
+"""The law of resuming: an engine that loads a checkpoint continues like the engine that saved it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 
 IDLE_NUMEL = 3
 
-FALLING_SCHEDULE = (1.0, 0.5, 0.25, 0.125, 0.0625)  # a different factor for every step, and one more
+FALLING_SCHEDULE = (
+    1.0,
+    0.5,
+    0.25,
+    0.125,
+    0.0625,
+)  # a different factor for every step, and one for the step after the last
 
 
 def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
@@ -39,14 +45,15 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engi
 
 
 def observe_resume(ctx: RankContext) -> None:
-    own = ctx.variant == "buffers"  # each rank has its own, like running statistics
+    """Save an engine, load the checkpoint into another one, and record how both continue."""
+    buffers_differ = ctx.variant == "buffers"  # between ranks, like running statistics
     optimizer = replace(TRAJECTORY_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
     train_steps(ctx, never, range(SAVE_STEP), "before")
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
     run_eval_forward(ctx, resumed, "forgotten")
-    # A new tensor under the same name, as a forward leaves it that computes a statistic anew.
-    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * own)
+    # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
+    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * buffers_differ)
     record_snapshot(ctx, never, SAVE_STEP, "unsaved")
     with shared_folder() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
@@ -90,7 +97,7 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.resume",
-        statement="save, load into another engine, continue: bitwise equal to the engine that never stopped",
+        statement="an engine that loads a checkpoint continues bitwise like the engine that saved it and never stopped",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_resume,
@@ -104,6 +111,6 @@ LAWS = (
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
-        kept_because="bitwise, with schedule, generator and buffers, into another engine",
+        kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
     ),
 )

@@ -22,18 +22,18 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# One of each kind of piece, as paths below the checkpoint's folder; {} is a parameter's name.
+# Files and folders of a checkpoint, one of each kind, as paths below its folder; {} is a parameter's name.
 CHECKPOINT_PIECES = ("zero/optimizer_state.pt", "zero/{}/fp32.pt", "zero/{}/exp_avg.pt", "zero/{}")
 
 
 def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
     """Draw the weights and Adam moments of a universal checkpoint, the same on all ranks."""
     generator = torch.Generator().manual_seed(ctx.seed)
-    found = {}
+    values = {}
     for name, parameter in ctx.spec.model(ctx.seed).named_parameters():
         drawn = [torch.randn(parameter.shape, generator=generator) for _ in range(3)]
-        found[name] = {"fp32": drawn[0], "exp_avg": drawn[1] / 8, "exp_avg_sq": drawn[2].square() / 64}
-    return found
+        values[name] = {"fp32": drawn[0], "exp_avg": drawn[1] / 8, "exp_avg_sq": drawn[2].square() / 64}
+    return values
 
 
 def write_universal_checkpoint(
@@ -65,6 +65,7 @@ def make_param_groups() -> list[dict[str, Any]]:
 
 
 def observe_universal(ctx: RankContext) -> None:
+    """Write a universal checkpoint, load it damaged in several ways and then whole, and make one step."""
     values, flat = make_checkpoint_values(ctx), ctx.variant == "flat"
     ctx.record("masters-written", {name: entry["fp32"] for name, entry in values.items()}, SAVE_STEP)
     state = {f"{name}/{key}": entry[key] for name, entry in values.items() for key in ADAM_MOMENTS}
@@ -108,7 +109,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 
 
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
-    """Return 1 if loading raises; record under ``label`` whether anything was loaded."""
+    """Return 1 if loading raises, else 0; record under ``label`` which weights and state changed."""
     before = collect_training_state(engine)
     raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
@@ -118,7 +119,7 @@ def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> 
 
 
 def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that damaged checkpoints are refused and change nothing; judge a whole one and its next step."""
+    """Check that damaged checkpoints are refused and change nothing; judge the intact one and its next step."""
     for rank, refused in enumerate(ctx.rank_records("refused")):
         for name, raised in refused.items():
             yield compare_bitwise(ctx.location(f"refused/{name}", Part.GATHER, SAVE_STEP, rank), torch.ones(()), raised)

@@ -26,7 +26,7 @@ from zharness.parity import Comparison, Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload.user_model import is_user_model
 
-# Division by two is exact, by three it rounds. Every other law of training covers a caller's window of one.
+# Division by two is exact, by three it rounds. The other laws of training cover a caller's window of one micro-batch.
 ACCUMULATION_STEPS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 
 NUM_BOUNDARIES = 2
@@ -37,14 +37,15 @@ CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 
 def observe_accumulation(ctx: RankContext) -> None:
+    """Train windows of several lengths, each on a new engine."""
     owner = AccumulationOwner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
-    chosen = "frozen" if own_kernels else "moving"
+    optimizer_name = "frozen" if own_kernels else "moving"
     windows = [steps for steps in ACCUMULATION_STEPS[owner] if is_power_of_two(steps) or not own_kernels]
     # A user's model may be large: train only the window whose division rounds.
     for steps in windows[-1:] if is_user_model(ctx.spec.name) else windows:
-        observe_boundaries(ctx, owner, chosen, steps)
+        observe_boundaries(ctx, owner, optimizer_name, steps)
 
 
 def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_name: str, steps: int) -> None:
@@ -57,10 +58,13 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
     )
     clip, optimizer = CLIP if clips else None, OPTIMIZERS_BY_NAME[optimizer_name]
     engine = ctx.build_engine(accumulation_steps=steps, accumulation_owner=owner, optimizer=optimizer, clip=clip)
-    spellings = choose_backward_calls(ctx, engine, owner, steps)
+    backward_calls = choose_backward_calls(ctx, engine, owner, steps)
     for boundary in range(NUM_BOUNDARIES):
         ctx.record_training_state(engine, boundary, f"-{label}")
-        window, backward = range(boundary * steps, (boundary + 1) * steps), spellings[boundary % len(spellings)]
+        window, backward = (
+            range(boundary * steps, (boundary + 1) * steps),
+            backward_calls[boundary % len(backward_calls)],
+        )
         accumulate(ctx, engine, owner, window, f"loss-{label}", backward)
         ctx.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
@@ -77,8 +81,9 @@ def choose_backward_calls(
 ) -> Sequence[Callable[[Tensor], object]]:
     """Return the backward calls that successive windows use in turn.
 
-    An engine that owns the accumulation also gets ``scale`` where dividing by ``steps`` is exact: by three, DeepSpeed's
-    scale rounds the loss differently than its backward does, and than either form that the judge accepts.
+    If the engine owns the accumulation and division by ``steps`` is exact, ``scale`` is one of them. Division by three
+    rounds: DeepSpeed's scale then rounds the loss differently from its backward, and to none of the results that the
+    judge accepts.
     """
     scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
     if owner is AccumulationOwner.ENGINE and scales:
@@ -87,17 +92,18 @@ def choose_backward_calls(
 
 
 def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
-    for chosen, optimizer in OPTIMIZERS_BY_NAME.items():
+    """Judge the gradients, the norm and the optimizer step of every recorded window."""
+    for optimizer_name, optimizer in OPTIMIZERS_BY_NAME.items():
         for steps in ACCUMULATION_STEPS[AccumulationOwner(ctx.variant)]:
-            label = f"{chosen}-{steps}"
+            label = f"{optimizer_name}-{steps}"
             if ctx.has_record(f"grads-{label}"):
                 for boundary in range(NUM_BOUNDARIES):
                     yield from judge_boundary(ctx, label, boundary, steps)
-                    moment = RecordedStep(boundary, f"masters-{label}", f"state-{label}")
+                    before = RecordedStep(boundary, f"masters-{label}", f"state-{label}")
                     grads = ctx.rank_records(f"grads-{label}", boundary)[0]
                     factor = yield from judge_clip_factor(ctx, f"norm-{label}", boundary, grads, CLIP)
-                    yield from judge_step(ctx, optimizer, grads, moment, factor)
-                    after = RecordedStep(boundary + 1, moment.params_label, moment.state_label)
+                    yield from judge_step(ctx, optimizer, grads, before, factor)
+                    after = RecordedStep(boundary + 1, before.params_label, before.state_label)
                     yield from compare_ranks_after_step(ctx, after)
                     yield from compare_published_weights(ctx, after, f"params-{label}")
 
@@ -132,7 +138,7 @@ LAWS = (
             Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
             Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),
         ),
-        # Division by three rounds, and after a boundary the weights are no integers any more.
+        # Division by three rounds, and after a boundary the weights are no longer integers.
         steps=LawSteps(observe_accumulation, rounds=True),
         kept_because="every accumulation owner and window length, over two boundaries",
     ),

@@ -9,7 +9,7 @@ from zharness.law_kit.program_templates import MLP_TEMPLATES
 LAWS = (
     any_order_law(
         "training",
-        "whatever legal order of calls a caller chooses, each call does what plain PyTorch's does",
+        "in any legal order of calls, each call does what plain PyTorch's does",
         "mlp",
         MLP_TEMPLATES,
         kept_because="the only random order of calls, with engines of different settings in one process",

@@ -22,6 +22,7 @@ CLIP_NORMS = (1e-2, 1e6)
 
 
 def observe_clip_and_norm(ctx: RankContext) -> None:
+    """Make one step with each clipping norm, and record weights, gradients and the reported norm."""
     for at, clip in enumerate(CLIP_NORMS):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip)
         ctx.record_weights(engine, at, "-before")
@@ -36,7 +37,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 
 
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the norm with that of all gradients, and the step with w - factor x g, by clip_grad_norm_'s factor."""
+    """Compare the norm with that of all gradients, and weights with w - factor x g, with clip_grad_norm_'s factor."""
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]
         factor = yield from judge_clip_factor(ctx, "norm", at, grads, clip)

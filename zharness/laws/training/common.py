@@ -1,4 +1,4 @@
-"""What several laws of training share."""
+"""Functions and constants that several laws of training share."""
 
 from __future__ import annotations
 

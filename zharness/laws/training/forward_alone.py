@@ -48,6 +48,7 @@ def observe_forward_alone(ctx: RankContext) -> None:
 
 
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare all losses and gradients with plain PyTorch's; no parameter may stay gathered after a forward alone."""
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):

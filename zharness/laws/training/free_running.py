@@ -1,7 +1,7 @@
 """The law of the free run: weights differ from plain PyTorch's by no more than the gradients' differences explain.
 
-Only gradients are taken from the engine, no state and no weights. The replay runs from the initial weights and carries
-along how far each gradient was from plain PyTorch's; that gives the bound.
+The judge takes only gradients from the engine, neither state nor weights. It replays all steps from the initial weights
+and propagates the difference between each gradient and plain PyTorch's, which gives the bound.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TRAINING_RUN = TrainingRun(ADAMW, STEPS)
 
 
 def observe_free_running(ctx: RankContext) -> None:
+    """Train some steps, and record the gradients and weights of each."""
     engine = ctx.build_engine(optimizer=ADAMW)
     ctx.record_training_state(engine, 0)
     for step in range(STEPS):
@@ -45,7 +46,7 @@ def observe_free_running(ctx: RankContext) -> None:
 def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the weights of every step with the replay from the initial weights.
 
-    Elements whose bound exceeds the distance that they have moved are undetermined, and counted as such.
+    Elements whose bound exceeds the distance that they have moved are counted as undetermined.
     """
     initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
@@ -61,7 +62,7 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
         grads = ctx.rank_records("grads", step)[0]
         check_names("full_grads", local[0].grads, grads)
         for name, grad in grads.items():
-            mean, _ = mean_and_bound([one.grads[name] for one in local], ctx.reduce_dtype)
+            mean, _ = mean_and_bound([result.grads[name] for result in local], ctx.reduce_dtype)
             bounded_grad = BoundedTensor(mean, (grad.double() - mean).abs(), initial[name].dtype)
             settings = step_hyperparameters(ADAMW, name, step)
             free[name], states[name] = propagate_step(
@@ -84,7 +85,7 @@ def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor
 LAWS = (
     Law(
         name="training.free_running",
-        statement="running freely, weights leave plain PyTorch's by no more than the gradients' differences explain",
+        statement="trained freely, weights differ from plain PyTorch's by no more than gradient differences explain",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_free_running,

@@ -1,4 +1,4 @@
-"""Laws of one backward: reduced gradients, and the gradient of a single rank."""
+"""The laws of one backward: reduced gradients, and the gradient of a single rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from zharness.parity.certificate import single_term_mean_exactness
 
 
 def observe_grads(ctx: RankContext) -> None:
+    """Run one backward, and record the loss and the gradients."""
     engine = ctx.build_engine()
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -25,17 +26,19 @@ def observe_grads(ctx: RankContext) -> None:
 
 
 def judge_grads(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses with plain PyTorch's, and gradients with the mean over ranks."""
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
 
 
 def observe_one_hot_rank(ctx: RankContext) -> None:
+    """Run one backward for each rank, in which all other ranks multiply their loss by zero."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
-    for chosen in range(ctx.world_size):
-        loss = ctx.loss(engine, step=chosen) * float(ctx.rank == chosen)
+    for rank_with_loss in range(ctx.world_size):
+        loss = ctx.loss(engine, step=rank_with_loss) * float(ctx.rank == rank_with_loss)
         engine.backward(loss)
-        ctx.record("grads", engine.full_grads(), step=chosen)
+        ctx.record("grads", engine.full_grads(), step=rank_with_loss)
         engine.step()
         engine.zero_grad()
     engine.close()
@@ -66,7 +69,7 @@ LAWS = (
         judge=judge_grads,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_grads),
-        kept_because="the shortest law, which every engine can be held to: the first one to read in a report",
+        kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),
     Law(
         name="training.one_hot_rank",

@@ -1,4 +1,4 @@
-"""Laws of equality: all ranks agree, and an engine variant changes no number."""
+"""The laws of equality: all ranks agree, and no engine variant changes a number."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ran
 
 
 def observe_ranks_agree(ctx: RankContext) -> None:
+    """Train some steps; record weights, state, buffers, norm, loss scale and skipped steps after each."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
         engine.backward(ctx.loss(engine, step))
@@ -47,6 +48,7 @@ def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare every recorded tensor between the ranks."""
     for step in range(STEPS):
         for label in ("params", "state", "buffers", "facts"):
             records = ctx.rank_records(label, step)
@@ -56,6 +58,7 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
+    """Make one step without options, and one for each combination of the engine's variants."""
     for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.variants)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
@@ -67,6 +70,7 @@ def observe_config_invariance(ctx: RankContext) -> None:
 
 
 def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare gradients with plain PyTorch's, and bitwise with the first engine's if sums have one order."""
     local = ctx.compute_local_grads()
     for row in (snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "grads"):
         yield from ctx.compare_reduced_grads("grads", [local], row, ctx.certify_exactness(range(1)))

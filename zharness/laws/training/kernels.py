@@ -1,4 +1,4 @@
-"""The law of kernels: local gradients are as near to float64 as torch's, and the reduced ones are their mean."""
+"""The law of kernels: local gradients are as near to float64 as torch's, and reduced gradients are their mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.parity.compare import attach_plain_values, check_names
 
 
 def observe_kernels(ctx: RankContext) -> None:
-    """Run backward on one rank's loss at a time, which gives its gradient / N, then on all losses together."""
+    """Run backward of one rank's loss at a time, which gives its gradient / N, then of all losses together."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for chosen in range(ctx.world_size + 1):
         counts = chosen in (ctx.rank, ctx.world_size)
@@ -36,25 +36,25 @@ def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare local gradients by tier C, and their reduction by tier S with the mean of the engine's own."""
+    """Compare local gradients by tier C, and their reduction by tier S with the mean of the engine's local ones."""
     size = ctx.world_size
-    own = []
+    engine_grads = []
     for rank in range(size):
         calibrated = calibrate(ctx.baseline, rank)
         alone = ctx.rank_records("grads", rank)[0]
         check_names("full_grads", calibrated.oracle, alone)
-        own.append({name: grad.double() * size for name, grad in alone.items()})
-        found = compare_calibrated(ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, own[rank])
+        engine_grads.append({name: grad.double() * size for name, grad in alone.items()})
+        found = compare_calibrated(ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, engine_grads[rank])
         if found.mismatch is not None:
             found = attach_plain_values(found, partial(get_plain_gradient, ctx, rank, found.mismatch.parameter))
         yield found
     rank_grads = ctx.rank_records("grads", size)
-    for name in own[0]:
-        terms = [grads[name] for grads in own]
+    for name in engine_grads[0]:
+        terms = [grads[name] for grads in engine_grads]
         grad_dtype = rank_grads[0][name].dtype
         reduce_dtype = ctx.get_reduce_dtype(name, grad_dtype)
         mean, bound = mean_and_bound(terms, reduce_dtype, grad_dtype)
-        if not is_power_of_two(size):  # then dividing a single rank's gradient has rounded it
+        if not is_power_of_two(size):  # then the division of a single rank's gradient by N has rounded
             bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
         for rank, record in enumerate(rank_grads):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)

@@ -15,6 +15,7 @@ LOSS_POWERS = (0, 3, -2)
 
 
 def observe_loss_scale_power(ctx: RankContext) -> None:
+    """Run one backward for each power of two that multiplies the loss."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, power in enumerate(LOSS_POWERS):
         batch = ctx.batch(0)
@@ -26,11 +27,11 @@ def observe_loss_scale_power(ctx: RankContext) -> None:
 
 
 def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare gradients bitwise with the unscaled ones times the power, or within a bound if their order varies."""
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], exact=ctx.certify_exactness(range(1)))
     for at, power in enumerate(LOSS_POWERS):
-        if (
-            not ctx.has_single_reduction_order()
-        ):  # DDP rebuilds its buckets after the first backward, and then adds in another order
+        # DDP rebuilds its buckets after the first backward, and then adds in another order.
+        if not ctx.has_single_reduction_order():
             yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], at, scale=2.0**power)
             continue
         for rank, record in enumerate(ctx.rank_records("grads", at)):
@@ -50,6 +51,6 @@ LAWS = (
         models=MODELS,
         dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow and lose bits
         steps=LawSteps(observe_loss_scale_power),
-        kept_because="needs neither baseline nor bound, so it also holds with kernels that are not torch's",
+        kept_because="needs neither baseline nor bound, so it can also judge kernels that are not torch's",
     ),
 )

@@ -20,12 +20,13 @@ STEPS = 2
 
 EVALUATION_MICRO = 10  # the micro-batch of the evaluation after step 0
 
-GENERATOR = "generator"  # its state after a training forward, where the next dropout begins
+GENERATOR = "generator"  # the record of the random state after a training forward
 
 
 def observe_modes(ctx: RankContext) -> None:
-    own = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
-    ctx.record("case", {"own": torch.tensor(float(own))})
+    """Train with dropout and batch norm, evaluate after each step, and record buffers, modes and random state."""
+    ranks_keep_buffers = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
+    ctx.record("case", {"own": torch.tensor(float(ranks_keep_buffers))})
     engine = ctx.build_engine(optimizer=SGD)
     for step in range(STEPS):
         ctx.record("params", engine.full_params(), step)
@@ -52,9 +53,10 @@ def get_training_modes(engine: Engine) -> dict[str, Tensor]:
 def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses, gradients, buffers, the random numbers that dropout draws, and the mode of every module.
 
-    Each rank starts from its own running statistics if the engine claims so, else possibly from rank 0's.
+    If the engine claims that ranks keep their own running statistics, those of every rank are compared in every step;
+    else, after step 0, only those of rank 0.
     """
-    own = bool(ctx.rank_records("case")[0]["own"])
+    ranks_keep_buffers = bool(ctx.rank_records("case")[0]["own"])
     buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
     for step in range(STEPS):
         local = ctx.compute_local_grads(step, ctx.rank_records("params", step)[0])
@@ -64,7 +66,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
             training = load_recorded_baseline(ctx, rank, step, buffers[rank])
             compute_loss(ctx, training, rank, step)
             buffers[rank] = {name: buffer.clone() for name, buffer in training.named_buffers()}
-            if own or rank == 0:
+            if ranks_keep_buffers or rank == 0:
                 yield from judge_evaluation(ctx, rank, step, buffers[rank])
             elif step == 0:
                 yield from compare_buffers(ctx, rank, 0, buffers[rank])

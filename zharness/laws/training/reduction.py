@@ -1,4 +1,4 @@
-"""Laws of the reduction: sum or mean, and no_sync."""
+"""The laws of the reduction: sum or mean over ranks, and no_sync."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from zharness.parity import Comparison
 
 
 def observe_sum_or_mean(ctx: RankContext) -> None:
+    """Run one backward with each reduction, sum and mean."""
     for reduction in Reduction:
         engine = ctx.build_engine(reduction=reduction)
         engine.backward(ctx.loss(engine, 0, f"loss-{reduction.value}"))
@@ -23,6 +24,7 @@ def observe_sum_or_mean(ctx: RankContext) -> None:
 
 
 def judge_sum_or_mean(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients with the mean and with the sum over ranks."""
     local, exact = ctx.compute_local_grads(), ctx.certify_exactness(range(1))
     yield from ctx.compare_reduced_grads("grads-mean", [local], exact=exact)
     yield from ctx.compare_reduced_grads("grads-sum", [local], exact=exact, scale=ctx.world_size)
@@ -36,7 +38,7 @@ FINAL_WINDOW = range(10, 11)
 
 
 def observe_no_sync(ctx: RankContext) -> None:
-    """Train two windows with no_sync blocks, abandon two more, raise in a block, and train once more.
+    """Train two windows with no_sync blocks, abandon two windows, raise in a block, and train one more window.
 
     Anything that the abandoned windows or the exception leave behind shows in the last gradients.
     """
@@ -62,6 +64,7 @@ def observe_no_sync(ctx: RankContext) -> None:
 
 
 def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of each window with the mean of all its micro-batches."""
     for at, steps in enumerate((*WINDOWS, FINAL_WINDOW)):
         yield from ctx.compare_reduced_grads(
             "grads", [ctx.compute_local_grads(step) for step in steps], at, ctx.certify_exactness(steps)

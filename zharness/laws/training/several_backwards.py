@@ -1,4 +1,4 @@
-"""The law of several backwards before one step: of several losses, and in windows that the engine counts."""
+"""The law of several backwards before one step, of several losses or in windows that the engine counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload import Batch
 
-ABANDONED_WINDOWS = ((0, 1, 2), (3, 4, 5))  # micro-batches: one of an abandoned window, then two of a whole one
+ABANDONED_WINDOWS = (
+    (0, 1, 2),
+    (3, 4, 5),
+)  # micro-batches: the only one of an abandoned window, then both of a full window
 
 
 def observe_several_backwards(ctx: RankContext) -> None:
@@ -60,13 +63,13 @@ def observe_window(ctx: RankContext) -> None:
 
 
 def observe_abandoned_windows(ctx: RankContext) -> None:
-    """Abandon a window after its first micro-batch, then train a whole one; twice."""
+    """Twice, abandon a window after its first micro-batch, then train a full window."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
     )
-    for at, (given_up, first, last) in enumerate(ABANDONED_WINDOWS):
-        engine.backward(ctx.loss(engine, given_up))
+    for at, (abandoned, first, last) in enumerate(ABANDONED_WINDOWS):
+        engine.backward(ctx.loss(engine, abandoned))
         engine.step()
         engine.zero_grad()
         engine.backward(ctx.loss(engine, first))
@@ -87,7 +90,7 @@ def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the window after an abandoned one: all of its micro-batches count, and none from before zero_grad."""
+    """Compare the window after an abandoned one: only its own micro-batches count, not those before zero_grad."""
     yield from judge_no_step_made(ctx)
     for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
         micros = [ctx.compute_local_grads(step) for step in steps]
@@ -107,11 +110,12 @@ def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def second_objective(output: Tensor, _batch: Batch) -> Tensor:
-    """Return the second loss, whatever the targets are."""
+    """Return the second loss, which uses no target."""
     return second_loss(output)
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of all losses before the step, and of the backward after it, or judge the variant."""
     if ctx.variant:
         yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)
         return
@@ -138,6 +142,6 @@ LAWS = (
             Variant("given_up", (Feature.ENGINE_ACCUMULATION,)),
         ),
         steps=LawSteps(observe_several_backwards),
-        kept_because="accumulation without any notice to the engine: backwards with no step between them",
+        kept_because="accumulation that is not announced to the engine: backwards without a step between them",
     ),
 )

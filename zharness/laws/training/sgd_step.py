@@ -1,4 +1,4 @@
-"""The law of a single SGD step: every weight moves by its gradient, shards lie where layout() says."""
+"""The law of a single SGD step: every weight moves by its gradient, and layout() describes the shards."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
     A shard is a DTensor, or a tensor of another shape than the whole parameter. Empty tensors are skipped: their
     elements are stored elsewhere.
     """
-    wholes = engine.full_params()
-    named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in wholes}
+    full_params = engine.full_params()
+    named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in full_params}
     shards = {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
     return {
         name: shard.detach().flatten()
         for name, shard in shards.items()
-        if is_dtensor(named[name]) or (shard.numel() and shard.shape != wholes[name].shape)
+        if is_dtensor(named[name]) or (shard.numel() and shard.shape != full_params[name].shape)
     }
 
 
 def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Replay the step; judge the process state, the layout and the contents of the shards."""
     yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "masters"))
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
     yield from compare_process_state(ctx, "switches", range(5))
@@ -83,14 +84,14 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
     """Compare each rank's shard with the elements that the layout assigns to the rank.
 
-    Padding may follow them, less than one element for each rank.
+    Fewer than N elements of padding may follow, where N is the world size.
     """
     weights = ctx.rank_records("masters", step)[0]
     for rank, record in enumerate(ctx.rank_records("shards", step)):
         for name, part in record.items():
             pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, weights[name].numel()),))
-            mine = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
-            expected = torch.cat([weights[name].new_empty(0), *mine])
+            own_pieces = [weights[name].flatten()[piece.start : piece.stop] for piece in pieces if piece.rank == rank]
+            expected = torch.cat([weights[name].new_empty(0), *own_pieces])
             place = ctx.location(name, Part.GATHER, step, rank)
             count = torch.tensor(float(part.numel()))
             yield compare_bitwise(place, count.clamp(expected.numel(), expected.numel() + ctx.world_size - 1), count)

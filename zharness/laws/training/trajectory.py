@@ -1,7 +1,7 @@
-"""The laws of the trajectory: every optimizer step, judged on its own from the engine's own numbers.
+"""The laws of the trajectory: each optimizer step is judged alone, from the engine's numbers before it.
 
 Two correct summation orders drift apart by more than any bound within a few free-running steps. So each step is teacher
-forced: the baseline starts from the engine's weights, the replay from the engine's weights, gradients and state.
+forced: the baseline starts from the engine's weights, and the replay from the engine's weights, gradients and state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIMIZER_RUNS = {
     "long": TrainingRun(ADAMW, 10, clip=0.5),
 }
 
-# The rest of torch's elementwise optimizers, whose state has other names and shapes.
+# The other elementwise optimizers of torch, whose state has other names and shapes.
 OTHER_OPTIMIZERS = {
     "others": (
         OptimizerSpec("adadelta", {"lr": 1.0, "weight_decay": 0.1}),
@@ -58,10 +58,12 @@ OTHER_STEPS = 2
 
 
 def observe_trajectory(ctx: RankContext) -> None:
+    """Train the variant's optimizer for several steps."""
     observe_training_run(ctx, TRAJECTORY_RUNS[ctx.variant])
 
 
 def observe_optimizers(ctx: RankContext) -> None:
+    """Train the variant's optimizer, or for variants of several optimizers one engine with each."""
     if ctx.variant in OPTIMIZER_RUNS:
         observe_training_run(ctx, OPTIMIZER_RUNS[ctx.variant])
         return
@@ -95,21 +97,24 @@ def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
 
 
 def judge_trajectory(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge every step of the variant's training."""
     yield from judge_training_run(ctx, TRAJECTORY_RUNS[ctx.variant])
 
 
 def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge every step of the variant's training, or of each of its optimizers."""
     if ctx.variant in OPTIMIZER_RUNS:
         yield from judge_training_run(ctx, OPTIMIZER_RUNS[ctx.variant])
         return
     for spec in OTHER_OPTIMIZERS[ctx.variant]:
         for step in range(OTHER_STEPS):
-            moment = RecordedStep(step, f"masters.{spec.name}", f"state.{spec.name}")
-            yield from judge_step(ctx, spec, ctx.rank_records(f"grads.{spec.name}", step)[0], moment)
-            yield from compare_ranks_after_step(ctx, replace(moment, step=step + 1))
+            before = RecordedStep(step, f"masters.{spec.name}", f"state.{spec.name}")
+            yield from judge_step(ctx, spec, ctx.rank_records(f"grads.{spec.name}", step)[0], before)
+            yield from compare_ranks_after_step(ctx, replace(before, step=step + 1))
 
 
 def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparison]:
+    """Judge each step from the engine's own weights, gradients and state."""
     yield from compare_initial_weights(ctx)
     for step in range(run.steps):
         params = ctx.rank_records("params", step)[0]
