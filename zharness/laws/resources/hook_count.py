@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -91,12 +92,16 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
         nonlocal seen
         seen += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    # A collection would run the finalizers of an earlier engine's objects, and their calls would count.
+    gc.disable()
     sys.setprofile(count_call)
     try:
         function(argument)
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return seen
 
 
