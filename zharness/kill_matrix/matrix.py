@@ -49,8 +49,8 @@ class KillMatrix:
 
     def sole_kills_by_law(self) -> dict[str, tuple[str, ...]]:
         """Return, for each law, the mutants that no other law kills."""
-        alone = {name: killers[0] for name, killers in self.killers_by_mutant().items() if len(killers) == 1}
-        return {law: tuple(name for name, killer in alone.items() if killer == law) for law in self.laws}
+        sole_killers = {name: killers[0] for name, killers in self.killers_by_mutant().items() if len(killers) == 1}
+        return {law: tuple(name for name, killer in sole_killers.items() if killer == law) for law in self.laws}
 
     def laws_without_kills(self) -> list[str]:
         """Return the laws that kill no mutant; empty unless all mutants were tried."""

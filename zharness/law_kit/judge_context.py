@@ -88,8 +88,8 @@ class JudgeContext:
         """Compare every rank's loss bitwise with the baseline's loss of the same micro-batch."""
         for rank, record in enumerate(self.rank_records(label, step)):
             local = expected[rank].loss
-            found = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
-            yield attach_plain_values(found, partial(torch.clone, local))
+            comparison = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
+            yield attach_plain_values(comparison, partial(torch.clone, local))
 
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
@@ -98,8 +98,10 @@ class JudgeContext:
         for rank, record in enumerate(self.rank_records(label, step)):
             check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
-                found = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, record[name])
-                yield attach_plain_values(add_scale_hint(found, tensor, record[name]), partial(torch.clone, tensor))
+                comparison = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, record[name])
+                yield attach_plain_values(
+                    add_scale_hint(comparison, tensor, record[name]), partial(torch.clone, tensor)
+                )
 
     def compare_reduced_grads(
         self,
@@ -140,13 +142,15 @@ class JudgeContext:
         ``grad_dtypes`` are the dtypes of the engine's gradients; a gradient without an entry there may be as
         narrow as its parameter.
         """
-        found = {}
+        bounded_grads = {}
         for name in self.baseline.parameter_names:
             if any(name in local.grads for row in micros for local in row):
                 dtype = grad_dtypes.get(name, self.get_param_dtype(name))
                 terms = [scale * term.double() for row in self._collect_local_grads(name, micros) for term in row]
-                found[name] = BoundedTensor(*mean_and_bound(terms, self.get_reduce_dtype(name, dtype), dtype), dtype)
-        return found
+                bounded_grads[name] = BoundedTensor(
+                    *mean_and_bound(terms, self.get_reduce_dtype(name, dtype), dtype), dtype
+                )
+        return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
         """Return one parameter's local gradients by rank and micro-step; a rank that did not use it has zeros."""
@@ -255,16 +259,16 @@ class JudgeContext:
             if rank_0_match is not None and is_bitwise_equal(rank_grads[0], actual):
                 yield replace(rank_0_match, location=place)  # equal numbers match too
                 continue
-            found = (
+            comparison = (
                 compare_bitwise(place, mean, actual)
                 if bound is None
                 else compare_within_bound(place, mean, actual, bound)
             )
-            found = replace(found, note=note) if note else found
+            comparison = replace(comparison, note=note) if note else comparison
             explained = (
-                found
+                comparison
                 if suspects is None
-                else attribute_mismatch(found, actual, terms, rank_grads, suspects, reduce_dtype)
+                else attribute_mismatch(comparison, actual, terms, rank_grads, suspects, reduce_dtype)
             )
             rank_0_match = explained if rank == 0 and explained.mismatch is None else rank_0_match
             yield attach_plain_values(explained, partial(self._compute_plain_mean, terms, reduce_dtype, actual.dtype))

@@ -146,9 +146,10 @@ class ParameterStep:
 
         ``torch_tensors`` has the weight under the empty name.
         """
-        found = {**self.state_after, "": self.weight_after}
+        engine_tensors = {**self.state_after, "": self.weight_after}
         if not torch_tensors or any(
-            key not in found or not is_bitwise_equal(tensor, found[key]) for key, tensor in torch_tensors.items()
+            key not in engine_tensors or not is_bitwise_equal(tensor, engine_tensors[key])
+            for key, tensor in torch_tensors.items()
         ):
             return []
         moments = [
@@ -186,12 +187,12 @@ class ParameterStep:
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         for key, value in moments.items():
-            found = self.state_after.get(key, torch.full_like(value.value, torch.nan))
+            moment = self.state_after.get(key, torch.full_like(value.value, torch.nan))
             # State with the weight's shape is sharded like the weight.
-            pieces = location.pieces if found.shape == self.weight.shape else ()
+            pieces = location.pieces if moment.shape == self.weight.shape else ()
             place = replace(location, name=f"{location.name}/{key}", pieces=pieces)
             yield attach_plain_values(
-                compare_within_bound(place, value.value, found, value.error, Tier.STAGED), partial(plain, key)
+                compare_within_bound(place, value.value, moment, value.error, Tier.STAGED), partial(plain, key)
             )
         change = expected.value - self.weight.double()
         comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)

@@ -36,8 +36,8 @@ def read_process_state() -> dict[str, Tensor]:
         "number of threads": torch.get_num_threads(),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }
-    found = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
-    return {**found, RANDOM_STATE: torch.get_rng_state().double()}
+    settings = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+    return {**settings, RANDOM_STATE: torch.get_rng_state().double()}
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:

@@ -310,8 +310,8 @@ class ProgramJudge:
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
     """Return the local gradients of an engine that sums what it has over ranks again at every backward."""
-    factors = [float(world_size) ** (len(micros) - at) for at in range(len(micros))]
-    return [row for factor, each in zip(factors, micros, strict=True) for row in scale_local_grads([each], factor)]
+    pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
+    return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:

@@ -37,15 +37,15 @@ def compare_scenario_grads(
     summed, setting = ctx.has_record(Reduction.SUM.value), ctx.rank_records("setting")[0]
     scale = (ctx.world_size if summed else 1) / int(setting["divisor"])
     exact = summed or division_exactness(ctx.world_size)
-    found = [getattr(result, label)[engine_index] for result in results]
+    rank_grads = [getattr(result, label)[engine_index] for result in results]
     if setting["zeros"]:
-        found = [{**zeros_for_unused_params(ctx, label, engine_index), **grads} for grads in found]
+        rank_grads = [{**zeros_for_unused_params(ctx, label, engine_index), **grads} for grads in rank_grads]
     suspects = make_backward_suspects(results, engine_index, scale) if label == "grads" else {}
     backward_grads = [
         (result.backward_grads if label == "grads" else result.backward_grads_after)[engine_index] for result in results
     ]
-    whole = exact or (label == "after" and not any(has_split_gradients(each) for each in backward_grads))
-    rows = [found] if whole else split_reduction_terms(found, backward_grads)
+    whole = exact or (label == "after" and not any(has_split_gradients(gradients) for gradients in backward_grads))
+    rows = [rank_grads] if whole else split_reduction_terms(rank_grads, backward_grads)
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in rows]
     yield from ctx.compare_reduced_grads(label, micros, engine_index, exact, scale * len(rows), suspects)
 

@@ -64,11 +64,11 @@ def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingC
 
 def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
     """Return the engine's recorded losses and gradient norms by step."""
-    found = []
+    metrics = []
     for step in range(run.steps):
         losses = [record["loss"] for micro in run.micro_steps(step) for record in ctx.rank_records("loss", micro)]
-        found.append(StepMetrics(mean_loss(losses), float(total_norm(ctx.rank_records("grads", step)[0]))))
-    return found
+        metrics.append(StepMetrics(mean_loss(losses), float(total_norm(ctx.rank_records("grads", step)[0]))))
+    return metrics
 
 
 def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
@@ -79,21 +79,21 @@ def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
     weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     optimizer = build(weights, run.optimizer)
     rates = schedule(optimizer, run.optimizer)
-    found = []
+    metrics = []
     for step in range(run.steps):
         results = [result for micro in run.micro_steps(step) for result in ctx.compute_local_grads(micro, weights)]
         for name in {name: None for result in results for name in result.grads}:
             grads = [get_grad_or_zeros(result, name, [results]).to(weights[name].dtype) for result in results]
             weights[name].grad = torch.stack(grads).mean(0)
         trainable = [weight for weight in weights.values() if weight.grad is not None]
-        whole = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-        found.append(StepMetrics(mean_loss([result.loss for result in results]), float(total_norm(whole))))
+        grads_by_name = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        metrics.append(StepMetrics(mean_loss([result.loss for result in results]), float(total_norm(grads_by_name))))
         if run.clip is not None:
             torch.nn.utils.clip_grad_norm_(trainable, run.clip)
         optimizer.step()
         rates.step()
         optimizer.zero_grad()
-    return found
+    return metrics
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
@@ -115,10 +115,10 @@ def total_norm_and_bound(
     An engine sums squares in float32 or in the widest of ``dtypes``, by default the gradients' own; a sum of so many
     terms in bf16 has no bound.
     """
-    whole = total_norm(grads)
+    norm = total_norm(grads)
     grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
     wide = reduce(torch.promote_types, grad_dtypes, torch.float32)
-    return whole, whole * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
+    return norm, norm * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
 
 
 def make_training_run(training: TrainingConfig, steps: int) -> TrainingRun:

@@ -155,8 +155,8 @@ OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``loss`` plus the sum of squares of its scaled weight gradients, and the scaled gradients by name."""
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
-    grads = {name: grad_scale * grad for name, grad in zip(weights, found, strict=True) if grad is not None}
+    raw_grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    grads = {name: grad_scale * grad for name, grad in zip(weights, raw_grads, strict=True) if grad is not None}
     return loss + torch.stack([grad.square().sum() for grad in grads.values()]).sum(), grads
 
 

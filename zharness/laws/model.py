@@ -157,7 +157,7 @@ LAWS = (
     ),
     Law(
         name="model.checkpointing",
-        statement="with the model's own activation checkpointing, gradients are plain PyTorch's with the same",
+        statement="the model's own activation checkpointing gives the same gradients on the engine as on plain PyTorch",
         tier=Tier.STAGED,
         models=(),
         observe=observe_checkpointing,

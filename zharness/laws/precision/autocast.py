@@ -68,8 +68,8 @@ def observe_policy(ctx: RankContext) -> None:
     ctx.record("grads", engine.full_grads())
     engine.step()
     state = {f"{name}/{key}": t for name, entry in engine.full_optimizer_state().items() for key, t in entry.items()}
-    kept = {**engine.full_params(), **state}
-    ctx.record("kept", {name: dtype_index(tensor) for name, tensor in kept.items() if tensor.is_floating_point()})
+    tensors = {**engine.full_params(), **state}
+    ctx.record("kept", {name: dtype_index(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()})
     engine.zero_grad()
     ctx.record("params", engine.full_params())
     evaluate(ctx, engine, MICRO_AFTER_STEP)
@@ -180,8 +180,8 @@ def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
         with torch.autocast("cpu", LOW_DTYPE):
             expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()
         for label in ("other", "off", "alone"):
-            found = ctx.rank_records(label)[rank]["output"]
-            yield from compare_values_and_dtypes(ctx, "loss", Part.FORWARD, expected, found, rank)
+            output = ctx.rank_records(label)[rank]["output"]
+            yield from compare_values_and_dtypes(ctx, "loss", Part.FORWARD, expected, output, rank)
     yield from compare_process_state(ctx, "switches", range(2))
 
 

@@ -73,16 +73,18 @@ def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(2):
         weights, grads = ctx.rank_records("masters", step)[0], ctx.rank_records("grads", step)[0]
         state = ctx.rank_records("state", step + 1)[0]
-        for name, kept in [(name, weights[name]) for name in grads] + list(grads.items()):
+        for name, tensor in [(name, weights[name]) for name in grads] + list(grads.items()):
             yield compare_bitwise(
-                ctx.location(name, Part.OPTIMIZER, step), dtype_index(torch.zeros((), dtype=master)), dtype_index(kept)
+                ctx.location(name, Part.OPTIMIZER, step),
+                dtype_index(torch.zeros((), dtype=master)),
+                dtype_index(tensor),
             )
-        for name, kept in state.items():
-            if kept.dim():
+        for name, tensor in state.items():
+            if tensor.dim():
                 yield compare_bitwise(
                     ctx.location(name, Part.OPTIMIZER, step),
                     dtype_index(torch.zeros((), dtype=master)),
-                    dtype_index(kept),
+                    dtype_index(tensor),
                 )
         yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters"))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1, "masters"))

@@ -21,10 +21,10 @@ ACCUMULATIONS = (1, 2, 3)
 
 def require_observation(engine: Engine, attribute: str, kind: type[T]) -> T:
     """Return an attribute of ``engine.observe()``. Raises EngineContractError if it is absent although claimed."""
-    found = getattr(engine.observe(), attribute)
-    if not isinstance(found, kind):
-        raise EngineContractError(f"observe().{attribute}: {found.reason}; expected {kind.__qualname__}")
-    return found
+    observed = getattr(engine.observe(), attribute)
+    if not isinstance(observed, kind):
+        raise EngineContractError(f"observe().{attribute}: {observed.reason}; expected {kind.__qualname__}")
+    return observed
 
 
 def record_stage(ctx: RankContext) -> None:

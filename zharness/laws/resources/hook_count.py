@@ -64,8 +64,8 @@ def observe_hook_count(ctx: RankContext) -> None:
             for _ in range(WARMUP_BACKWARDS):
                 engine.backward(engine(torch.ones(2, 2)))
                 engine.zero_grad()
-            found = count_calls(engine.backward, engine(torch.ones(2, 2)))
-            ctx.record(name, {"calls": scalar(found)}, count)
+            calls = count_calls(engine.backward, engine(torch.ones(2, 2)))
+            ctx.record(name, {"calls": scalar(calls)}, count)
             engine.close()
     engine = ctx.build_engine_around(ScalarParameters(PARAMETER_COUNTS[0]), optimizer=ZERO_LR_SGD)
 

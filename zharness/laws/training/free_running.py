@@ -53,8 +53,8 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
     for rank, record in enumerate(ctx.rank_records("masters", 0)):
         check_names("full_params", initial, record)
         for name, start in initial.items():
-            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), start, record[name])
-            yield hint_rounded_start(ctx, found, start, record[name])
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), start, record[name])
+            yield hint_rounded_start(ctx, comparison, start, record[name])
     free = {name: BoundedTensor.exact(weight) for name, weight in initial.items()}
     states: dict[str, dict[str, BoundedTensor]] = {name: {} for name in free}
     for step in range(STEPS):

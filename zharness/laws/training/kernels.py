@@ -41,13 +41,17 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
     engine_grads = []
     for rank in range(size):
         calibrated = calibrate(ctx.baseline, rank)
-        alone = ctx.rank_records("grads", rank)[0]
-        check_names("full_grads", calibrated.oracle, alone)
-        engine_grads.append({name: grad.double() * size for name, grad in alone.items()})
-        found = compare_calibrated(ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, engine_grads[rank])
-        if found.mismatch is not None:
-            found = attach_plain_values(found, partial(get_plain_gradient, ctx, rank, found.mismatch.parameter))
-        yield found
+        rank_grad_alone = ctx.rank_records("grads", rank)[0]
+        check_names("full_grads", calibrated.oracle, rank_grad_alone)
+        engine_grads.append({name: grad.double() * size for name, grad in rank_grad_alone.items()})
+        comparison = compare_calibrated(
+            ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, engine_grads[rank]
+        )
+        if comparison.mismatch is not None:
+            comparison = attach_plain_values(
+                comparison, partial(get_plain_gradient, ctx, rank, comparison.mismatch.parameter)
+            )
+        yield comparison
     rank_grads = ctx.rank_records("grads", size)
     for name in engine_grads[0]:
         terms = [grads[name] for grads in engine_grads]

@@ -112,9 +112,9 @@ def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) ->
 def compare_buffers(ctx: JudgeContext, rank: int, step: int, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
     """Compare the recorded buffers of one rank with the expected ones."""
     for name, buffer in expected.items():
-        found = ctx.rank_records("buffers", step)[rank][name]
+        recorded = ctx.rank_records("buffers", step)[rank][name]
         yield compare_bitwise(
-            ctx.location(name, Part.FORWARD, step % EVALUATION_MICRO, rank), buffer.double(), found.double()
+            ctx.location(name, Part.FORWARD, step % EVALUATION_MICRO, rank), buffer.double(), recorded.double()
         )
 
 

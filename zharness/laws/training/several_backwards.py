@@ -84,9 +84,9 @@ def observe_abandoned_windows(ctx: RankContext) -> None:
 def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the state recorded within the first window with that of an optimizer that has not stepped."""
     for rank, record in enumerate(ctx.rank_records("state")):
-        for name, kept in record.items():
-            found = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(kept), kept)
-            yield add_hint(found, "a step was made before the window was full")
+        for name, tensor in record.items():
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(tensor), tensor)
+            yield add_hint(comparison, "a step was made before the window was full")
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
