@@ -165,7 +165,8 @@ def test_a_stale_number_is_reported_with_file_and_right_number() -> None:
 
 def test_the_readme_matrix_has_exactly_the_laws() -> None:
     (matrix,) = re.findall(r"<summary>every law on every engine</summary>(.*?)</details>", page_text("README.md"))
-    assert re.findall(r" ([a-z_]+\.[a-z_]+) +[-.:cxSFUE]", matrix) == LAWS_WITH_MODELS
+    laws = re.findall(r" ([a-z_]+\.[a-z_]+) +[-.:cxSFUE]", matrix)
+    assert laws == LAWS_WITH_MODELS, "run scripts/generate_tables.py --records, as CONTRIBUTING.md says under Tables"
 
 
 def test_the_readme_table_has_exactly_the_bugs() -> None:
@@ -174,7 +175,8 @@ def test_the_readme_table_has_exactly_the_bugs() -> None:
         r"<summary>every bug, on the releases that were run</summary>(.*?)</details>", text, re.DOTALL
     )
     rows = [name for name in re.findall(r"^\| \[?([\w-]+)", table, re.MULTILINE) if name != "bug"]
-    assert sorted(rows) == sorted(each.id for each in reproductions())
+    expected = sorted(repro.id for repro in reproductions())
+    assert sorted(rows) == expected, "run scripts/generate_tables.py --bugs, as CONTRIBUTING.md says under Tables"
 
 
 def test_counts_of_torch_engine_bugs_by_release_add_up() -> None:
