@@ -60,7 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="checked",
         help="checked: compare every collective across the ranks before it runs, up to 16 ranks (%(default)s)",
     )
-    ranks.addoption("--pdb-rank", type=int, default=0, help="the rank that --pdb and breakpoint() stop (%(default)s)")
+    ranks.addoption(
+        "--pdb-rank",
+        type=int,
+        default=0,
+        help="the rank on which --pdb and breakpoint() open the debugger (default: %(default)s)",
+    )
 
 
 def seconds(text: str) -> float:

@@ -122,7 +122,9 @@ PROGRAMS: dict[str, Callable[[Command, Path], None]] = {
     "git": accept_git_command,
 }
 # Options of this plugin and of the plugins that the tests need. Listed here because `pytest --help` takes a second.
-PYTEST_OPTIONS = frozenset({"--engine", "--isolation", "--dist", "--excuses", "--shuffle", "--stage"})
+PYTEST_OPTIONS = frozenset(
+    {"--engine", "--isolation", "--dist", "--expected-failures", "--excuses", "--shuffle", "--stage"}
+)
 
 
 def check_command(command: Command, root: Path) -> None:
@@ -233,3 +235,13 @@ def test_the_documented_model_factory_returns_model_batch_and_loss(
     model, batch, loss = factory()
     inputs = batch(torch.Generator().manual_seed(0))
     assert loss(model(*inputs), inputs).requires_grad
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    lines = [command.line for command in parse_commands(PAGES[0])]
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()[-1] in lines
+
+
+def test_the_glossary_has_at_most_70_terms() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len([term for term in rows if term != "term"]) <= 70

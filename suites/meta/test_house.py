@@ -47,6 +47,7 @@ FLOORS = {
 FRONT_DOOR = "__init__"
 FOREIGN = {"deepspeed", "torch.distributed.fsdp", "torch.nn.parallel"}
 LONGEST = 400
+LONGEST_ENGINE = 2500
 BANNED = {"allclose", "assert_close", "sleep", "approx"}
 
 
@@ -135,6 +136,11 @@ def test_engines_are_imported_in_adapters_only_and_lazily() -> None:
 
 def test_no_file_is_longer_than_the_limit() -> None:
     assert not find_violations(find_long_file, SOURCES)
+
+
+def test_the_reference_engine_is_short_enough_to_read_in_one_sitting() -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (PACKAGE / "reference").glob("*.py"))
+    assert lines <= LONGEST_ENGINE, "the files of zharness/reference/ itself; its sub-packages are beside the engine"
 
 
 def test_no_code_types_a_tolerance_or_sleeps() -> None:

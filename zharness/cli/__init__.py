@@ -207,7 +207,7 @@ for command in (
     type=click.Choice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="Run every law on every mutant (hours), or on each mutant only the laws of its targets (minutes).",
+    help="every: run every law on every mutant (hours). targets: run on each mutant the laws of its targets (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True

@@ -100,7 +100,7 @@ class DistributedExec:
     _pool_cache: ClassVar[dict[int, Any]] = {}
 
     @classmethod
-    def rank_settings(cls) -> DistributedSettings:
+    def _rank_settings(cls) -> DistributedSettings:
         """Return the attributes that matter inside the ranks."""
         return DistributedSettings(cls.backend, cls.init_distributed, cls.set_dist_env, cls.requires_cuda_env)
 
@@ -136,7 +136,7 @@ class DistributedTest(DistributedExec):
             yield
             return
         isolation, _ = parse_isolation(request.node)
-        with prepare_rank(request.cls.rank_settings(), is_pooled=isolation is Isolation.POOLED):
+        with prepare_rank(request.cls._rank_settings(), is_pooled=isolation is Isolation.POOLED):
             yield
 
     @pytest.fixture(scope="class")
@@ -208,7 +208,7 @@ class DistributedFixture(DistributedExec):
 
         def run_in_ranks(**fixtures: Any) -> None:
             # No docstring: the docstring of the class is assigned below.
-            with prepare_rank(cls.rank_settings()):
+            with prepare_rank(cls._rank_settings()):
                 run(**fixtures)
 
         run_in_ranks.__doc__ = cls.__doc__

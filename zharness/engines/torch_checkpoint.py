@@ -92,7 +92,7 @@ def require_matching_state(content: Any, engine_state: EngineState, file: Path) 
         got = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(got, Mapping) or summarize(got) != summarize(expected):
             raise CheckpointError(
-                f"load from {file}: its {part} is not this engine's; expected a checkpoint that this engine saved"
+                f"load from {file}: its {part} does not match this engine; expected a checkpoint that this engine saved"
             )
 
 

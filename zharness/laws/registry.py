@@ -41,7 +41,7 @@ LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in modul
 def get_law(name: str) -> Law:
     """Return the law ``name``. Raises UsageError if there is none."""
     if name not in LAWS:
-        raise UsageError.unknown_name("law", name, LAWS, "`zharness list checks` prints every law")
+        raise UsageError.unknown_name("law", name, LAWS, "`zharness list laws` prints every law")
     return LAWS[name]
 
 

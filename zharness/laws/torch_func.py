@@ -327,7 +327,7 @@ LAWS = (
     ),
     transform_law(
         "vjp",
-        "vjp of the engine is plain PyTorch's, also when its pullback is called after the forward is over",
+        "vjp of the engine is plain PyTorch's, its pullback called after the forward is over",
         vjp,
         kept_because="its pullback runs after the forward, when a stage-3 engine has freed the full weights",
     ),

@@ -66,7 +66,9 @@ class ParamUnsharder:
             return value
         if value in self._editable_params:
             if self._running_forwards and torch.is_grad_enabled():
-                raise UsageError("a forward that needs gradients ran inside gathered(); leave that block before it")
+                raise UsageError(
+                    "a forward that needs gradients ran inside gathered(); leave that block before the forward"
+                )
             return self._editable_params[value]
         self.refuse_lost_edits([value])
         running = self._running_forwards[-1] if self._running_forwards else ModuleForward(0)

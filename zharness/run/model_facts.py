@@ -185,8 +185,8 @@ def require_deterministic_results(name: str, first: LocalResult, second: LocalRe
         return
     difference = f"the gradient of {wrong!r}" if tensors_equal(first.loss, second.loss) else "the loss"
     raise UsageError(
-        f"two runs of plain PyTorch on the model of {name} differ in {difference}, from the same weights, micro-batch "
-        f"and seed of torch's generator, so nothing can be compared with them; {NONDETERMINISM_HINT}"
+        f"two runs of plain PyTorch on the model of {name} differ in {difference}, with the same weights, micro-batch "
+        f"and seed of torch's generator, so no engine can be compared with them; {NONDETERMINISM_HINT}"
     )
 
 

@@ -50,6 +50,11 @@ class PlannedCell:
     unsupported_reason: str = ""
     refused_feature: Feature | None = None
 
+    @property
+    def case(self) -> Cell:
+        """Return ``cell``, by its older name, which tests that use the fixture ``cell`` may read."""
+        return self.cell
+
 
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """Return the cells of ``request`` in the order of the matrix, each once.

@@ -41,6 +41,11 @@ class Verdict(Enum):
         """Return whether the law does not hold."""
         return self in (Verdict.FAIL, Verdict.CRASH, Verdict.HANG)
 
+    @property
+    def broken(self) -> bool:
+        """Return ``is_broken``, by its older name."""
+        return self.is_broken
+
 
 @dataclass(frozen=True)
 class Record:
@@ -93,6 +98,16 @@ class Record:
         if self.verdict is Verdict.UNDETERMINED:
             return False
         return not self.verdict.is_broken or bool(self.expected_failure)
+
+    # The names of these fields before the vocabulary of docs/glossary.md. Code that reads records may use them.
+    case = property(lambda self: self.cell)
+    expected = property(lambda self: self.is_expected)
+    excuse = property(lambda self: self.expected_failure)
+    stale = property(lambda self: self.stale_reason)
+    documented = property(lambda self: self.documentation_url)
+    withheld = property(lambda self: self.withheld_feature)
+    smallest = property(lambda self: self.smallest_scale_error)
+    modules = property(lambda self: self.module_departures)
 
     @property
     def command(self) -> str:

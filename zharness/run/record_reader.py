@@ -51,4 +51,6 @@ def read_lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error.strerror}; name a file of records") from error
+        raise UsageError(
+            f"cannot read {str(path)!r}: {error.strerror}; name a file that `zharness check --jsonl` wrote"
+        ) from error

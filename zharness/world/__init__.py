@@ -5,8 +5,13 @@ from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome, RanksFail
 from zharness.world.server import RankServer, run
 from zharness.world.task import CollectiveMode, Group, Isolation, RankTask
 
+# The older names of this module's public names.
+End, Work, Collectives, here = RankEnd, RankTask, CollectiveMode, current_rank
+
 __all__ = [
     "CollectiveMode",
+    "Collectives",
+    "End",
     "Group",
     "GroupOutcome",
     "Isolation",
@@ -15,9 +20,11 @@ __all__ = [
     "RankServer",
     "RankTask",
     "RanksFailed",
+    "Work",
     "assert_together",
     "current_rank",
     "exchange",
+    "here",
     "is_rank",
     "run",
 ]

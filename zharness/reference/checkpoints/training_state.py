@@ -153,15 +153,16 @@ class TrainingState:
             return
         if contents.optimizer != type(self._optimizer).__name__:
             raise CheckpointError(
-                f"the checkpoint is of the optimizer {contents.optimizer}, this engine has "
-                f"{type(self._optimizer).__name__}; load_module_only=True loads the weights alone"
+                f"the checkpoint was saved with the optimizer {contents.optimizer}, but this engine has "
+                f"{type(self._optimizer).__name__}; pass load_module_only=True to load only the weights"
             )
         expected_groups, saved_groups = (
             [group["params"] for group in groups] for groups in (self._named_param_groups(), contents.groups)
         )
         if expected_groups != saved_groups:
             raise CheckpointError(
-                f"the checkpoint's parameter groups are {saved_groups}, this engine's {expected_groups}"
+                f"the checkpoint's parameter groups are {saved_groups}, this engine has {expected_groups}; "
+                "build the optimizer with the same groups"
             )
         kinds = {key: type(stateful).__name__ for key, stateful in self._stateful.items()}
         saved = {key: kind for key, (kind, _) in contents.stateful.items()}
