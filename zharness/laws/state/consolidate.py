@@ -71,7 +71,7 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.consolidate",
-        statement="the full state dict has plain PyTorch's names and shapes, tied weights once, and a plain model loads it",
+        statement="the full state dict has plain names and shapes, with tied weights once, and a plain model loads it",
         tier=Tier.EXACT,
         models=("transformer", "mixed"),
         observe=observe_consolidate,

@@ -73,7 +73,7 @@ LAWS = (
     ),
     Law(
         name="training.one_hot_rank",
-        statement="if only rank k has a non-zero loss, N x gradient is plain PyTorch's gradient of rank k's batch, bitwise",
+        statement="if only rank k has a non-zero loss, N x gradient is the plain gradient of rank k's batch, bitwise",
         tier=Tier.EXACT,
         models=ALL_MODELS,
         observe=observe_one_hot_rank,

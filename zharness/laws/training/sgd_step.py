@@ -102,7 +102,7 @@ def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sgd_step",
-        "SGD at a rate of 1 moves weights by their gradients, shards are where layout() says, torch's global state stays",
+        "SGD at a rate of 1 moves weights by their gradients, within layout()'s shards, and no global state of torch",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,

@@ -146,7 +146,7 @@ LAWS = (
     ),
     Law(
         name="training.optimizers",
-        statement="AMSGrad, Nesterov SGD with dampening, ten clipped steps and all other optimizers replay torch.optim's",
+        statement="AMSGrad, Nesterov SGD with dampening, ten clipped steps and all other optimizers replay torch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
