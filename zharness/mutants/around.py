@@ -57,8 +57,7 @@ class Around:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The right engine's optimizer."""
-        inner = getattr(self.right, "engine", None)
-        found: torch.optim.Optimizer = seams_engines.optimizer(self.right) if inner is None else inner.optimizer
+        found: torch.optim.Optimizer = seams_engines.optimizer(self.right)
         return found
 
 

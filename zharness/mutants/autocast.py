@@ -109,7 +109,7 @@ class EvaluatesWithOldCasts(Around):
 
 class _BackwardInAutocast(ReferenceEngine):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        with self.engine.settings.precision.autocast_context(loss.device.type):
+        with seams.settings(self).precision.autocast_context(loss.device.type):
             super().backward(loss, retain_graph=retain_graph)
 
 

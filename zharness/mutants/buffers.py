@@ -107,7 +107,7 @@ class _LoadShares(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
         for buffer in self.module.buffers():
-            seams.broadcast_tensors([buffer], self.engine.comm)
+            seams.broadcast_tensors([buffer], seams.comm(self))
 
 
 @mutant_factory(
@@ -189,7 +189,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
         def load(self, path: Path) -> None:
             super().load(path)
             for buffer in seams.persistent_buffers(self).values():
-                seams.broadcast_tensors([buffer], self.engine.comm)
+                seams.broadcast_tensors([buffer], seams.comm(self))
 
     return seams.build(model, config, Loads)
 

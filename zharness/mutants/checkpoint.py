@@ -119,12 +119,11 @@ def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEng
     What was accumulated before the load, at other weights, is added to the first step after it.
     """
     engine = seams.build(model, config)
-    core = engine.engine
 
     def resume(contents: Any, local_tensors: Mapping[str, Tensor], module_only: bool = False) -> None:
         seams.load_tensors(engine, contents, local_tensors, module_only)
         if not module_only:
-            core.steps, core.skipped_steps = contents.steps, contents.skipped_steps
+            seams.set_step_counts(engine, contents.steps, contents.skipped_steps)
 
     seams.replace_resume(engine, resume)
     return engine

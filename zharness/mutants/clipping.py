@@ -237,11 +237,11 @@ def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceE
     Under a loss scale, gradients far below the limit are clipped, by up to the loss scale.
     """
     engine = seams.build(model, config)
-    core, limit = engine.engine, engine.engine.settings.max_grad_norm
+    scaler, limit = seams.loss_scaler(engine), seams.settings(engine).max_grad_norm
 
     def unscale_and_clip(reduced: Mapping[str, Tensor]) -> bool:
-        scale, norm = core.loss_scale, None
-        if limit is not None or seams.skips_on_overflow(engine) or core.needs_scaler():
+        scale, norm = scaler.value, None
+        if limit is not None or seams.skips_on_overflow(engine) or scaler.is_needed():
             norm = seams.grad_norm(engine) / scale
         seams.set_grad_norm(engine, norm)
         finite = seams.grads_are_finite(engine) if norm is None else math.isfinite(norm)

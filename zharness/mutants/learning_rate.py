@@ -44,7 +44,7 @@ class SchedulesEveryBackward(Around):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
-        self.right.engine.schedule.step()
+        seams_engines.schedule(self.right).step()
 
 
 @mutant(

@@ -13,7 +13,7 @@ from zharness.engines import (
     EngineConfig,
 )
 from zharness.engines.reference import ReferenceEngine
-from zharness.mutants import seams
+from zharness.mutants import seams, seams_engines
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     ALL_STAGES,
@@ -105,10 +105,11 @@ class ForgetsTheLossScale(Around):
 
 class _SkipAges(ReferenceEngine):
     def step(self) -> None:
-        before = self.engine.skipped_steps
+        _, before = seams.step_counts(self)
         super().step()
-        if self.engine.skipped_steps > before:
-            for state in self.engine.optimizer.state.values():
+        _, skipped = seams.step_counts(self)
+        if skipped > before:
+            for state in seams_engines.optimizer(self).state.values():
                 if "step" in state:
                     state["step"] += 1
 
@@ -130,10 +131,12 @@ def skipped_step_ages_adam(model: nn.Module, config: EngineConfig) -> ReferenceE
 
 class _SchedulesSkipped(ReferenceEngine):
     def step(self) -> None:
-        before = self.engine.skipped_steps
+        _, before = seams.step_counts(self)
         super().step()
-        if self.engine.skipped_steps > before and self.engine.schedule is not None:
-            self.engine.schedule.step()
+        _, skipped = seams.step_counts(self)
+        schedule = seams_engines.schedule(self)
+        if skipped > before and schedule is not None:
+            schedule.step()
 
 
 @mutant_factory(
@@ -179,7 +182,7 @@ def _decide_by_own_shards(engine: ReferenceEngine, unscale_and_clip: seams.Unsca
         if not all(bool(grad.isfinite().all()) for grad in reduced.values()):
             return False
         for grad in reduced.values():
-            grad.div_(engine.engine.loss_scale)
+            grad.div_(seams.loss_scaler(engine).value)
         return True
 
     return unscale_if_own_are_finite
@@ -189,7 +192,7 @@ class _UnscalesInPlace(ReferenceEngine):
     def full_grads(self) -> dict[str, Tensor]:
         found = super().full_grads()
         for grad in seams.reduced_grads(self).values():
-            grad.div_(self.engine.loss_scale)
+            grad.div_(seams.loss_scaler(self).value)
         return found
 
 

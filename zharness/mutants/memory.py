@@ -68,7 +68,7 @@ class SendsTwice(Around):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
         for parameter in self.module.parameters():
-            self.right.engine.comm.all_reduce(torch.zeros_like(parameter))
+            seams.comm(self.right).all_reduce(torch.zeros_like(parameter))
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="rest"), origin=Origin.RESOURCES)
@@ -160,7 +160,7 @@ def gradients_in_whole_buffer(model: nn.Module, config: EngineConfig) -> Referen
     Every number is right, but gradients take the whole model's bytes on each rank, which stage 2 should save.
     """
     engine = seams.build(model, config)
-    comm = engine.engine.comm
+    comm = seams.comm(engine)
 
     def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
         def reduce_into_buffer(bucket: seams.Bucket) -> list[Tensor]:

@@ -42,7 +42,7 @@ class _SecondBlockAnew(ReferenceEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self.engine.no_sync():
+        with super().no_sync():
             if self.blocks:
                 for param in seams.model_params(self).values():
                     param.parameter.grad = None

@@ -145,8 +145,9 @@ class EditsForgetMoments(Around):
 class _LoadLagsSchedule(ReferenceEngine):
     def load(self, path: Path) -> None:
         super().load(path)
-        if self.engine.schedule is not None:
-            self.engine.schedule.last_epoch = max(0, self.engine.schedule.last_epoch - 1)
+        schedule = seams_engines.schedule(self)
+        if schedule is not None:
+            schedule.last_epoch = max(0, schedule.last_epoch - 1)
 
 
 @mutant_factory(
@@ -244,10 +245,10 @@ def fsdp2_base_rates_after_load(model: nn.Module, config: EngineConfig) -> Torch
 
 class _OldRates(ReferenceEngine):
     def load(self, path: Path) -> None:
-        groups = self.engine.optimizer.param_groups
+        groups = seams_engines.optimizer(self).param_groups
         before = [group["lr"] for group in groups]
         super().load(path)
-        for group, rate in zip(self.engine.optimizer.param_groups, before, strict=True):
+        for group, rate in zip(seams_engines.optimizer(self).param_groups, before, strict=True):
             group["lr"] = rate
 
 
@@ -282,10 +283,10 @@ def load_merges_the_optimizer_state(model: nn.Module, config: EngineConfig) -> R
 
     class Merging(ReferenceEngine):
         def load(self, path: Path) -> None:
-            state = self.engine.optimizer.state
+            state = seams_engines.optimizer(self).state
             before = {leaf: dict(leaf_state) for leaf, leaf_state in state.items() if leaf_state}
             super().load(path)
-            state = self.engine.optimizer.state
+            state = seams_engines.optimizer(self).state
             for leaf, leaf_state in before.items():
                 if not state.get(leaf):
                     state[leaf] = leaf_state

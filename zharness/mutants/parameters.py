@@ -79,14 +79,13 @@ def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     Each rank updates what it owns with its own gradient instead of the mean; at stage 0 the ranks diverge.
     """
     engine = seams.build(model, config)
-    core = engine.engine
     registered = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
 
     def take_own_share(param: seams.ModelParam) -> Tensor:
-        grad = seams.take_local_grad(param).to(param.dtypes.master_dtype) / core.settings.accumulation_steps
+        grad = seams.take_local_grad(param).to(param.dtypes.master_dtype) / seams.settings(engine).accumulation_steps
         if not seams.optimizer_is_sharded(engine):
             return grad
-        start, stop = param.layout.shard_bounds(core.comm.rank)
+        start, stop = param.layout.shard_bounds(seams.comm(engine).rank)
         return grad.reshape(-1)[start:stop].clone()
 
     def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:

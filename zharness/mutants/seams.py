@@ -1,4 +1,4 @@
-"""All places where mutants use private parts of the reference engine, except those that only stage 3 has.
+"""All places where mutants use parts of the reference engine behind its adapter, except those that only stage 3 has.
 
 If the reference engine is rewritten, this file has to change, but no mutant. A function that is called
 ``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private
@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from zharness.comm import Comm
 from zharness.engines import EngineConfig
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.reference import factory as build_reference
 from zharness.reference.buckets import Bucket, copy_shards_to_full
+from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.gradients import Gradients, _take_local_grad
 from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement
@@ -32,6 +34,8 @@ ReducePending: TypeAlias = Callable[[], dict[str, Tensor]]
 AgreeOnUsed: TypeAlias = Callable[..., tuple[set[str], bool]]
 AddGrad: TypeAlias = Callable[[ModelParam, Tensor], None]
 UnscaleAndClip: TypeAlias = Callable[[Mapping[str, Tensor]], bool]
+Update: TypeAlias = Callable[[Mapping[str, Tensor]], None]
+BroadcastEdit: TypeAlias = Callable[[ModelParam, Tensor, int], None]
 
 
 def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine] = ReferenceEngine) -> ReferenceEngine:
@@ -53,6 +57,26 @@ def model_params(engine: ReferenceEngine) -> Mapping[str, ModelParam]:
     return engine.engine._model_params
 
 
+def comm(engine: ReferenceEngine) -> Comm:
+    """Return the communicator of the engine's collectives."""
+    return engine.engine.comm
+
+
+def settings(engine: ReferenceEngine) -> Settings:
+    """Return the settings that the engine was built with."""
+    return engine.engine.settings
+
+
+def step_counts(engine: ReferenceEngine) -> tuple[int, int]:
+    """Return how many steps were made, and how many were skipped for an overflow."""
+    return engine.engine.steps, engine.engine.skipped_steps
+
+
+def set_step_counts(engine: ReferenceEngine, steps: int, skipped_steps: int) -> None:
+    """Set how many steps were made, and how many were skipped for an overflow."""
+    engine.engine.steps, engine.engine.skipped_steps = steps, skipped_steps
+
+
 def micro_batches(engine: ReferenceEngine) -> int:
     """Return how many micro-batches of the accumulation window were counted."""
     return engine.engine._micro_batches
@@ -63,10 +87,7 @@ def set_micro_batches(engine: ReferenceEngine, count: int) -> None:
     engine.engine._micro_batches = count
 
 
-def wrap_update(
-    engine: ReferenceEngine,
-    wrap: Callable[[Callable[[Mapping[str, Tensor]], None]], Callable[[Mapping[str, Tensor]], None]],
-) -> None:
+def wrap_update(engine: ReferenceEngine, wrap: Callable[[Update], Update]) -> None:
     """Wrap the update of the leaves from the reduced gradients, by name."""
     replace_attribute(engine.engine, "_update", wrap(engine.engine._update))
 
@@ -367,10 +388,7 @@ def replace_publish_buckets(engine: ReferenceEngine, make: Callable[[Bucket], Bu
     replace_attribute(_parameters(engine), "_buckets", tuple(map(make, _parameters(engine)._buckets)))
 
 
-def wrap_broadcast_edit(
-    engine: ReferenceEngine,
-    wrap: Callable[[Callable[[ModelParam, Tensor, int], None]], Callable[[ModelParam, Tensor, int], None]],
-) -> None:
+def wrap_broadcast_edit(engine: ReferenceEngine, wrap: Callable[[BroadcastEdit], BroadcastEdit]) -> None:
     """Wrap the function that gives every rank the parameter that rank 0 has edited."""
     replace_attribute(_parameters(engine), "_broadcast_edit", wrap(_parameters(engine)._broadcast_edit))
 

@@ -1,4 +1,7 @@
-"""All places where mutants use private parts of torch, its optimizers and the adapters of its engines."""
+"""All places where mutants use private parts of torch, its optimizers and the adapters of its engines.
+
+``optimizer`` and ``schedule`` also find those of the reference engine.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import Piece
+from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 
 SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
@@ -24,14 +28,14 @@ def params(engine: TorchEngine) -> Mapping[str, nn.Parameter]:
     return engine._adapter.params
 
 
-def optimizer(engine: TorchEngine) -> Any:
+def optimizer(engine: TorchEngine | ReferenceEngine) -> Any:
     """Return the optimizer that the engine exposes."""
-    return engine._optimizer
+    return engine.engine.optimizer if isinstance(engine, ReferenceEngine) else engine._optimizer
 
 
-def schedule(engine: TorchEngine) -> Any:
+def schedule(engine: TorchEngine | ReferenceEngine) -> Any:
     """Return the learning-rate schedule."""
-    return engine._schedule
+    return engine.engine.schedule if isinstance(engine, ReferenceEngine) else engine._schedule
 
 
 def set_schedule(engine: TorchEngine, value: Any) -> None:

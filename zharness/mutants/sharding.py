@@ -258,7 +258,7 @@ def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> Reference
                 leaf.grad = torch.zeros_like(leaf.grad)
 
     if config.stage:
-        engine.engine.optimizer.register_step_pre_hook(stop_at_empty)
+        seams_engines.optimizer(engine).register_step_pre_hook(stop_at_empty)
     return engine
 
 
@@ -311,7 +311,7 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
     learn from one rank's data.
     """
     engine = seams.build(model, config)
-    comm = engine.engine.comm
+    comm = seams.comm(engine)
     factor = comm.world_size if config.reduction is Reduction.MEAN else 1
 
     def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:

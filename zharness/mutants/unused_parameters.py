@@ -224,14 +224,14 @@ def one_step_count_for_all(model: nn.Module, config: EngineConfig) -> ReferenceE
     The bias correction of a parameter that some step did not use then counts a step that it never made.
     """
     engine = seams.build(model, config)
-    core = engine.engine
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps = seams.step_counts(engine)[0]
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(core.steps)
+                state["step"].fill_(steps)
 
-    core.optimizer.register_step_pre_hook(count)
+    seams_engines.optimizer(engine).register_step_pre_hook(count)
     return engine
 
 
@@ -252,7 +252,7 @@ def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     def agree(candidates: Sequence[seams.ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
         flags = torch.tensor([*(o.parameter.grad is not None for o in candidates), has_more], dtype=torch.uint8)
         if candidates:
-            engine.engine.comm.broadcast(flags, 0)
+            seams.comm(engine).broadcast(flags, 0)
         *used, more = flags.tolist()
         return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(more)
 
@@ -306,7 +306,7 @@ def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> Referenc
     A branch that half of the ranks took learns twice as fast as it should.
     """
     engine = seams.build(model, config)
-    comm = engine.engine.comm
+    comm = seams.comm(engine)
 
     def wrap(reduce_pending: seams.ReducePending) -> seams.ReducePending:
         def reduce_by_users() -> dict[str, Tensor]:
@@ -344,7 +344,7 @@ def mean_over_users_only(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     def agree(candidates: Sequence[seams.ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
         flags = torch.tensor([*(o.parameter.grad is not None for o in candidates), has_more], dtype=torch.uint8)
-        engine.engine.comm.all_reduce(flags, op=dist.ReduceOp.SUM)
+        seams.comm(engine).all_reduce(flags, op=dist.ReduceOp.SUM)
         *used, more = flags.tolist()
         users.update({param.name: flag for param, flag in zip(candidates, used, strict=True)})
         return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(more)
