@@ -91,17 +91,15 @@ def test_several_names_that_two_modules_spell_alike_are_refused_where_they_mean_
 
 
 def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: Path) -> None:
-    user = "def helper():\n    return {}\n\n\ndef entry():\n    return helper()\n"
+    user = "def told():\n    return {}\n\n\ndef asked():\n    return told()\n"
     write(checks=user.format(1), doctor__command=user.format(2), export__command=user.format(3))
     collection = DefinitionCollection()
-    helper = added(collection, "checks.helper", "doctor.command.helper", "export.command.helper")
-    assert helper == ["helper", "command_told", "command_told_2"]
-    assert added(collection, "doctor.command.helper", "export.command.helper") == helper[1:], (
-        "what it was called before"
-    )
-    entry = added(collection, "checks.entry", "doctor.command.entry", "export.command.entry")
+    told = added(collection, "checks.told", "doctor.command.told", "export.command.told")
+    assert told == ["told", "command_told", "command_told_2"]
+    assert added(collection, "doctor.command.told", "export.command.told") == told[1:], "what it was called before"
+    asked = added(collection, "checks.asked", "doctor.command.asked", "export.command.asked")
     script = script_of(collection, tmp_path)
-    assert [script[name]() for name in [*helper, *entry]] == [1, 2, 3, 1, 2, 3]
+    assert [script[name]() for name in [*told, *asked]] == [1, 2, 3, 1, 2, 3]
 
 
 def test_the_third_of_three_definitions_of_this_package_is_not_dropped() -> None:
@@ -124,131 +122,131 @@ def test_the_third_of_three_definitions_of_this_package_is_not_dropped() -> None
 def test_a_second_definition_is_not_called_what_the_script_calls_something_else(
     write: Write, part: str, names: Any
 ) -> None:
-    write(a="helper = 1\n", b="helper = 2\n")
-    assert added(DefinitionCollection(**{part: names}), "a.helper", "b.helper") == ["helper", "b_told_2"]
+    write(a="told = 1\n", b="told = 2\n")
+    assert added(DefinitionCollection(**{part: names}), "a.told", "b.told") == ["told", "b_told_2"]
 
 
-@pytest.mark.parametrize("order", [("b.helper", "b.b_told"), ("b.b_told", "b.helper")])
+@pytest.mark.parametrize("order", [("b.told", "b.b_told"), ("b.b_told", "b.told")])
 def test_a_second_definition_is_not_called_what_its_module_calls_another(
     write: Write, tmp_path: Path, order: tuple[str, str]
 ) -> None:
-    write(a="helper = 1\n", b="helper = 2\nb_told = 3\n")
+    write(a="told = 1\n", b="told = 2\nb_told = 3\n")
     collection = DefinitionCollection()
-    called = added(collection, "a.helper", *order)
+    called = added(collection, "a.told", *order)
     assert len(set(called)) == 3
     script = script_of(collection, tmp_path)
-    assert [script[name] for name in called] == ([1, 2, 3] if order[0] == "b.helper" else [1, 3, 2])
+    assert [script[name] for name in called] == ([1, 2, 3] if order[0] == "b.told" else [1, 3, 2])
 
 
 WITHIN = {
-    "a function": "def helper(): return 5",
-    "a class": "class helper: pass",
+    "a function": "def told(): return 5",
+    "a class": "class told: pass",
     "an exception": """
         try: raise ValueError
-        except ValueError as helper: pass
+        except ValueError as told: pass
     """,
-    "an import": "from math import pi as helper",
-    "a module": "import helper.path",
-    "a parameter": "inner = lambda helper: helper",
-    "a loop": "inner = [helper for helper in range(3)]",
+    "an import": "from math import pi as told",
+    "a module": "import told.path",
+    "a parameter": "inner = lambda told: told",
+    "a loop": "inner = [told for told in range(3)]",
     "a pattern": """
         match 3:
-            case helper: pass
+            case told: pass
     """,
-    "a target": "helper = 3",
-    "the module's": "global helper; helper = 3",
+    "a target": "told = 3",
+    "the module's": "global told; told = 3",
 }
 
 
 def scopes(within: str) -> str:
-    """Return a function that reads its module's ``helper`` in one scope and binds that name in another."""
+    """Return a function that reads its module's ``told`` in one scope and binds that name in another."""
     body = "\n".join(f"        {line}" for line in dedent(within).strip().splitlines())
-    return f"def entry():\n    def other():\n{body}\n    return helper()\n"
+    return f"def asked():\n    def other():\n{body}\n    return told()\n"
 
 
 @pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
 def test_a_renamed_definition_is_not_mistaken_for_anything_within_another(write: Write, within: str) -> None:
-    text = f"def helper():\n    return 1\n\n\n{scopes(within)}"
+    text = f"def told():\n    return 1\n\n\n{scopes(within)}"
     write(a=text, b=text)
     collection = DefinitionCollection()
-    assert added(collection, "a.entry") == ["entry"], "what has its own name is mistaken for nothing"
-    with pytest.raises(HarnessFault, match="helper is both a module-level name and a name inside"):
-        added(collection, "b.entry")
+    assert added(collection, "a.asked") == ["asked"], "what has its own name is mistaken for nothing"
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
+        added(collection, "b.asked")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "entry = [helper(), [helper for helper in range(3)]]",
-        "entry = lambda other: (helper(), (lambda helper: helper)(other))",
-        "class entry:\n    helper = 3\n    kept = [helper, *(helper() for _ in range(1))]",
+        "asked = [told(), [told for told in range(3)]]",
+        "asked = lambda other: (told(), (lambda told: told)(other))",
+        "class asked:\n    told = 3\n    kept = [told, *(told() for _ in range(1))]",
     ],
     ids=["comprehension", "lambda", "class"],
 )
 def test_nor_for_anything_within_what_is_no_function(write: Write, text: str) -> None:
-    write(a="helper = 1\n", b=f"def helper():\n    return 2\n\n\n{text}\n")
-    with pytest.raises(HarnessFault, match="helper is both a module-level name and a name inside"):
-        added(DefinitionCollection(), "a.helper", "b.entry")
+    write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}\n")
+    with pytest.raises(HarnessFault, match="told is both a module-level name and a name inside"):
+        added(DefinitionCollection(), "a.told", "b.asked")
 
 
 def test_what_is_told_within_a_function_alone_is_left_as_it_is(write: Write, tmp_path: Path) -> None:
-    inner = "def entry():\n    def helper():\n        return 5\n    return helper()\n"
-    write(a="helper = 1\n", b=f"def helper():\n    return 2\n\n\n{inner}")
+    inner = "def asked():\n    def told():\n        return 5\n    return told()\n"
+    write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{inner}")
     collection = DefinitionCollection()
-    added(collection, "a.helper", "b.helper", "b.entry")
-    assert collection.texts["entry"] == inner.strip()
-    assert script_of(collection, tmp_path)["entry"]() == 5
+    added(collection, "a.told", "b.told", "b.asked")
+    assert collection.texts["asked"] == inner.strip()
+    assert script_of(collection, tmp_path)["asked"]() == 5
 
 
 def test_a_method_may_call_the_renamed_function_that_has_its_name(write: Write, tmp_path: Path) -> None:
-    text = "class Entry:\n    def helper(self):\n        return helper()\n"
-    write(a="helper = 1\n", b=f"def helper():\n    return 2\n\n\n{text}")
+    text = "class Asked:\n    def told(self):\n        return told()\n"
+    write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}")
     collection = DefinitionCollection()
-    added(collection, "a.helper", "b.Entry")
-    assert script_of(collection, tmp_path)["Entry"]().helper() == 2
+    added(collection, "a.told", "b.Asked")
+    assert script_of(collection, tmp_path)["Asked"]().told() == 2
 
 
-@pytest.mark.parametrize(("value", "right"), [("5", 5), ("helper", 2), ("c.helper", 3)])
+@pytest.mark.parametrize(("value", "right"), [("5", 5), ("told", 2), ("c.told", 3)])
 def test_a_field_keeps_the_name_that_its_class_gave_it(write: Write, tmp_path: Path, value: str, right: int) -> None:
-    text = f"class Entry:\n    helper: int = {value}\n\n    def entry(self):\n        return helper\n"
-    write(a="helper = 1\n", b=f"from zharness.sketch import c\n\ntold = 2\n\n\n{text}", c="helper = 3\n")
+    text = f"class Asked:\n    told: int = {value}\n\n    def asked(self):\n        return told\n"
+    write(a="told = 1\n", b=f"from zharness.sketch import c\n\ntold = 2\n\n\n{text}", c="told = 3\n")
     collection = DefinitionCollection()
-    added(collection, "a.helper", "b.Entry")
-    entry = script_of(collection, tmp_path)["Entry"]()
-    assert (entry.helper, entry.entry()) == (right, 2)
+    added(collection, "a.told", "b.Asked")
+    asked = script_of(collection, tmp_path)["Asked"]()
+    assert (asked.told, asked.asked()) == (right, 2)
 
 
 def test_what_a_class_body_reads_before_it_has_that_name_is_its_module_s(write: Write, tmp_path: Path) -> None:
-    write(a="helper = 1\n", b="helper = 2\n\n\nclass Entry:\n    other = helper\n    helper = helper\n")
+    write(a="told = 1\n", b="told = 2\n\n\nclass Asked:\n    other = told\n    told = told\n")
     collection = DefinitionCollection()
-    added(collection, "a.helper", "b.Entry")
-    entry = script_of(collection, tmp_path)["Entry"]
-    assert (entry.other, entry.helper) == (2, 2)
+    added(collection, "a.told", "b.Asked")
+    asked = script_of(collection, tmp_path)["Asked"]
+    assert (asked.other, asked.told) == (2, 2)
 
 
 def test_a_class_s_field_may_be_called_as_what_a_module_has(write: Write, tmp_path: Path) -> None:
-    write(a="helper = 1\n", b="from zharness.sketch import a\n\n\nclass Entry:\n    helper: int = a.helper\n")
+    write(a="told = 1\n", b="from zharness.sketch import a\n\n\nclass Asked:\n    told: int = a.told\n")
     collection = DefinitionCollection()
-    added(collection, "b.Entry")
-    assert script_of(collection, tmp_path)["Entry"].helper == 1
+    added(collection, "b.Asked")
+    assert script_of(collection, tmp_path)["Asked"].told == 1
 
 
-@pytest.mark.parametrize("loop", ["for helper in range(3): pass", "for helper in range(3): other = helper"])
+@pytest.mark.parametrize("loop", ["for told in range(3): pass", "for told in range(3): other = told"])
 def test_a_loop_of_a_class_body_reads_its_own_variable(write: Write, loop: str) -> None:
-    write(a=f"class Entry:\n    {loop}\n")
-    assert added(DefinitionCollection(), "a.Entry") == ["Entry"]
+    write(a=f"class Asked:\n    {loop}\n")
+    assert added(DefinitionCollection(), "a.Asked") == ["Asked"]
 
 
 def test_nothing_within_a_definition_is_mistaken_for_a_new_name(write: Write) -> None:
-    write(a="helper = 1\n", b="helper = 2\ndef entry(b_told):\n    return helper + b_told\n")
+    write(a="told = 1\n", b="told = 2\ndef asked(b_told):\n    return told + b_told\n")
     with pytest.raises(HarnessFault, match="b_told is both a module-level name and a name inside"):
-        added(DefinitionCollection(), "a.helper", "b.entry")
+        added(DefinitionCollection(), "a.told", "b.asked")
 
 
 def test_a_parameter_that_is_called_as_a_module_is_not_that_module(write: Write) -> None:
-    text = "def entry(a):\n    return a.helper\n"
-    write(a="helper = 1\n", b=f"from zharness.sketch import a\n\n\n{text}\n\ndef other():\n    return a.helper\n")
+    text = "def asked(a):\n    return a.told\n"
+    write(a="told = 1\n", b=f"from zharness.sketch import a\n\n\n{text}\n\ndef other():\n    return a.told\n")
     collection = DefinitionCollection()
-    added(collection, "b.entry", "b.other")
-    assert collection.texts["entry"] == text.strip()
-    assert collection.texts["other"] == "def other():\n    return helper"
+    added(collection, "b.asked", "b.other")
+    assert collection.texts["asked"] == text.strip()
+    assert collection.texts["other"] == "def other():\n    return told"

@@ -230,7 +230,7 @@ def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_o
     case = Cell.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
     text = render_cell_script(record_of(case), claims_of("deepspeed", 1), "x.py").text
     assert "safe_get_full_fp32_param" in text
-    assert "The optimizer's weights in the model's dtype." in text
+    assert "Return the optimizer's weights in the model's dtype." in text
 
 
 def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:

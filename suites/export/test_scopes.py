@@ -8,21 +8,21 @@ from zharness.export.scopes import find_bound_names, find_free_names
 
 # A text, what it takes from its module (builtins among it), and what it gives to something within.
 TEXTS = [
-    ("entry = [helper(), [helper for helper in range(3)]]", {"helper", "range"}, {"helper"}),
-    ("entry = [helper for helper in helper]", {"helper"}, {"helper"}),
-    ("entry = [helper for helper in range(3)]", {"range"}, {"helper"}),
-    ("def entry(): return [helper for helper in range(3)], helper()", {"helper", "range"}, {"helper"}),
-    ("entry = [[helper for helper in range(2)], [helper for _ in range(2)]]", {"helper", "range"}, {"helper", "_"}),
-    ("entry = {k: v for k, v in helper.items() if k in other}", {"helper", "other"}, {"k", "v"}),
-    ("entry = lambda helper: [helper for _ in helper]", set(), {"helper", "_"}),
+    ("asked = [told(), [told for told in range(3)]]", {"told", "range"}, {"told"}),
+    ("asked = [told for told in told]", {"told"}, {"told"}),
+    ("asked = [told for told in range(3)]", {"range"}, {"told"}),
+    ("def asked(): return [told for told in range(3)], told()", {"told", "range"}, {"told"}),
+    ("asked = [[told for told in range(2)], [told for _ in range(2)]]", {"told", "range"}, {"told", "_"}),
+    ("asked = {k: v for k, v in told.items() if k in other}", {"told", "other"}, {"k", "v"}),
+    ("asked = lambda told: [told for _ in told]", set(), {"told", "_"}),
     (
-        "class Entry:\n    try:\n        other = helper\n    except ValueError as helper:\n        pass",
-        {"helper", "ValueError"},
-        {"helper"},
+        "class Asked:\n    try:\n        other = told\n    except ValueError as told:\n        pass",
+        {"told", "ValueError"},
+        {"told"},
     ),
-    ("class Entry:\n    if True:\n        helper = helper", {"helper"}, {"helper"}),
-    ("class Entry:\n    helper: int\n    other = helper", {"helper", "int"}, set()),
-    ("class Entry:\n    helper = 1\n    other = helper", set(), {"helper"}),
+    ("class Asked:\n    if True:\n        told = told", {"told"}, {"told"}),
+    ("class Asked:\n    told: int\n    other = told", {"told", "int"}, set()),
+    ("class Asked:\n    told = 1\n    other = told", set(), {"told"}),
 ]
 
 
