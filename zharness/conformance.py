@@ -8,7 +8,7 @@ from collections.abc import Callable
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
 from zharness.releases.rank_environment import get_release_environment
-from zharness.run.plan import Request, plan
+from zharness.run.plan import Request, choose_patterns, plan
 from zharness.run.record import Record
 from zharness.run.runner import Runner
 from zharness.world import Isolation
@@ -20,6 +20,7 @@ IntTuple = tuple[int, ...]
 def check_engine(
     factory: EngineFactory | str,
     *,
+    laws: StringTuple = (),
     checks: StringTuple = (),
     stages: IntTuple = (),
     world_sizes: IntTuple = (2,),
@@ -32,8 +33,9 @@ def check_engine(
     Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.
 
     ``factory`` is a function or class at the top level of a module, or an engine's name, which may name a release
-    (``deepspeed==0.18.8``). ``checks`` are patterns of laws. An empty tuple selects all values; for ``stages``, all
-    stages that the engine claims. Raises UsageError for a factory that ranks cannot import.
+    (``deepspeed==0.18.8``). ``laws`` are patterns; ``checks`` is an older name of this parameter. An empty tuple
+    selects all values; for ``stages``, all stages that the engine claims. Raises UsageError for a factory that ranks
+    cannot import, and for both ``laws`` and ``checks``.
     """
     import pytest
 
@@ -43,7 +45,7 @@ def check_engine(
         importable_engine_name(factory),
         world_sizes=world_sizes,
         dtypes=dtypes,
-        checks=checks,
+        laws=choose_patterns(laws, checks),
         models=models,
         stages=stages,
         variant=variant,
@@ -58,6 +60,7 @@ def check_engine(
 def run_laws(
     factory: EngineFactory | str,
     *,
+    laws: StringTuple = (),
     checks: StringTuple = (),
     stages: IntTuple = (),
     world_sizes: IntTuple = (2,),
@@ -70,10 +73,10 @@ def run_laws(
 
     ``record.is_expected`` tells whether the outcome of a cell is expected. Call this function before any tensor
     operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the ranks of one cell. Raises
-    UsageError for a factory, law, stage, dtype or model that does not exist.
+    UsageError for a factory, law, stage, dtype or model that does not exist, and for both ``laws`` and ``checks``.
     """
     name = importable_engine_name(factory)
-    request = Request(checks, (name,), stages, world_sizes, dtypes, models, variant)
+    request = Request(choose_patterns(laws, checks), (name,), stages, world_sizes, dtypes, models, variant)
     with Runner({name: get_release_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
         return [runner.run(planned) for planned in plan(request, runner.claims)]
 

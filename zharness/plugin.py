@@ -80,7 +80,7 @@ CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose impor
 
 
 MARKERS = (
-    'cells(engine, world_sizes=(2,), dtypes=("fp32",), checks=(), models=(), stages=(), variant=""): parametrize the '
+    'cells(engine, world_sizes=(2,), dtypes=("fp32",), laws=(), models=(), stages=(), variant=""): parametrize the '
     "fixture `cell` with every planned cell of an engine",
     "world_size(2, 4): run the test and its fixtures on 2 ranks, then on 4 ranks",
     'isolation("fresh" or "pooled", group="kept", "new" or "none"): ranks and process group of this test; overrides '

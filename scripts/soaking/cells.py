@@ -36,7 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-seed", type=int, default=50, help="cells with one seed (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=1, help="0 is the seed of the tests (%(default)s)")
     parser.add_argument("--engine", action="append", dest="engines", help=f"may be repeated ({', '.join(ENGINES)})")
-    parser.add_argument("--check", action="append", dest="checks", default=[], help="a law, a group or a glob")
+    parser.add_argument(
+        "--law", "--check", action="append", dest="checks", default=[], help="a law, a group or a glob; may be repeated"
+    )
     parser.add_argument("--world-size", default="1,2,3,4", help="(%(default)s)")
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")

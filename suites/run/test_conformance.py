@@ -1,9 +1,12 @@
-"""Check a user's engine from a test file, with the text of the documentation, and without pytest."""
+"""Check a user's engine from a test file, with the text of the documentation, and without pytest; older names."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
+from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,20 @@ from suites.warm import programs
 from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.run import Verdict
+from zharness.run.pytest_cells import build_request
 
 ROOT = Path(__file__).parents[2]
 FILES = ("my_engine.py", "test_my_engine.py")
+TWO_TESTS = """
+import pytest
+import zharness
+
+test_function = zharness.check_engine("reference", {name}=("training.grads",), stages=(3,), models=("exact",))
+
+@pytest.mark.cells("reference", {name}=("training.grads",), stages=(3,), models=("exact",))
+def test_marker(record):
+    pass
+"""
 
 
 def test_the_documentation_s_engine_keeps_the_laws_that_it_claims(tmp_path: Path) -> None:
@@ -33,7 +47,7 @@ def test_the_documentation_s_engine_keeps_the_laws_that_it_claims(tmp_path: Path
 
 def test_laws_run_without_pytest_and_under_an_engine_variant() -> None:
     records = zharness.run_laws(
-        "reference", checks=("training.grads",), stages=(2,), models=("exact",), variant="tiny_buckets"
+        "reference", laws=("training.grads",), stages=(2,), models=("exact",), variant="tiny_buckets"
     )
     (record,) = records
     assert record.cell == Cell("training.grads", "reference", 2, 2, "fp32", "exact", "", "tiny_buckets")
@@ -43,3 +57,31 @@ def test_laws_run_without_pytest_and_under_an_engine_variant() -> None:
 def test_a_factory_that_ranks_cannot_import_is_refused() -> None:
     with pytest.raises(UsageError, match=r"which ranks cannot import; expected a function or class at the top level"):
         zharness.check_engine(lambda model, config: None)
+
+
+def test_laws_may_be_given_by_the_older_name_of_the_parameter(tmp_path: Path) -> None:
+    patterns = ("training.grads",)
+    assert build_request("ddp", checks=patterns) == build_request("ddp", laws=patterns)
+    assert build_request("ddp", laws=patterns).patterns == patterns
+    for name in ("laws", "checks"):
+        (tmp_path / f"test_{name}.py").write_text(TWO_TESTS.format(name=name), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    done = programs.run("-m", "pytest", *options, folder=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("[training.grads[reference-zero3-w2-fp32-exact]]") == 4, done.stdout
+
+
+@pytest.mark.parametrize("take", [zharness.check_engine, zharness.run_laws, build_request])
+def test_laws_by_both_names_are_refused(take: Callable[..., object]) -> None:
+    with pytest.raises(
+        UsageError, match=r"got laws=\('state',\) and checks=\('training',\); expected laws, or its older"
+    ):
+        take("reference", laws=("state",), checks=("training",))
+
+
+def test_the_soak_of_cells_takes_laws_by_both_names() -> None:
+    parser = ArgumentParser()
+    runpy.run_path(str(ROOT / "scripts" / "soaking" / "cells.py"))["arguments"](parser)
+    options = parser.parse_args(["--jsonl", "clean.jsonl", "--law", "state", "--check", "training"])
+    assert options.checks == ["state", "training"]

@@ -22,13 +22,14 @@ from zharness.run.expected_failures import (
 from zharness.run.unmatched_failures import describe_unmatched_failures
 
 ENTRY = """
-[[excuse]]
-check = "training.grads"
+[[expected_failure]]
+law = "training.grads"
 upstream = "ours#1"
 reason = "because"
 verdict = "fail"
 signatures = ["reduction"]
 """
+OLD_ENTRY = ENTRY.replace("expected_failure", "excuse").replace("law", "check")
 CELL = Cell("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
 
 
@@ -58,6 +59,25 @@ def test_a_file_may_name_its_engine_once_and_each_entry_knows_its_line(tmp_path:
     )
 
 
+def test_older_names_mean_the_same_and_mix_with_the_new_ones_in_the_order_of_the_file(tmp_path: Path) -> None:
+    (new,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (old,) = read(tmp_path, 'engine = "ddp"\n' + OLD_ENTRY)
+    assert old == new
+    mixed = read(
+        tmp_path, 'engine = "ddp"\n' + OLD_ENTRY + ENTRY + OLD_ENTRY.replace("[[excuse]]", "[[ excuse ]] # old")
+    )
+    assert mixed == tuple(replace(new, location=f"{tmp_path / 'ours.toml'}:{line}") for line in (3, 10, 17))
+
+
+def test_an_entry_whose_line_the_headers_do_not_tell_is_located_by_its_file(tmp_path: Path) -> None:
+    (new,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    inline = ", ".join(ENTRY.split("\n")[2:-1])
+    for name in ("expected_failure", "excuse"):
+        assert read(tmp_path, f'engine = "ddp"\n{name} = [{{{inline}}}]') == (
+            replace(new, location=str(tmp_path / "ours.toml")),
+        )
+
+
 def test_an_entry_with_several_engines_applies_to_each(tmp_path: Path) -> None:
     both = read(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
     assert [entry.engine for entry in both] == ["ddp", "zero1"]
@@ -81,6 +101,20 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
         ('engine = "ddp"\n' + ENTRY.replace('"fail"', '"flaky"'), r"unknown verdict .*'flaky'; allowed: fail, crash"),
         ('engine = "ddp"\n' + ENTRY + 'stages = ["3"]', r":3: got stages = \['3'\]; expected a list of int"),
         ('engine = "ddp"\n' + ENTRY + 'releases = "new"', r":3: Invalid specifier: 'new'"),
+        (OLD_ENTRY + ENTRY.replace("reason", "raeson"), r"ours.toml:2: the expected failure lacks 'engine'"),
+        ('engine = "ddp"\n' + OLD_ENTRY + ENTRY.replace('"fail"', '"flaky"'), r"unknown verdict .*:10: 'flaky'"),
+        (
+            'engine = "ddp"\n' + ENTRY + OLD_ENTRY.replace('"training.grads"', "3"),
+            r":10: got check = 3; expected a str",
+        ),
+        (
+            'engine = "ddp"\n' + ENTRY + 'check = "training"',
+            r":3: .* has both 'law' and 'check'; expected 'law', or its older name 'check'",
+        ),
+        (
+            'engine = "ddp"\n' + ENTRY.replace('law = "training.grads"\n', ""),
+            r":3: .* has neither 'law' nor 'check'; expected 'law', or its older name 'check'",
+        ),
         ('engin = "ddp"\n' + ENTRY, r"unknown key in .*'engin'"),
         ("engine =", r"ours.toml is not valid TOML"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,13 +26,14 @@ else:
     import tomli as tomllib
 
 VERDICTS = ("fail", "crash", "hang")
-REQUIRED_KEYS = ("check", "upstream", "reason", "verdict", "signatures")
+REQUIRED_KEYS = ("upstream", "reason", "verdict", "signatures")
 LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("stages", "world_sizes"), int),
     **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
 }
-STRING_KEYS = ("engine", "check", "upstream", "reason", "verdict", "releases", "documented")
-_HEADER = re.compile(r"\s*\[\[\s*excuse\s*\]\]\s*(#.*)?")
+STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented")
+TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
+_HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]
 
 
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:
-    """Parse the tables ``[[excuse]]`` of one file. Raises UsageError with file and line.
+    """Parse the tables ``[[expected_failure]]`` of one file. Raises UsageError with file and line.
 
+    ``[[excuse]]`` is an older name of the tables. A file may mix both; its entries stay in the order of the file.
     Keys ``engine`` and ``releases`` above the tables apply to tables that do not set them; without the key ``engine``,
     the parameter ``engine`` applies. A table whose ``engine`` is a list becomes one entry for each engine.
     """
@@ -140,18 +143,32 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
-    unknown = sorted(set(content) - {"engine", "releases", "excuse"})
+    unknown = sorted(set(content) - {"engine", "releases", *TABLES})
     if unknown:
-        raise UsageError.unknown_name(f"key in {source}", ", ".join(unknown), ("engine", "releases", "[[excuse]]"))
-    defaults = {"engine": engine, **{key: value for key, value in content.items() if key != "excuse"}}
-    entries = content.get("excuse", [])
-    lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.fullmatch(line)]
-    locations = [f"{source}:{line}" for line in lines] if len(lines) == len(entries) else [source] * len(entries)
+        allowed = ("engine", "releases", "[[expected_failure]]")
+        raise UsageError.unknown_name(f"key in {source}", ", ".join(unknown), allowed)
+    defaults = {"engine": engine, **{key: value for key, value in content.items() if key not in TABLES}}
+    tables = {name: content.get(name, []) for name in TABLES}
     return tuple(
         parse_entry(expanded, location)
-        for entry, location in zip(entries, locations, strict=True)
+        for entry, location in locate_entries(tables, text, source)
         for expanded in expand_engines({**defaults, **entry})
     )
+
+
+def locate_entries(
+    tables: Mapping[str, Sequence[Mapping[str, Any]]], text: str, source: str
+) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the entries of ``tables`` in the order of the file, each with its file and line.
+
+    Where the headers in ``text`` do not tell the lines, as for inline tables, a location is the file alone.
+    """
+    headers = [(number, _HEADER.fullmatch(line)) for number, line in enumerate(text.splitlines(), start=1)]
+    names = [(match[1], f"{source}:{number}") for number, match in headers if match]
+    if Counter(name for name, _ in names) != Counter({name: len(entries) for name, entries in tables.items()}):
+        return [(entry, source) for entries in tables.values() for entry in entries]
+    remaining = {name: iter(entries) for name, entries in tables.items()}
+    return [(next(remaining[name]), location) for name, location in names]
 
 
 def expand_engines(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -172,21 +189,27 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
         if key in STRING_KEYS and not isinstance(value, str):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
-    for key in ("engine", *REQUIRED_KEYS):
+    spellings = [key for key in ("law", "check") if key in entry]
+    if len(spellings) != 1:
+        got = "both 'law' and 'check'" if spellings else "neither 'law' nor 'check'"
+        raise UsageError(f"{location}: the expected failure has {got}; expected 'law', or its older name 'check'")
+    required = ("engine", *spellings, *REQUIRED_KEYS)
+    for key in required:
         if not entry.get(key):
-            raise UsageError(
-                f"{location}: the expected failure lacks {key!r}; it needs {', '.join(('engine', *REQUIRED_KEYS))}"
-            )
+            raise UsageError(f"{location}: the expected failure lacks {key!r}; it needs {', '.join(required)}")
     if entry["verdict"] not in VERDICTS:
         raise UsageError.unknown_name(f"verdict of the expected failure at {location}:", entry["verdict"], VERDICTS)
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
     try:
         SpecifierSet(entry.get("releases", ""))
-        find_laws((entry["check"],))
+        find_laws((entry[spellings[0]],))
     except (InvalidSpecifier, UsageError) as error:
         raise UsageError(f"{location}: {error}") from None
-    fields: dict[str, Any] = {key: tuple(value) if key in LIST_KEYS else value for key, value in entry.items()}
+    fields: dict[str, Any] = {
+        "check" if key in spellings else key: tuple(value) if key in LIST_KEYS else value
+        for key, value in entry.items()
+    }
     return ExpectedFailure(**fields, location=location)
 
 

@@ -56,6 +56,13 @@ class PlannedCell:
         return self.cell
 
 
+def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns of the parameter ``laws`` or of its older name ``checks``. Raises UsageError for both."""
+    if laws and checks:
+        raise UsageError(f"got laws={laws!r} and checks={checks!r}; expected laws, or its older name checks, not both")
+    return laws or checks
+
+
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """Return the cells of ``request`` in the order of the matrix, each once.
 

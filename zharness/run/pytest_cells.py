@@ -15,7 +15,15 @@ from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
 from zharness.run.claims import get_claims
 from zharness.run.expected_failures import ExpectedFailure, read_expected_failures
-from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan, validate_request
+from zharness.run.plan import (
+    ClaimsLookup,
+    PlannedCell,
+    Request,
+    choose_patterns,
+    first_buildable_claims,
+    plan,
+    validate_request,
+)
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -98,9 +106,13 @@ def build_request(
     models: tuple[str, ...] = (),
     stages: tuple[int, ...] = (),
     variant: str = "",
+    laws: tuple[str, ...] = (),
 ) -> Request:
-    """Build the request of one marker. ``checks`` are patterns of laws; without a pattern, all laws are run."""
-    return Request(checks, (engine,), stages, world_sizes, dtypes, models, variant)
+    """Build the request of one marker. ``laws`` are patterns; without a pattern, all laws are run.
+
+    ``checks`` is the older name of ``laws``. Raises UsageError for both.
+    """
+    return Request(choose_patterns(laws, checks), (engine,), stages, world_sizes, dtypes, models, variant)
 
 
 def narrow_to_engines(requests: list[Request], engine_names: tuple[str, ...]) -> list[Request]:
