@@ -168,7 +168,7 @@ def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> b
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor. The check avoids the import of the DTensor class, which takes a second."""
+    """Return whether ``tensor`` is a DTensor. The DTensor class is not imported, because the import takes a second."""
     return hasattr(tensor, "to_local")
 
 

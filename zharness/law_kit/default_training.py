@@ -17,7 +17,7 @@ DEFAULT_OPTIMIZER = OptimizerSpec(
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The optimizer, the norm to which gradients are clipped, and the number of micro-batches in each optimizer step."""
+    """The optimizer, the norm for gradient clipping, and the number of micro-batches in each optimizer step."""
 
     optimizer: OptimizerSpec = DEFAULT_OPTIMIZER
     clip: float | None = 1.0

@@ -189,7 +189,7 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state and then the weight after the step with the bounded result of the formula of ``optimizer``."""
+        """Compare the state and then the weight after the step with the bounded result of the optimizer's formula."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
@@ -248,7 +248,7 @@ def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """Return the match of a weight that is bitwise equal to torch's result, with an upper bound on the formula's error."""
+    """Return the match of a weight that is bitwise equal to torch's result, with a bound on the formula's error."""
     change = weight_after.float() - weight.float()
     sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
     return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
@@ -304,7 +304,7 @@ def run_plain_step(
 def compare_published_weights(
     ctx: JudgeContext, recorded_step: RecordedStep, params_label: str
 ) -> Iterator[Comparison]:
-    """Check that the weights in every rank's model equal the optimizer's master weights, rounded to the model's dtype."""
+    """Check that every rank's model weights equal the optimizer's master weights, rounded to the model's dtype."""
     for rank, (masters, published) in enumerate(
         zip(
             ctx.rank_records(recorded_step.params_label, recorded_step.step),

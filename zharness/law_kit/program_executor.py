@@ -1,4 +1,4 @@
-"""Run a program, which is a random sequence of verbs, on an engine, and record tensors after every verb for the judge."""
+"""Run a program (a random sequence of verbs) on an engine, and record tensors after every verb for the judge."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class ProgramExecutor:
             self.engine.zero_grad()
 
     def inspect_engine(self, position: int, caller: CallerState) -> None:
-        """Read everything that the engine reports twice, record the second reading, and overwrite all returned tensors."""
+        """Read all that the engine reports twice, record the second reading, and overwrite all returned tensors."""
         readings: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters
@@ -220,7 +220,7 @@ class ProgramExecutor:
             self.advance_weights_version()
 
     def edit_weight(self) -> None:
-        """Fill a weight with a value on rank 0 and with another value on other ranks, which the engine has to discard."""
+        """Fill a weight with a value on rank 0, and with another value, which must be discarded, on other ranks."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
         with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)

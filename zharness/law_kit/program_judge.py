@@ -91,7 +91,7 @@ class ProgramJudge:
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
-        """Compare the records of one verb with plain PyTorch; ``caller`` is the calling code's state before the verb."""
+        """Compare the records of one verb with plain PyTorch; ``caller`` is the calling code's state before it ran."""
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward_verbs[caller.micro_batches_drawn] = verb
@@ -150,9 +150,7 @@ class ProgramJudge:
             yield found
 
     def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
-        """Return the plain model's output for a micro-batch with the weights that the engine had at
-        ``weights_version``.
-        """
+        """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
         baseline = self.ctx.baseline
         module = self.get_plain_module(weights_version).train(verb.act not in EVAL_MODE_ACTS)
         with get_grad_mode(verb.act):
@@ -164,7 +162,7 @@ class ProgramJudge:
         return output.detach()
 
     def judge_backward(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
-        """Compute the local gradients of one backward, and compare the reduced gradients if the engine recorded them."""
+        """Compute the local gradients of one backward, and compare the reduced gradients if they were recorded."""
         micro = caller.micro_batches_drawn if verb.act is Act.NO_SYNC else caller.select_output(verb)
         if verb.act is Act.NO_SYNC:
             self.forward_verbs[micro] = verb
@@ -219,16 +217,14 @@ class ProgramJudge:
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
 
     def judge_look(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare the state that the engine reported between other verbs with its recorded weights, state and
-        gradients.
-        """
+        """Compare the state that the engine reported between other verbs with its recorded weights and gradients."""
         if caller.has_reduced_gradients:
             yield from self.compare_window_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
     def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare a step at a boundary with the optimizer's formula; before a boundary, check that no weight changed."""
+        """Compare a step at a boundary with the optimizer's formula; before a boundary, no weight may change."""
         if not caller.is_boundary:
             for label, early in (("params", "early"), ("state", "early-state")):
                 for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
@@ -238,7 +234,7 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: those that the engine recorded, or otherwise the expected ones with bounds."""
+        """Return the gradients of a step: those that the engine recorded, or else the expected ones with bounds."""
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
@@ -278,7 +274,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_edit(self) -> Iterator[Comparison]:
-        """Check that weight and master weight equal the value rank 0 wrote, and that all other weights are unchanged."""
+        """Check that the weight and its master have rank 0's value, and that all other weights are unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
         for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
             after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
@@ -297,7 +293,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_rank_agreement(self) -> Iterator[Comparison]:
-        """Check that ranks agree, that weights equal rounded master weights, and that no parameter is still gathered."""
+        """Check that ranks agree, that weights equal rounded master weights, and that nothing is still gathered."""
         yield from compare_ranks_after_step(self.ctx, RecordedStep(self.weights_version))
         yield from compare_published_weights(self.ctx, RecordedStep(self.weights_version, "masters"), "params")
         yield from self.judge_engine_facts()
@@ -313,7 +309,7 @@ class ProgramJudge:
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the local gradients of a wrong engine that sums its accumulated gradients over ranks in every backward."""
+    """Return the local gradients of a wrong engine that sums earlier gradients over ranks in every backward."""
     pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
     return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 

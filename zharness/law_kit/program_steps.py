@@ -54,7 +54,7 @@ def call_with_extra_kwargs(batch: Batch, call: Callable[..., Any], extra_kwargs:
 
 
 def get_grad_mode(act: Act) -> Any:
-    """Return the context manager for a forward: ``torch.inference_mode()``, ``torch.no_grad()``, or one without effect."""
+    """Return the context manager for a forward: ``inference_mode()``, ``no_grad()``, or one without effect."""
     if act is Act.INFERENCE:
         return torch.inference_mode()
     return torch.no_grad() if act in NO_GRAD_ACTS else nullcontext()

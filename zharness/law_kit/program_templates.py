@@ -41,7 +41,7 @@ class ProgramTemplate:
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """Return the drawn program without verbs and marks that the engine does not claim, and without illegal verbs."""
+        """Return the drawn program without verbs and marks that the engine does not claim and without illegal verbs."""
         claimed_verbs = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)

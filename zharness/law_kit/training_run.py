@@ -21,7 +21,7 @@ SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a training: optimizer, number of steps, norm for clipping, and number of micro-batches per step."""
+    """The settings of a training: optimizer, number of steps, norm for clipping, and micro-batches per step."""
 
     optimizer: OptimizerSpec
     steps: int

@@ -162,7 +162,7 @@ def two_outputs_two_backwards(participant: Participant) -> None:
 
 
 class TiledLoss(torch.autograd.Function):
-    """A loss that runs a backward within its forward for each tile of the input, as tiled and fused logits losses do."""
+    """A loss that runs a backward within its forward for each tile of its input, as fused logits losses do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
