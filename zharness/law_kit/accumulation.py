@@ -45,13 +45,12 @@ def judge_engine_divided_gradients(
     divided_locals: Sequence[Sequence[LocalResult]],
     exact: bool | Exactness = False,
 ) -> Iterator[Comparison]:
-    """Compare the gradients of a window with two expectations: the engine divided each loss, or it divided the
-    gradient.
+    """Compare the gradients of a window in which the engine divides either each loss or the gradient.
 
-    ``divided_locals`` are the local gradients that plain PyTorch computed from divided losses. Those of undivided
-    losses are computed only if some gradient differs from the first expectation. If some gradient differs from both,
-    this function yields the comparisons of the expectation that more gradients match, because a wrong engine is usually
-    right in most gradients.
+    ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If some gradient differs
+    from these, the gradients are also compared with those of undivided losses, which are divided afterwards. If some
+    gradient differs from both, this function yields the comparisons of the way that more gradients match, because a
+    wrong engine is usually right in most gradients.
     """
     by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
     comparisons = list(stop_at_first_mismatch(by_loss(explain=False)))

@@ -71,8 +71,7 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
 def judge_clip_factor(
     ctx: JudgeContext, label: str, step: int, grads: Mapping[str, Tensor], limit: float
 ) -> Generator[Comparison, None, ClipFactor]:
-    """Compare the norm that every rank recorded under ``label`` with the norm of all ``grads``, and return the clip
-    factor.
+    """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
     The clip factor is the one by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was recorded
     under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this function then

@@ -77,10 +77,10 @@ class ModelSnapshot:
         )
 
     def require_unchanged(self, model: nn.Module, layout: Layout) -> None:
-        """Raise EngineContractError if a training flag, ``requires_grad``, a name, a buffer or a weight of ``model``
-        has changed.
+        """Raise EngineContractError if a flag, a name, a buffer or a weight of ``model`` has changed.
 
-        Only the weights that are unsharded on this rank are compared.
+        Flags are each module's training flag and each parameter's ``requires_grad``. Only the weights that are
+        unsharded on this rank are compared.
         """
         changed = changed_flags(self.training_flags, get_training_flags(model))
         if changed:
@@ -183,9 +183,7 @@ def describe_changed_weight(name: str) -> str:
 
 
 def require_initial_weights(params: Any, model: nn.Module) -> None:
-    """Raise EngineContractError if the names, shapes or values of ``params`` differ from those of the model's
-    parameters.
-    """
+    """Raise EngineContractError if ``params`` differ from the model's parameters in names, shapes or values."""
     found, expected = require_mapping("full_params", params), dict(model.named_parameters())
     check_names("full_params", expected, found)
     for name, weight in expected.items():
@@ -208,8 +206,9 @@ def require_gradients(grads: Any, model: nn.Module) -> None:
 
 
 def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise EngineContractError, which names the method ``source`` of the engine, if ``actual`` does not have the shape
-    of ``expected``.
+    """Raise EngineContractError if ``actual`` does not have the shape of ``expected``.
+
+    ``source`` is the name of the engine's method that returned ``actual``.
     """
     if actual.shape != expected.shape:
         raise EngineContractError(

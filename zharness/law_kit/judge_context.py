@@ -57,11 +57,10 @@ class JudgeContext:
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter's gradients are reduced if the engine's gradients have the dtype
-        ``grad_dtype``.
+        """Return the dtype in which the gradients of the parameter ``name`` are reduced.
 
-        If the parameter's dtype in the model is narrower than the cell's dtype, the engine may reduce its gradients in
-        the narrower dtype.
+        ``grad_dtype`` is the dtype of the engine's gradient. If it is the parameter's dtype in the model and narrower
+        than the cell's dtype, the engine may reduce in this dtype.
         """
         narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
@@ -80,9 +79,7 @@ class JudgeContext:
         return [evidence.get(label, step) for evidence in self.evidence]
 
     def has_record(self, label: str) -> bool:
-        """Return whether rank 0 recorded anything under ``label``. If only rank 0 did, ``rank_records`` raises an
-        error.
-        """
+        """Return whether rank 0 recorded anything under ``label``. If only some ranks did, ``rank_records`` raises."""
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
@@ -99,9 +96,7 @@ class JudgeContext:
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Check that the tensors each rank recorded under ``label`` are bitwise equal to the expected tensors of that
-        rank.
-        """
+        """Check that the tensors each rank recorded under ``label`` are bitwise equal to the rank's expected tensors."""
         for rank, record in enumerate(self.rank_records(label, step)):
             check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
@@ -145,8 +140,7 @@ class JudgeContext:
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
     ) -> BoundedGrads:
-        """Return the gradients that ``compare_reduced_grads`` expects, with their bounds, if the engine recorded no
-        gradients.
+        """Return the gradients that ``compare_reduced_grads`` expects, with bounds, if the engine recorded none.
 
         ``grad_dtypes`` maps the names of parameters to the dtypes of the engine's gradients. The gradient of a
         parameter without an entry may have the narrowest dtype that the parameter may have.
@@ -162,9 +156,7 @@ class JudgeContext:
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Return the local gradients of one parameter as ``[rank][micro-batch]``, with zeros for a rank that did not
-        use it.
-        """
+        """Return one parameter's local gradients as ``[rank][micro-batch]``, with zeros for ranks that did not use it."""
         return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
 
     def _compare_reduced_grad(

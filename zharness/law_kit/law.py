@@ -39,9 +39,7 @@ class Variant:
     is_step_count: bool = False
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
-        """Return the training whose curves a report shows, or None. ``training`` is the training that the user
-        configured.
-        """
+        """Return the training whose curves a report shows, or None. ``training`` is what the user configured."""
         return make_training_run(training, int(self.name)) if self.is_step_count else self.training_run
 
 
@@ -86,9 +84,7 @@ class Law:
         )
 
     def required_features(self, variant: str) -> tuple[Feature, ...]:
-        """Return all features that a cell of the law variant ``variant`` requires. Raise UsageError for an unknown
-        variant.
-        """
+        """Return all features that a cell of this law variant requires. Raise UsageError for an unknown variant."""
         return self.features + self.get_variant(variant).features
 
     @property

@@ -11,9 +11,7 @@ from zharness.law_kit.scenarios import Scenario
 
 
 class StepsKind(Enum):
-    """The kinds of functions that make a law's steps, which differ in their argument and in what the engine is compared
-    with.
-    """
+    """The kinds of functions that make a law's steps. They differ in the argument that the function takes."""
 
     SCENARIO = "scenario"  # takes a Participant; observer and judge are the same for all scenarios
     TRANSFORM = "transform"  # takes an engine, the model's spec and a batch

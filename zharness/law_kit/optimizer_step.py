@@ -1,6 +1,4 @@
-"""Judge one optimizer step separately: apply the optimizer's formula to the numbers that the engine had before the
-step.
-"""
+"""Judge one optimizer step: apply the optimizer's formula to the numbers that the engine had before the step."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The labels and the step number under which the ranks recorded weights and optimizer state before an optimizer
-    step.
+    """The labels and the number under which ranks recorded weights and optimizer state before an optimizer step.
 
     ``skipped_steps`` is the number of earlier steps that the engine skipped. ``idle_steps`` maps the name of a
     parameter to the number of earlier steps in which the parameter had no gradient, so that the optimizer did not
@@ -134,9 +131,7 @@ class ParameterStep:
         torch_results = dict(zip(parts, run_torch_steps(optimizer, [*parts.values()]), strict=False))
 
         def compare_piece(piece: slice) -> list[Comparison]:
-            """Compare one piece with the result of torch.optim, and if they differ, with the bounded result of the
-            formula.
-            """
+            """Compare one piece with the result of torch.optim, and if they differ, with the optimizer's formula."""
             part = parts[piece.start]
             return part.compare_with_torch(torch_results.get(piece.start, {}), location) or list(
                 part.compare_with_replay(optimizer, location)
@@ -237,8 +232,7 @@ class ClippedSgdStep:
 
 
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
-    """Return an upper bound on the error of a moment, such as Adam's ``exp_avg``, that the optimizer's formula
-    computes.
+    """Return an upper bound on the error of a moment (such as Adam's ``exp_avg``) from the optimizer's formula.
 
     The new moment is a weighted mean of the old moment and a term from the gradient, so the absolute values of the old
     and the new moment bound its rounding.

@@ -10,8 +10,7 @@ from zharness.engines.options import Options, merge_options
 
 
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
-    """Yield engine options such that every variant, and every pair of compatible variants, occurs in at least one of
-    them.
+    """Yield engine options such that every variant and every pair of compatible variants occurs in some of them.
 
     The search is greedy: it starts a set with a pair that has not occurred yet, and then repeatedly adds the compatible
     variant that covers the most such pairs. There may be a smaller number of sets that covers all pairs.

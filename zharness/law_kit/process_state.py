@@ -41,9 +41,7 @@ def read_process_state() -> dict[str, Tensor]:
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
-    """Check that the process state each rank recorded under ``label`` in the later ``steps`` equals that of the first
-    step.
-    """
+    """Check that the process state each rank recorded under ``label`` is the same in all ``steps``."""
     for rank, before in enumerate(ctx.rank_records(label, steps[0])):
         for step in steps[1:]:
             after = ctx.rank_records(label, step)[rank]

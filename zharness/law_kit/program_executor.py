@@ -48,9 +48,7 @@ class ForwardResult:
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the values of the micro-batch changed since before the forward, or whether they require
-        gradients.
-        """
+        """Return whether the micro-batch's values changed since before the forward, or whether they require gradients."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
@@ -128,16 +126,12 @@ class ProgramExecutor:
         return output
 
     def make_forward_result(self, batch: Batch, micro: int) -> ForwardResult:
-        """Run the forward of a micro-batch, and return the output and the micro-batch, from which a backward can be
-        run.
-        """
+        """Run the forward of a micro-batch, and return the output with the micro-batch, as needed for the backward."""
         before = batch.map_tensors(torch.clone)
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """Run a forward in the verb's mode (train, eval or no_grad). Keep the output if the verb is an ordinary
-        forward.
-        """
+        """Run a forward in the mode that the verb names. Keep the output for a backward if the mode is train mode."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
             result = self.make_forward_result(batch, micro)
@@ -187,9 +181,7 @@ class ProgramExecutor:
             tensor.fill_(OVERWRITE_VALUE)
 
     def step(self, position: int, caller: CallerState) -> None:
-        """Call the engine's step. If the step is not at an accumulation boundary, record the weights, which must not
-        change.
-        """
+        """Call the engine's step. Before an accumulation boundary, also record the weights, which must not change."""
         self.outputs.clear()
         self.engine.step()
         if not caller.is_boundary:

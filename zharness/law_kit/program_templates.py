@@ -60,9 +60,7 @@ def is_act_claimed(verb: Verb, capabilities: Capabilities) -> bool:
 
 
 def drop_unclaimed_marks(verb: Verb, dtype: str, capabilities: Capabilities) -> Verb:
-    """Return ``verb`` without the marks that the engine does not claim, and without those that are illegal in
-    ``dtype``.
-    """
+    """Return ``verb`` without the marks that the engine does not claim or that are illegal in ``dtype``."""
     refused = {mark for mark, feature in MARK_FEATURES.items() if capabilities.refusal(feature) is not None}
     refused |= {Mark.TENSOR} if dtype == "fp16" else set()
     return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))

@@ -19,8 +19,9 @@ from zharness.law_kit.rank_context import RankContext
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a folder that every rank can use, and remove the folder after the block. Every rank has to call this
-    function.
+    """Create a folder that every rank can use, and remove the folder after the ``with`` block.
+
+    Every rank has to enter this context manager.
     """
     paths = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(paths)

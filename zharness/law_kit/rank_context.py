@@ -79,9 +79,7 @@ class RankContext:
         return self.build_engine_around(self.spec.model(self.seed), **overrides)
 
     def build_engine_around(self, model: nn.Module, **overrides: Any) -> Engine:
-        """Build a new engine around ``model``. The model is moved to this rank's device unless it is on the meta
-        device.
-        """
+        """Build a new engine around ``model``, which is moved to this rank's device unless it is on the meta device."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         options = merge_options(self.config.options, overrides.pop("options", {}))

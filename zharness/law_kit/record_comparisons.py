@@ -52,9 +52,7 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
 def compare_records(
     ctx: JudgeContext, expected_label: str, actual_label: str, expected_step: int, step: int, part: Part
 ) -> Iterator[Comparison]:
-    """Check that the tensors every rank recorded under ``actual_label`` are bitwise equal to those of
-    ``expected_label``.
-    """
+    """Check that what every rank recorded under ``actual_label`` is bitwise equal to that under ``expected_label``."""
     pairs = zip(ctx.rank_records(expected_label, expected_step), ctx.rank_records(actual_label, step), strict=True)
     for rank, (expected, found) in enumerate(pairs):
         check_names(f"what a rank reports as {actual_label}", expected, found)

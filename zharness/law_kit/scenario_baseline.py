@@ -36,8 +36,9 @@ def make_plain_participant(
 
     @torch.no_grad()
     def step() -> None:
-        """Modify in place, without a change of value, all weights that have a gradient, like an optimizer with learning
-        rate 0.
+        """Modify all weights that have a gradient in place, without a change of value.
+
+        An optimizer step with learning rate 0 does the same.
         """
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -67,13 +68,13 @@ def make_plain_participant(
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """The result of a scenario on the plain model: returned values, and gradients before and after the follow-up
-    training.
+    """The result of a scenario on the plain model: returned values, and the gradients of each model.
 
-    ``grads`` and ``after`` hold the gradients of each model. ``backward_grads`` holds, for each parameter, the gradient
-    of every backward in order, split into entries: a dense gradient is one entry, and a sparse gradient may have
-    several entries for one row. From the last backward's gradient the judge sees whether an engine keeps only this
-    gradient, or drops it. ``backward_grads_after`` holds the same for the follow-up training.
+    ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training. ``backward_grads``
+    holds, for each parameter, the gradient of every backward in order, split into entries: a dense gradient is one
+    entry, and a sparse gradient may have several entries for one row. From the last backward's gradient the judge sees
+    whether an engine keeps only this gradient, or drops it. ``backward_grads_after`` holds the same for the follow-up
+    training.
     """
 
     values: NamedTensors

@@ -42,11 +42,10 @@ class StepMetrics:
 
 
 def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
-    """Return the loss and the gradient norm in every step, for the engine and for a plain model with the same initial
-    weights.
+    """Return the loss and the gradient norm in every step, for the engine and for a plain model.
 
-    The engine has to have recorded "loss" for each micro-batch and "grads" in each step. The curves drift apart by
-    rounding alone, so reports show them, but no law judges them.
+    Both start from the same initial weights. The engine has to have recorded "loss" for each micro-batch and "grads" in
+    each step. The curves drift apart by rounding alone, so reports show them, but no law judges them.
     """
     engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
     return {
@@ -73,10 +72,10 @@ def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetr
 
 
 def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
-    """Train the plain model from its initial weights, without the engine's numbers, and return its metrics in each
-    step.
+    """Train the plain model from its initial weights, and return its loss and gradient norm in each step.
 
-    If the model's dtype is narrower than float32, the training uses float32 master weights.
+    The training does not use the engine's numbers. If the model's dtype is narrower than float32, it uses float32
+    master weights.
     """
     weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     optimizer = build(weights, run.optimizer)
@@ -112,8 +111,7 @@ def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
 def total_norm_and_bound(
     grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all elements of all gradients together in float64, and a bound on the error of an engine's
-    norm.
+    """Return the 2-norm of all elements of ``grads`` in float64, and a bound on the error of an engine's norm.
 
     An engine is assumed to sum the squares in float32 or in the widest of ``dtypes``, which are by default the dtypes
     of the gradients. A sum of that many terms in bf16 would have no bound.

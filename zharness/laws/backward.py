@@ -194,9 +194,7 @@ def backward_in_forward(participant: Participant) -> None:
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """Raise an error halfway in three backwards, two of which retain the graph, then zero the gradients and train
-    again.
-    """
+    """Raise an error halfway in three backwards (two of them retain the graph), zero the gradients and train again."""
     raised = backward_raises(
         participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
     )
