@@ -1,1 +1,1 @@
-"""The building blocks of laws: contexts of ranks and judges, scenarios, random programs, and optimizer replay."""
+"""The building blocks of laws: contexts of ranks and judges, scenarios, random programs, and judges of optimizer steps."""

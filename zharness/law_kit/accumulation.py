@@ -1,4 +1,4 @@
-"""Train one accumulation window on a rank, and judge the gradients that the engine made from it."""
+"""Train one accumulation window on a rank, and judge the gradients that the engine computes for the window."""
 
 from __future__ import annotations
 

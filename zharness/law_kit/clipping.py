@@ -22,8 +22,8 @@ CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-
 class ClipFactor:
     """The factor by which an engine multiplies gradients to clip them: 1 without clipping, NaN if the norm is NaN.
 
-    ``uncertainty`` is the relative error of the factor beyond the roundings of torch's formula. It is greater than 0 if
-    the engine does not report the norm from which it computed the factor.
+    ``uncertainty`` is the relative error of the factor beyond the roundings of torch's formula. The uncertainty is
+    greater than 0 if the engine does not report the norm from which it computed the factor.
     """
 
     value: float = 1.0

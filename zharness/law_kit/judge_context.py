@@ -96,7 +96,7 @@ class JudgeContext:
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Check that the tensors each rank recorded under ``label`` are bitwise equal to the rank's expected tensors."""
+        """Check that each rank's tensors recorded under ``label`` are bitwise equal to the rank's expected tensors."""
         for rank, record in enumerate(self.rank_records(label, step)):
             check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
@@ -156,7 +156,7 @@ class JudgeContext:
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Return one parameter's local gradients as ``[rank][micro-batch]``, with zeros for ranks that did not use it."""
+        """Return one parameter's local gradients as ``[rank][micro-batch]``; ranks that did not use it have zeros."""
         return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
 
     def _compare_reduced_grad(
@@ -291,7 +291,7 @@ class JudgeContext:
     def has_single_reduction_order(self) -> bool:
         """Return whether the mean over ranks is the same in every order of summation.
 
-        It is if there are at most two ranks, or if the sums do not round.
+        The mean is the same if there are at most two ranks, or if the sums do not round.
         """
         return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
 

@@ -48,14 +48,14 @@ class ForwardResult:
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the micro-batch's values changed since before the forward, or whether they require gradients."""
+        """Return whether the micro-batch's values changed since before the forward, or require gradients."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
 
 @dataclass
 class ProgramExecutor:
-    """Executes a program on one rank's engine, and records the tensors that the judge compares.
+    """An executor that runs a program on one rank's engine and records the tensors that the judge compares.
 
     ``outputs`` maps the number of a micro-batch to its forward if the backward has not run yet. ``weights_version``
     counts the changes of the weights. ``other_engines`` are also trained after every step, but nothing is recorded
@@ -108,7 +108,7 @@ class ProgramExecutor:
             self.execute_between_steps(verb, caller)
 
     def get_batch(self, verb: Verb, micro: int) -> Batch:
-        """Return this rank's micro-batch with the changes that the verb's marks specify."""
+        """Return this rank's micro-batch with the changes that the verb's marks (its options) specify."""
         return apply_input_marks(self.ctx.batch(micro), verb, self.ctx.rank, micro)
 
     def make_leaf_inputs(self, micro: int) -> Tensor:
@@ -131,7 +131,7 @@ class ProgramExecutor:
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """Run a forward in the mode that the verb names. Keep the output for a backward if the mode is train mode."""
+        """Run a forward in the mode that the verb names. If the verb is an ordinary forward, keep its output."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
             result = self.make_forward_result(batch, micro)

@@ -75,7 +75,7 @@ class StepCounts:
 
 @dataclass
 class ProgramJudge:
-    """Runs the program on plain PyTorch for every rank, and compares the engine's records with the results."""
+    """A judge that runs the program on plain PyTorch for every rank and compares the engine's records with it."""
 
     ctx: JudgeContext
     program: Program

@@ -40,7 +40,7 @@ def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str
 
 
 def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
-    """Return the micro-batch of ``rank`` with the changes that the marks of ``verb`` specify."""
+    """Return the micro-batch of ``rank`` with the changes that the marks (options) of ``verb`` specify."""
     if Mark.FEW in verb.marks:
         # At least two rows: a matrix-vector product rounds differently if its weights have another alignment.
         rows = 2 + (rank + micro) % max(1, batch.num_samples - 2)

@@ -55,12 +55,12 @@ class ProgramTemplate:
 
 
 def is_act_claimed(verb: Verb, capabilities: Capabilities) -> bool:
-    """Return whether the engine claims the act of ``verb``, regardless of its marks."""
+    """Return whether the engine claims the kind of call that ``verb`` makes, regardless of the marks of ``verb``."""
     return verb.act not in ACT_FEATURES or capabilities.refusal(ACT_FEATURES[verb.act]) is None
 
 
 def drop_unclaimed_marks(verb: Verb, dtype: str, capabilities: Capabilities) -> Verb:
-    """Return ``verb`` without the marks that the engine does not claim or that are illegal in ``dtype``."""
+    """Return ``verb`` without the marks (options) that the engine does not claim or that ``dtype`` does not allow."""
     refused = {mark for mark, feature in MARK_FEATURES.items() if capabilities.refusal(feature) is not None}
     refused |= {Mark.TENSOR} if dtype == "fp16" else set()
     return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))

@@ -41,7 +41,7 @@ def has_split_gradients(gradients: RecordedGradients) -> bool:
 
 
 def split_gradient(grad: Tensor) -> list[Tensor]:
-    """Split ``grad`` into dense tensors whose sum is ``grad``. Each row of a sparse gradient occurs once per tensor.
+    """Split ``grad`` into dense tensors whose sum is ``grad``; each contains every sparse row at most once.
 
     An empty sparse gradient becomes a tensor of zeros. The entries are kept apart because an engine may divide each of
     them by the world size before it adds them, as DDP does.

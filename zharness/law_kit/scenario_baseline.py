@@ -70,11 +70,11 @@ def make_plain_participant(
 class ScenarioResult:
     """The result of a scenario on the plain model: returned values, and the gradients of each model.
 
-    ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training. ``backward_grads``
-    holds, for each parameter, the gradient of every backward in order, split into entries: a dense gradient is one
-    entry, and a sparse gradient may have several entries for one row. From the last backward's gradient the judge sees
-    whether an engine keeps only this gradient, or drops it. ``backward_grads_after`` holds the same for the follow-up
-    training.
+    ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training, which is one ordinary
+    micro-batch after the scenario. ``backward_grads`` holds, for each parameter, the gradient of every backward in
+    order, split into entries: a dense gradient is one entry, and a sparse gradient may have several entries for one
+    row. From the last backward's gradient the judge sees whether an engine keeps only this gradient, or drops it.
+    ``backward_grads_after`` holds the same for the follow-up training.
     """
 
     values: NamedTensors
@@ -92,7 +92,7 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    """Run a scenario and the follow-up training on plain models, as the rank ``rank``."""
+    """Run a scenario, and then one ordinary micro-batch, on plain models, as the rank ``rank``."""
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(

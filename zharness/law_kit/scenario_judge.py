@@ -20,7 +20,7 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
     """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        """Compare the values, the gradients and the follow-up training of every engine with plain PyTorch."""
+        """Compare values and gradients of every engine, and those of the micro-batch trained after the scenario."""
         results = run_scenario_on_all_ranks(ctx, scenario)
         yield from ctx.compare_values("values", [result.values for result in results])
         for number in range(scenario.engine_count):
@@ -53,7 +53,7 @@ def compare_scenario_grads(
 def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
-    """Compare the gradients of the follow-up training, and check that no parameter is still gathered."""
+    """Compare the gradients of the micro-batch trained after the scenario, and check that nothing is still gathered."""
     yield from compare_scenario_grads(ctx, results, "after", engine_index)
     for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
         for name, count in counts.items():

@@ -135,7 +135,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
     """Return a function that runs the scenario on the engine and records the results."""
 
     def observe(ctx: RankContext) -> None:
-        """Run the scenario, a step with learning rate 0, and the follow-up training; record values and gradients."""
+        """Run the scenario, a step with learning rate 0, and one more micro-batch; record values and gradients."""
         owns = scenario.accumulation_steps > 1 and AccumulationOwner.ENGINE in ctx.accumulation_owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scenario.accumulation_steps if owns else 1

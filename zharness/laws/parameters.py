@@ -32,7 +32,7 @@ def every_kind(participant: Participant) -> None:
 
 
 def branch(participant: Participant) -> None:
-    """Use a branch of the model in the first forward, zero the gradients, and run a second forward without the branch."""
+    """Use a branch of the model in the first forward, zero the gradients, and run a second forward without it."""
     backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
     backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
@@ -50,7 +50,10 @@ def frozen_and_unfrozen(participant: Participant) -> None:
 
 
 def outside_its_module(participant: Participant) -> None:
-    """Run backward of losses that read a weight by attribute, outside any forward, with and without the training loss."""
+    """Run backward of losses that read a weight by attribute, outside any forward.
+
+    The first loss also contains the ordinary training loss.
+    """
     weight = participant.module.first.weight
     backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
     backward(participant.module.by_attribute.weight.sum())
@@ -174,9 +177,7 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
 
 
 def observe_deferred(ctx: RankContext) -> None:
-    """Build the engine around a model on the meta device, and record its initial weights and the gradients of a
-    backward.
-    """
+    """Build the engine around a model on the meta device, and record its initial weights and gradients."""
     with torch.device("meta"):
         model = ctx.spec.build()
     engine = ctx.build_engine_around(

@@ -138,7 +138,7 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 
 
 def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return two differences that have to be 0, because both sides are computed from the same engine.
+    """Return two differences that have to be 0.
 
     The first one is jacrev minus the single rows from autograd.grad. The second one is vmap(grad) minus the number of
     samples times grad.
@@ -175,7 +175,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 def inside_forward(participant: Participant) -> None:
-    """Train with a torch.func transform of a weight in the model's forward, and with one in a loss outside the forward."""
+    """Train with a torch.func transform of a weight in the model's forward, and with one in a loss outside it."""
 
     def run_block(block: Call, hidden: Tensor) -> Tensor:
         """Run the block, and add the fused loss to its output."""

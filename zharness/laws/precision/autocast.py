@@ -40,7 +40,7 @@ from zharness.workload.user_model import is_user_model
 
 @contextmanager
 def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary to which every forward in the ``with`` block adds the dtypes of all modules' outputs, by name."""
+    """Yield a dictionary to which every forward in the ``with`` block adds the dtypes of all modules' outputs."""
     seen: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Any:
@@ -61,7 +61,7 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def observe_policy(ctx: RankContext) -> None:
-    """Train a step under torch_autocast between two evaluations, and record the dtypes of outputs, weights and state."""
+    """Train a step under torch_autocast between two evaluations, and record dtypes of outputs, weights and state."""
     engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
     evaluate(ctx, engine, MICRO_BEFORE_STEP)
     with capture_output_dtypes(engine.module) as dtypes:

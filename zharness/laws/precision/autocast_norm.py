@@ -1,4 +1,4 @@
-"""Define the law precision.autocast_norm: under torch_autocast, the reported norm is that of the unscaled gradients."""
+"""Define the law precision.autocast_norm: under torch_autocast, the reported norm equals plain PyTorch's."""
 
 from __future__ import annotations
 

@@ -100,7 +100,10 @@ def judge_reduced_gradients(
 def judge_whole_gradient(
     ctx: JudgeContext, name: str, terms: GradientTerms, records: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[Comparison]:
-    """Compare one gradient on every rank with the mean of ``terms``, within the rounding of a reduction in ``dtype``."""
+    """Compare one gradient on every rank with the mean of ``terms``, within the rounding of ``dtype``.
+
+    ``dtype`` is the dtype in which the gradient is reduced.
+    """
     mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
     for rank, record in enumerate(records):
         yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)

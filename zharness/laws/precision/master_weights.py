@@ -1,4 +1,4 @@
-"""Define the law precision.master_weights: the optimizer updates master weights, and the model's are rounded masters."""
+"""Define the law precision.master_weights: the optimizer updates master weights, and weights are rounded masters."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """Return a function that multiplies rank 0's loss by ``factor`` and other losses by 0, so that sums do not round."""
+    """Return a function that multiplies rank 0's loss by ``factor`` and others by 0, so that sums do not round."""
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 

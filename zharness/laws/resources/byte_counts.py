@@ -103,7 +103,8 @@ def observe_comm_volume(ctx: RankContext) -> None:
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check the bytes sent: 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
-    A is the number of micro-batches. Stage 3 sends less than 3A psi if backward does not gather the parameters again.
+    A is the number of micro-batches. All of these are multiplied by (N-1)/N, where N is the world size. Stage 3 sends
+    less than 3A psi if backward does not gather the parameters again.
     """
     stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
     ranks = ctx.world_size

@@ -39,7 +39,10 @@ def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
 def write_universal_checkpoint(
     folder: Path, values: Mapping[str, Mapping[str, Tensor]], param_groups: Any, step: int, flat: bool
 ) -> None:
-    """Write a universal checkpoint like DeepSpeed's ds_to_universal, from stage 3 if ``flat``, else from stage 1 or 2."""
+    """Write a universal checkpoint like DeepSpeed's ds_to_universal.
+
+    The files are those of a conversion from stage 3 if ``flat`` is true, and otherwise those from stage 1 or 2.
+    """
     count = torch.tensor(float(step))
     for name, entries in values.items():
         (folder / "zero" / name).mkdir(parents=True)
@@ -95,7 +98,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
     path, aside = folder / piece, folder / "aside"
 
     def damage_file() -> None:
-        """Rename the file or folder, and if ``damage`` is "truncated", write the first half of the file to its place."""
+        """Rename the file or folder. If ``damage`` is "truncated", write the first half of the file to its place."""
         path.rename(aside)
         if damage == "truncated":
             content = aside.read_bytes()

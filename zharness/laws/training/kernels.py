@@ -42,7 +42,7 @@ def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the engine's local gradients."""
+    """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the local ones."""
     size = ctx.world_size
     engine_grads = []
     for rank in range(size):
