@@ -89,5 +89,5 @@ def parse_integers(text: str) -> tuple[int, ...]:
 
 
 def is_cell_id(text: str) -> bool:
-    """Return whether ``text`` has the form of a cell id."""
+    """Return whether ``text`` has the form of a cell id, such as ``training.grads[reference-zero3-w2-fp32-mlp]``."""
     return _ID.fullmatch(text) is not None

@@ -1,1 +1,1 @@
-"""The building blocks of laws: contexts of ranks and judges, scenarios, random programs, and judges of optimizer steps."""
+"""The building blocks of laws: contexts of ranks and judges, scenarios, programs, and judges of optimizer steps."""

@@ -67,7 +67,7 @@ def judge_engine_divided_gradients(
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
-    """Return the number of comparisons without a mismatch."""
+    """Return the number of comparisons that have no mismatch."""
     return sum(comparison.mismatch is None for comparison in comparisons)
 
 

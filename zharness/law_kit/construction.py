@@ -66,7 +66,7 @@ class ModelSnapshot:
 
     @classmethod
     def capture(cls, model: nn.Module) -> ModelSnapshot:
-        """Return a snapshot of ``model``."""
+        """Return a snapshot of the flags, names, weights and buffers of ``model``."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         return cls(
             get_training_flags(model),

@@ -49,7 +49,7 @@ def nested(participant: Participant) -> None:
 
 
 def whole_model(participant: Participant) -> NamedTensors:
-    """Checkpoint the whole model."""
+    """Checkpoint the whole model, and return the gradient with respect to its input."""
     leaf = participant.leaf_inputs()
     backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
     assert leaf.grad is not None

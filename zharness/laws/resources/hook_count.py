@@ -73,7 +73,7 @@ def observe_hook_count(ctx: RankContext) -> None:
     engine = ctx.build_engine_around(ScalarParameters(PARAMETER_COUNTS[0]), optimizer=ZERO_LR_SGD)
 
     def train(inputs: Tensor) -> None:
-        """Train one step."""
+        """Train one optimizer step on ``inputs``."""
         engine.backward(engine(inputs))
         engine.step()
         engine.zero_grad()

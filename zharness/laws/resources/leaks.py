@@ -87,7 +87,7 @@ def measure_after(action: Callable[[], None]) -> dict[str, int]:
 
 
 def train_and_close_engines(ctx: RankContext, count: int) -> None:
-    """Build, train and close ``count`` engines, one after the other."""
+    """Build, train and close ``count`` engines, one after another."""
     for _ in range(count):
         train_and_close(ctx, ctx.build_engine(optimizer=PLAIN_ADAMW))
 
